@@ -295,6 +295,11 @@ WORKER = Subcommand(
             0.0,
         ),
         string(
+            "listen",
+            "",
+            "HOST:PORT where other workers get the weights that this one has pulled.",
+        ),
+        string(
             "engine",
             "own",
             "What samples: own, openai:http://HOST:PORT or distflow:HOST:PORT.",

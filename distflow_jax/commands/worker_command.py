@@ -21,4 +21,5 @@ def main(options: SimpleNamespace) -> int:
             chosen=options.chosen,
             orphan_seconds=options.orphan_seconds,
             foreign=foreign,
+            listen=options.listen,
         )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.flow.workers.doors import check_listen
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
 SWAPS = ("in_flight", "boundary")
@@ -155,12 +156,7 @@ class FlowConfig:
             )
         if self.max_tries < 1:
             raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")
-        host, _, port = self.listen.rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
-            raise ValueError(
-                f"flow.listen must be HOST:PORT, got {self.listen!r}; 127.0.0.1:0 is any free port "
-                "of this machine alone"
-            )
+        check_listen("flow.listen", self.listen)
         if not self.workers:
             return
         if not self.max_lag:

@@ -63,18 +63,26 @@ def test_with_exact_versions_only_one_version_answers():
     assert home.counts.refused == 1
 
 
-def test_the_first_result_counts_and_a_second_one_that_differs_is_reported():
-    home = home_of(exact=True, differs=lambda one, other: one != other)
+def unlike(one, other):
+    return None if one == other else (one, other)
+
+
+def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once():
+    home = home_of(exact=True, differs=unlike)
     home.begin(group(0), {})
     home.ask("a", 0, 8, 0.0)
     assert home.bring("a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
     home.expire(LEASE)
     home.ask("b", 0, 8, LEASE)
-    assert not home.bring("a", (0, "gen"), {0: piece([0], content="other")}, LEASE)
+    assert not home.bring("a", (0, "gen"), {0: piece([0], content="first")}, LEASE)
+    assert not home.differing
+    for _ in range(2):
+        assert not home.bring("a", (0, "gen"), {0: piece([0], content="other")}, LEASE)
+    assert home.differing == [((0, "gen"), 0, ("first", "other"))]
     assert not home.bring("b", (0, "gen"), {1: piece([0], content="b")}, LEASE)
     ((_, taken),) = home.take()
     assert [taken[s].content for s in (0, 1)] == ["first", "b"]
-    assert (home.counts.second, home.counts.differing, home.counts.expired) == (1, 1, 1)
+    assert (home.counts.second, home.counts.differing, home.counts.expired) == (3, 2, 1)
     assert not home.bring("b", (0, "gen"), {1: piece([0])}, LEASE)
     assert home.counts.unknown == 1
 
@@ -171,7 +179,7 @@ class Job:
                 version=step,
                 lease_seconds=LEASE,
                 max_tries=2,
-                differs=lambda one, other: one != other,
+                differs=unlike,
             )
             for _ in range(self.processes)
         ]

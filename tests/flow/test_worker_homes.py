@@ -18,7 +18,7 @@ from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
-from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
+from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.workers.doors import Doors, addresses, read_doors
@@ -98,9 +98,32 @@ def test_second_results_differ_only_before_a_close_choice():
     request = request_of(0)
     one, other = (response_of(request, 0, [0, 0, 0]) for _ in range(2))
     other.tokens = other.tokens + np.array([0, 1, 1], np.int32)
-    assert differs(single_turn(one), single_turn(other))
+    assert differs(single_turn(one), single_turn(one)) is None
+    assert differs(single_turn(one), single_turn(other)) == Difference(1, (1, 2))
     other.margin = np.array([1, 1e-5, 1], np.float32)
-    assert not differs(single_turn(one), single_turn(other))
+    assert differs(single_turn(one), single_turn(other)) is None
+    shorter = response_of(request, 0, [0, 0])
+    assert differs(single_turn(one), single_turn(shorter)) == Difference(2, (2, None))
+
+
+def test_a_second_result_that_differs_is_in_the_log_once(caplog):
+    request, key = request_of(0), (0, "gen")
+    home = Home(
+        Rule(GROUPS, LAG), exact=True, version=0, lease_seconds=1, max_tries=2, differs=differs
+    )
+    sampler = HomeSampler(home, threading.Condition())
+    sampler.submit(key, request)
+    one, other = (response_of(request, 1, [0, 0, 0]) for _ in range(2))
+    other.tokens = other.tokens + np.array([0, 40, 40], np.int32)
+    for response in (one, one, other, other):
+        found = {key: Progress({1: single_turn(response)})}
+        sampler.bring("w7", [key], found, calls=1, goes_on=True)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(
+        "response 1 to prompt 0 differs at token 1: token 1 counts, and token 41 of w7 does not"
+    )
+    assert home.counts.differing == 2
 
 
 def test_the_first_key_that_differs_is_named():

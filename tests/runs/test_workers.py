@@ -6,6 +6,7 @@ Workers are real processes of scripts/worker.py. All is read from the files that
 import collections
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,16 @@ SMALL = (
     "observe.trackers=()",
     "observe.report_every=0",
     "checkpoint.every=1",
+    "flow.max_lag=1",
+)
+SEEING = (
+    "data.prompts_per_step=4",
+    "rollout.num_samples=4",
+    "training.steps=3",
+    "algorithm.correction=token_tis",
+    "eval.dataset=",
+    "eval.every=0",
+    "checkpoint.every=3",
     "flow.max_lag=1",
 )
 WORKERS = (
@@ -100,7 +111,7 @@ def trainers(started, folder, flags=(), processes=1):
     return started[-1]
 
 
-def worker(started, folder, flags=(), *, orphan=200, devices=1):
+def worker(started, folder, flags=(), *, orphan=200, devices=1, own=()):
     """A worker that joins once the trainers answer."""
     end = time.monotonic() + 200
     while not (folder / "doors.json").exists():
@@ -108,7 +119,7 @@ def worker(started, folder, flags=(), *, orphan=200, devices=1):
         time.sleep(0.05)
     command = ["scripts/worker.py", "--config=configs/tiny.py", f"--join={folder}"]
     log = folder.parent / f"worker{len(started)}.log"
-    command += [f"--orphan_seconds={orphan}", *settings(flags)]
+    command += [f"--orphan_seconds={orphan}", *own, *settings(flags)]
     started.append(Process(log, command, devices))
     return started[-1]
 
@@ -249,6 +260,21 @@ def test_workers_go_on_with_trainers_that_were_killed_and_started_again(tmp_path
 
 
 @pytest.mark.slow
+def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started):
+    """Its log-probs are those of the trainer, which sees them too."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    common = ["--config=configs/vision_tiny.py", *(f"--config.{f}" for f in (*SEEING, *WORKERS))]
+    launch = ["scripts/launch_local.py", "--processes=1", "--workers=1", "--", "scripts/train.py"]
+    job = Process(tmp_path / "log", [*launch, f"--workdir={folder}", *common])
+    started.append(job)
+    assert job.end() == 0, job.output()
+    found = read_metrics(folder / "metrics.jsonl")
+    assert [metrics["data/images"] for metrics in found] == [4, 4, 4]
+    assert max(metrics["training/rollout_probs_diff_max"] for metrics in found) < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_trainers_without_a_worker_save_and_end_and_go_on_with_one(tmp_path, started):
     folder, flags = tmp_path / "run", ("flow.starved_seconds=8", "flow.save_seconds=0.2")
@@ -267,6 +293,19 @@ def test_trainers_without_a_worker_save_and_end_and_go_on_with_one(tmp_path, sta
     two = worker(started, folder)
     assert job.end() == 0, job.output()
     assert two.end(30) == 0, two.output()
+    check_trained(folder, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_that_listen_get_weights_from_each_other(tmp_path, started):
+    folder, listen = tmp_path / "run", ["--listen=127.0.0.1:0"]
+    job = trainers(started, folder)
+    two = [worker(started, folder, own=listen) for _ in range(2)]
+    assert job.end() == 0, job.output() + two[0].output()
+    assert [one.end(30) for one in two] == [0, 0], two[0].output() + two[1].output()
+    given = [re.search(r"other workers got (\d+) bytes", one.output()) for one in two]
+    assert sum(int(found[1]) for found in given) > 0
     check_trained(folder, exact=False)
 
 

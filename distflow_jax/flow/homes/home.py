@@ -15,6 +15,8 @@ from typing import Any
 
 from distflow_jax.flow.lag_rule import Rule
 
+ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
+
 Key = tuple[int, str]  # counter of the prompt, id of the node
 
 
@@ -38,6 +40,7 @@ class Begun:
     samples: range
     order: tuple[float, ...]  # of groups of one step, lowest first
     content: Any  # what a worker needs to answer it
+    size: int = 0  # bytes of it, where they are many
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +54,7 @@ class _Open:
     worker: str = ""  # that has a lease; "": none
     until: float = 0.0  # end of the lease
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
+    told: set[int] = dataclasses.field(default_factory=set)  # samples of which results differed
 
     def free(self) -> None:
         """Ends the lease."""
@@ -92,7 +96,7 @@ class Home:
       version: of the newest weights; with `exact` it takes the place of older ones.
       lease_seconds: after which a group without news of its worker is given to another one.
       max_tries: failures of a group after which it is given up.
-      differs: whether two results of one response differ where they should not.
+      differs: where two results of one response differ and should not; None: nowhere.
 
     Attributes:
       newest: version of the newest weights that workers can get.
@@ -109,7 +113,7 @@ class Home:
         version: int,
         lease_seconds: float,
         max_tries: int,
-        differs: Callable[[Any, Any], bool] = lambda first, second: False,
+        differs: Callable[[Any, Any], Any] = lambda first, second: None,
     ):
         self.counts = HomeCounts()
         self.newest = version
@@ -119,6 +123,7 @@ class Home:
         self._open: dict[Key, _Open] = {}
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
         self.given_up: dict[int, str] = {}
+        self.differing: list[tuple[Key, int, Any]] = []
         self.workers: dict[str, float] = {}
 
     # -- the trainer's side -----------------------------------------------------------------------
@@ -181,13 +186,16 @@ class Home:
 
     def ask(self, worker: str, held: int, room: int, now: float) -> list[Work]:
         """Gives a worker that holds a version groups with room for their responses, at least one
-        where it has any room; a lease comes with each."""
+        where it has any room; a lease comes with each. Further ones wait for the next question
+        where they are too large for one answer."""
         self.heard(worker, now)
         given: list[Work] = []
+        size = 0
         waiting = [o for o in self._open.values() if not o.worker and self._fits(o, worker, held)]
         for one in sorted(waiting, key=_priority):
             left = len(one.group.samples) - len(one.ended)
-            if room <= 0:
+            size += one.group.size
+            if room <= 0 or (given and size > ANSWER_BYTES):
                 break
             room -= left
             one.worker, one.until = worker, now + self._lease_seconds
@@ -287,8 +295,14 @@ class Home:
         if sample in one.ended:
             if piece.whole:
                 self.counts.second += 1
-                if self._exact and self._differs(one.ended[sample].content, piece.content):
+                where = None
+                if self._exact:
+                    where = self._differs(one.ended[sample].content, piece.content)
+                if where is not None:
                     self.counts.differing += 1
+                    if sample not in one.told:
+                        one.told.add(sample)
+                        self.differing.append((one.group.key, sample, where))
             return
         most = self.version_of(one.group.step) if self._exact else self.newest
         if piece.tokens and not (one.floor <= piece.lowest and piece.highest <= most):

@@ -1,5 +1,7 @@
 """The sampler of a process whose groups workers answer: it hands requests to the home."""
 
+import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,9 +12,13 @@ from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.flow.homes.home import Begun, Home, Key, Work
 from distflow_jax.flow.workers.frames import pieces_of, progress_of
+from distflow_jax.flow.workers.image_frames import image_bytes
 from distflow_jax.rollout.requests import GroupRequest, Response
 
+MOST_IMAGE_BYTES = 48 << 20  # of a prompt: an answer to a worker has to hold them
 NEAR_TIE = 1e-4  # lead of a token over the next one below which its choice may differ
+
+log = logging.getLogger("distflow_jax")
 
 
 class HomeSampler:
@@ -56,13 +62,22 @@ class HomeSampler:
         return Counts(self._calls, sampled, self.home.tokens, 0)
 
     def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
-        """Adds a request, to go on with the `progress` of an earlier run."""
+        """Adds a request, to go on with the `progress` of an earlier run.
+
+        Raises ValueError for images that are too large to be sent to a worker.
+        """
         pieces = pieces_of(progress or Progress())
-        order = tuple(request.rank or ())
+        order, size = tuple(request.rank or ()), image_bytes(request.prompt)
+        if size > MOST_IMAGE_BYTES:
+            raise ValueError(
+                f"the images of prompt {key[0]} have {size >> 20} MiB of patches, and workers get "
+                f"at most {MOST_IMAGE_BYTES >> 20} MiB at once: use a smaller data.image_tokens"
+            )
         with self._lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
             self._requests[key] = request
-            self.home.begin(Begun(key, request.turn, request.samples, order, request), pieces)
+            group = Begun(key, request.turn, request.samples, order, request, size)
+            self.home.begin(group, pieces)
 
     def round(self) -> list[tuple[Key, list[Episode]]]:
         """Requests that are complete now, their responses in the order of their numbers."""
@@ -129,6 +144,7 @@ class HomeSampler:
                 dropped.append(key)
             new = self.home.ended(key) - known
             self._arrived += [e.response for s, e in progress.episodes.items() if s in new]
+        _tell_differing(self.home, worker)
         return dropped
 
     def ask(self, worker: str, held: int, room: int) -> list[tuple[Key, GroupRequest, Progress]]:
@@ -142,12 +158,38 @@ def _request(work: Work) -> tuple[Key, GroupRequest, Progress]:
     return work.group.key, request, progress_of(work.pieces)
 
 
-def differs(first: Episode, second: Episode) -> bool:
-    """Whether two samples of one response differ before a token whose choice was close."""
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first token in which two samples of one response differ; None: one has ended before."""
+
+    place: int
+    tokens: tuple[int | None, int | None]  # of the first result, which counts, and of the second
+
+
+def differs(first: Episode, second: Episode) -> Difference | None:
+    """Where two samples of one response differ, before a token whose choice was close."""
     one, two = first.response, second.response
     length = min(len(one.tokens), len(two.tokens))
     unlike = np.flatnonzero(one.tokens[:length] != two.tokens[:length])
-    if not len(unlike):
-        return len(one.tokens) != len(two.tokens)
-    at = int(unlike[0])
-    return float(min(one.margin[at], two.margin[at])) >= NEAR_TIE
+    if not len(unlike) and len(one.tokens) == len(two.tokens):
+        return None
+    at = int(unlike[0]) if len(unlike) else length
+    if len(unlike) and float(min(one.margin[at], two.margin[at])) < NEAR_TIE:
+        return None
+    tokens = [int(x.tokens[at]) if at < len(x.tokens) else None for x in (one, two)]
+    return Difference(at, (tokens[0], tokens[1]))
+
+
+def _tell_differing(home: Home, worker: str) -> None:
+    """Warns of second results that differ, of a worker that has just brought them."""
+    found, home.differing = home.differing, []
+    for (counter, _), sample, where in found:
+        log.warning(
+            "response %d to prompt %d differs at token %d: %s counts, and %s of %s does not; "
+            "one version on every worker should give one response",
+            *(sample, counter, where.place, *map(_named, where.tokens), worker),
+        )
+
+
+def _named(token: int | None) -> str:
+    return "no token" if token is None else f"token {token}"

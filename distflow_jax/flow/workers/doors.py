@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 from collections.abc import Sequence
 
 FILE = "doors.json"
@@ -50,3 +51,20 @@ def addresses(join: str) -> tuple[str, ...]:
     if any(one is not None for one in found) and len(parts) > 1:
         raise ValueError(f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder")
     return ()
+
+
+def check_listen(name: str, listen: str) -> None:
+    """Raises ValueError, which names the setting, unless it is HOST:PORT to listen on."""
+    host, _, port = listen.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(
+            f"{name} must be HOST:PORT, got {listen!r}; 127.0.0.1:0 is any free port of this "
+            "machine alone"
+        )
+
+
+def announced(listen: str, port: int) -> str:
+    """The address by which others call a door that listens on an interface, at a port."""
+    host = listen.rpartition(":")[0]
+    anywhere = host in ("0.0.0.0", "[::]", "")
+    return f"{socket.getfqdn() if anywhere else host}:{port}"

@@ -14,6 +14,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.flow.homes.home import Piece
 from distflow_jax.flow.saved_samples import Arrays, Key, SavedSamples, to_arrays
+from distflow_jax.flow.workers.image_frames import SentImages, images_of, patch_of
 from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 
 _T = TypeVar("_T")
@@ -83,12 +84,16 @@ def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, 
 def work_frame(
     facts: Mapping[str, Any], work: Iterable[tuple[Key, GroupRequest, Progress]]
 ) -> Frame:
-    """A frame with requests, and what is known of the answers to each."""
-    groups, arrays, known = [], {}, {}
+    """A frame with requests, and what is known of the answers to each.
+
+    An image that several prompts have is in it once.
+    """
+    groups, arrays, known, sent = [], {}, {}, SentImages()
     for place, (key, request, progress) in enumerate(work):
         prompt = request.prompt
         groups.append(
             {
+                **({"images": sent.add(place, prompt)} if prompt.images else {}),
                 "node": key[1],
                 "counter": prompt.counter,
                 "row": prompt.row,
@@ -98,27 +103,38 @@ def work_frame(
                 "rank": request.rank,
             }
         )
-        arrays[f"{_PROMPT}{place}"] = prompt.tokens
+        arrays[f"{_PROMPT}{place}"] = np.asarray(prompt.tokens, np.int32)
         known[key] = progress
-    frame = samples_frame({**facts, "groups": groups}, known)
-    return Frame(frame.facts, {**frame.arrays, **arrays})
+    seen = {"images": sent.facts} if sent.facts else {}
+    frame = samples_frame({**facts, **seen, "groups": groups}, known)
+    return Frame(frame.facts, {**frame.arrays, **arrays, **sent.arrays})
 
 
 def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
-    """Requests of a frame, and what is known of the answers to each."""
+    """Requests of a frame, and what is known of the answers to each.
+
+    ValueError for tokens, patches and places whose sizes do not belong together.
+    """
+    images = checked(lambda: images_of(frame.facts, frame.arrays))
 
     def request_of(place: int, group: Mapping[str, Any]) -> GroupRequest:
         length, spread = group["expected"]
+        tokens = frame.arrays[f"{_PROMPT}{place}"]
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise ValueError(f"a frame's prompt {place} is {tokens.dtype}{list(tokens.shape)}")
+        own = tuple(images[number] for number in group.get("images", ()))
         prompt = Prompt(
             counter=int(group["counter"]),
             row=int(group["row"]),
-            tokens=np.asarray(frame.arrays[f"{_PROMPT}{place}"], np.int32),
+            tokens=tokens,
             text="",
             data_source="",
             ground_truth=None,
             extra_info={},
             expected_length=float(length),
             expected_spread=float(spread),
+            images=own,
+            patch=patch_of(place, len(tokens), own, frame.arrays),
         )
         rank = None if group["rank"] is None else tuple(group["rank"])
         sampling = SamplingParams(**group["sampling"])

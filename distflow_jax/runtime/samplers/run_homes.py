@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.workers.agreement import shared_tables
-from distflow_jax.flow.workers.doors import Doors
+from distflow_jax.flow.workers.doors import Doors, announced
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.flow.workers.wire import Door
@@ -93,7 +92,7 @@ def deliver_to_workers(
         answers.methods() | shelf.methods(),
         limit_bytes=LIMIT_BYTES,
     )
-    homes = processes.all_gather_json(_announced(config.flow.listen, door.port))
+    homes = processes.all_gather_json(announced(config.flow.listen, door.port))
     doors = Doors(incarnation, tuple(homes))
     answers.meet(homes)
     first = processes.process_index() == 0
@@ -152,10 +151,3 @@ def _place(listen: str) -> str:
     """The address that this process listens on: ports of processes follow each other."""
     host, _, port = listen.rpartition(":")
     return f"{host}:{int(port) + processes.process_index() if int(port) else 0}"
-
-
-def _announced(listen: str, port: int) -> str:
-    """The address that workers call."""
-    host = listen.rpartition(":")[0]
-    anywhere = host in ("0.0.0.0", "[::]", "")
-    return f"{socket.getfqdn() if anywhere else host}:{port}"

@@ -19,6 +19,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
+from distflow_jax.flow.workers.doors import addresses, check_listen
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.wire import Refused, Unreachable
@@ -37,6 +38,7 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.samplers.weight_relay import Relay
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal
 
@@ -53,13 +55,17 @@ def run_worker(
     chosen: Collection[str] = (),
     orphan_seconds: float,
     foreign: EngineChoice | None = None,
+    listen: str = "",
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
-    program that samples; None: one of ours. Raises ValueError for user errors, and if trainers do
+    program that samples; None: one of ours. `listen`: HOST:PORT where other workers get the weights
+    that this one has pulled; "": nowhere. Raises ValueError for user errors, and if trainers do
     not answer for `orphan_seconds`.
     """
+    if listen:
+        check_listen("--listen", listen)
     config, graph = settle(config, chosen)
     if not config.flow.workers:
         raise ValueError(
@@ -78,10 +84,14 @@ def run_worker(
         return EXIT_DONE
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
+        relay = None
+        if listen:
+            relay = Relay.open(listen, None if addresses(join) else join, name)
+            files.enter_context(contextlib.closing(relay))
         if foreign is None:
-            opened = _own_engine(config, graph, source)
+            opened = _own_engine(config, graph, source, relay)
         else:
-            opened = _foreign_engine(foreign, config, graph, source, files)
+            opened = _foreign_engine(foreign, config, graph, source, files, relay)
         first = _first_weights(joining, links, opened.pull)
         if first is None:
             return EXIT_DONE
@@ -107,6 +117,8 @@ def run_worker(
         except EngineError as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
     print(f"ended after {worker.groups} groups", flush=True)
+    if relay is not None:
+        print(f"other workers got {relay.shelf.bytes_served} bytes of weights", flush=True)
     return EXIT_DONE
 
 
@@ -140,11 +152,11 @@ class _Opened:
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
 
 
-def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
+def _own_engine(config: Config, graph: Graph, source: ModelSource, relay: Relay | None) -> _Opened:
     """An engine on this machine's devices."""
     own, sizes = _own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
-    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
+    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor), relay)
 
     def pull(links: Links, version: int) -> Any:
         return jax.block_until_ready(sync(pull_trained(links, version)))
@@ -165,6 +177,7 @@ def _foreign_engine(
     graph: Graph,
     source: ModelSource,
     files: contextlib.ExitStack,
+    relay: Relay | None,
 ) -> _Opened:
     """An engine of another program; `files` closes it.
 
@@ -175,6 +188,11 @@ def _foreign_engine(
             f"{choice.address} does not say which experts its tokens went to: set "
             "training.router_replay=False, or sample with --engine=own"
         )
+    if source.config.vision is not None:
+        raise ValueError(
+            f"{choice.address} gets token ids alone, and {config.model.source!r} sees images: "
+            "sample with --engine=own"
+        )
     choice.check(config.rollout.sampling_params())
     place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))
     try:
@@ -183,7 +201,7 @@ def _foreign_engine(
         raise ValueError(f"{error}; start it, or name another --engine") from error
     files.enter_context(contextlib.closing(engine))
     _, sizes = _own_sizes(config, graph, source)
-    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
+    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]), relay)
 
     def sampler(
         weights: Any, version: int, on_response: Callable[[Response], None]
@@ -209,12 +227,18 @@ def _own_sizes(config: Config, graph: Graph, source: ModelSource) -> tuple[Confi
     return own, derive_sizes(own, source.config, Machine.current(), graph)
 
 
-def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
+def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh, relay: Relay | None) -> Pull:
     """Pulls weights in the form of training, in the samplers' dtype, to `mesh`."""
     shardings = param_shardings(source.config, mesh)
     target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def pull(links: Links, version: int) -> Any:
-        return WeightPull(links.callers).pull(version, target, PULL_SECONDS, links.incarnation)
+        if relay is None:
+            weights = WeightPull(links.callers)
+        else:
+            weights = WeightPull(
+                links.callers, relay.connect, shelf=relay.shelf, relay=relay.address
+            )
+        return weights.pull(version, target, PULL_SECONDS, links.incarnation)
 
     return pull

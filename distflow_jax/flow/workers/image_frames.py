@@ -1,0 +1,120 @@
+"""Images of prompts in frames: their patches and places, each image of a frame once.
+
+P tokens of a prompt, N patches of an image. Previews stay where they are: no sampler reads them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.images.record import Image, ImagePatches
+
+_PATCH = "patch"  # of the arrays, before a group's place
+_COLUMNS = ("patches", "positions", "segments")  # of an image, behind its number
+_DIGEST_BYTES = 16
+_NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
+
+
+class SentImages:
+    """The images of a frame's prompts.
+
+    Attributes:
+      facts: JSON values of each image.
+      arrays: of all images, and the places of features in each prompt.
+    """
+
+    def __init__(self):
+        self.facts: list[dict[str, Any]] = []
+        self.arrays: dict[str, np.ndarray] = {}
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def add(self, place: int, prompt: Prompt) -> list[int]:
+        """Adds the images of the group at a place; returns the numbers by which it names them."""
+        if prompt.patch is not None:
+            self.arrays[f"{_PATCH}{place}"] = np.asarray(prompt.patch, np.int32)
+        return [self._add(image) for image in prompt.images]
+
+    def _add(self, image: Image) -> int:
+        cut = _cut(image)
+        key = (image.digest, cut.patches.shape, cut.features, cut.grid)
+        number = self._numbers.setdefault(key, len(self.facts))
+        if number == len(self.facts):
+            fact = {"digest": image.digest.hex(), "features": cut.features, "grid": list(cut.grid)}
+            self.facts.append({**fact, "shrunk": image.shrunk})
+            for name in _COLUMNS:
+                self.arrays[f"image{number}.{name}"] = getattr(cut, name)
+        return number
+
+
+def images_of(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[Image, ...]:
+    """The images of a frame, by their numbers, of the arrays that SentImages has.
+
+    patches uint8 [N, patch_bytes], positions int32 [N, 2 or 3], segments int32 [N] of each.
+    ValueError for sizes that do not belong together.
+    """
+    found = tuple(_image(n, fact, arrays) for n, fact in enumerate(facts.get("images", [])))
+    cut = [_cut(image) for image in found]
+    if len({(one.patches.shape[1], one.positions.shape[1]) for one in cut}) > 1:
+        raise ValueError("a frame's images have patches of several sizes")
+    return found
+
+
+def patch_of(
+    place: int, size: int, images: Sequence[Image], arrays: Mapping[str, np.ndarray]
+) -> np.ndarray | None:
+    """Which feature of `images` stands at each of the `size` tokens of the group at a place.
+
+    int32 [P], -1 for text; None without images. ValueError unless each feature stands once, in
+    order.
+    """
+    if not images:
+        return None
+    patch = arrays[f"{_PATCH}{place}"]
+    _check(patch.dtype == np.int32 and patch.shape == (size,), f"patch {place}", patch)
+    cut = [_cut(image) for image in images]
+    at, first = np.flatnonzero(patch != -1), 0
+    count = sum(one.features for one in cut)
+    _check(np.array_equal(patch[at], np.arange(count)), f"patch {place}", patch)
+    for one in cut:
+        own = at[first : first + one.features]
+        if math.prod(one.grid) == one.features:  # a grid has no text within
+            _check(own[-1] - own[0] == one.features - 1, f"patch {place}", patch)
+        first += one.features
+    return patch
+
+
+def image_bytes(prompt: Prompt) -> int:
+    """Bytes of the arrays of a prompt's images."""
+    return sum(getattr(_cut(image), name).nbytes for image in prompt.images for name in _COLUMNS)
+
+
+def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Image:
+    name = f"image {number}"
+    patches, positions, segments = (arrays[f"image{number}.{column}"] for column in _COLUMNS)
+    _check(patches.dtype == np.uint8 and patches.ndim == 2 and patches.size, name, patches)
+    count = len(patches)
+    fits = positions.dtype == np.int32 and positions.shape in ((count, 2), (count, 3))
+    _check(fits and positions.min() >= 0, f"{name}, positions", positions)
+    fits = segments.dtype == np.int32 and segments.shape == (count,)
+    _check(fits and segments.min() >= 1 and segments.max() <= count, f"{name}, segments", segments)
+    features, (rows, columns) = int(fact["features"]), map(int, fact["grid"])
+    if not 1 <= features <= count or not (0 <= rows <= features and 0 <= columns <= features):
+        raise ValueError(f"a frame's {name} has {features} features of {count} patches")
+    digest = bytes.fromhex(fact["digest"])
+    if len(digest) != _DIGEST_BYTES:
+        raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
+    cut = ImagePatches(patches, positions, segments, features, (rows, columns))
+    return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
+
+
+def _check(fits: Any, name: str, array: np.ndarray) -> None:
+    if not fits:
+        raise ValueError(f"a frame's {name} does not fit: {array.dtype}{list(array.shape)}")
+
+
+def _cut(image: Image) -> ImagePatches:
+    assert image.patches is not None, "the loader cuts images before they are in a prompt"
+    return image.patches

@@ -1,0 +1,48 @@
+"""A worker's relay: what one has pulled, another gets from it, in place of the trainers."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_model import TINY, random_params
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.flow.workers.run_token import make_run_token
+from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
+from distflow_jax.flow.workers.weight_shelf import WeightShelf
+from distflow_jax.flow.workers.wire import Caller, Door
+from distflow_jax.models.parameters import abstract_params, param_shardings
+from distflow_jax.parallel.mesh import replica_mesh
+from distflow_jax.runtime.samplers.run_worker import run_worker
+from distflow_jax.runtime.samplers.weight_relay import Relay
+
+
+def test_the_second_worker_gets_all_weights_from_the_first(tmp_path):
+    token = make_run_token(tmp_path)
+    shardings = param_shardings(TINY, replica_mesh(1, jax.devices()[:1]))
+    params = jax.device_put(random_params(TINY, 1), shardings)
+    target = pull_target(abstract_params(TINY), shardings, "float32")
+    shelf = WeightShelf("a run", chunk_bytes=4096)
+    with contextlib.ExitStack() as files:
+
+        def opened(thing):
+            return files.enter_context(contextlib.closing(thing))
+
+        door = opened(Door("127.0.0.1:0", token, shelf.methods()))
+        caller = opened(Caller(f"127.0.0.1:{door.port}", token, "w"))
+        relays = [opened(Relay.open("127.0.0.1:0", str(tmp_path), f"w{i}")) for i in range(2)]
+        for version in range(2):
+            shelf.put(version, params)
+            for relay in relays:
+                pull = WeightPull([caller], relay.connect, shelf=relay.shelf, relay=relay.address)
+                found = pull.pull(version, target, 20, "a run")
+                jax.tree.map(np.testing.assert_array_equal, found, params)
+        size = sum(x.nbytes for x in jax.tree.leaves(params))
+        assert shelf.bytes_served == relays[0].shelf.bytes_served == 2 * size
+        assert [relay.shelf.versions for relay in relays] == [[1], [1]]
+
+
+def test_an_address_that_is_none_is_refused_before_the_run_is_joined():
+    with pytest.raises(ValueError, match=r"--listen must be HOST:PORT, got '9100'"):
+        run_worker(Config(), "runs/none", None, orphan_seconds=1.0, listen="9100")
