@@ -429,9 +429,11 @@ class Run:
         with processes.coordinating():
             table = gather_table(samples, images=loader.sees)
             metrics = batch_metrics(table, self.held.tokens_per_rank())
+            images = None
             if loader.sees:
-                metrics |= image_metrics(self.held.image_counts())
-            metrics |= self.utilization.metrics(state.step, self.held)
+                images = processes.all_gather_ints(self.held.image_counts()).sum(0)
+                metrics |= image_metrics(images)
+            metrics |= self.utilization.metrics(state.step, self.held, images)
             if self.config.flow.ahead:
                 metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:
