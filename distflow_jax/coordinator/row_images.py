@@ -53,7 +53,7 @@ def encoded_images(
     placement: Placement,
     window: int = 0,
 ) -> np.ndarray:
-    """What an update encodes in these rows: each image of a prompt once in each row that has it.
+    """Work of the tower in these rows: each image of a prompt once in each row that has it.
 
     Returns int64 [4]: images, patches, pairs of patches that attend to each other, and such pairs
     in the tower's layers with a `window`.

@@ -179,7 +179,7 @@ class WaveSteps:
         return self._found.received + self._batch.bytes_received()
 
     def image_counts(self) -> np.ndarray:
-        """Those of all waves, int64 [5], see Coordinator.image_counts."""
+        """Counts of all waves, int64 [5], see Coordinator.image_counts."""
         return self._found.images
 
     # -- a wave -----------------------------------------------------------------------------------
