@@ -31,7 +31,12 @@ from distflow_jax.batch import Prompt, Samples
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
-from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table, image_metrics
+from distflow_jax.coordinator.batch_metrics import (
+    batch_metrics,
+    gather_images,
+    gather_table,
+    image_metrics,
+)
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
 from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
@@ -429,9 +434,9 @@ class Run:
         with processes.coordinating():
             table = gather_table(samples, images=loader.sees)
             metrics = batch_metrics(table, self.held.tokens_per_rank())
-            if loader.sees:
-                metrics |= image_metrics(self.held.image_counts())
-            metrics |= self.utilization.metrics(state.step, self.held)
+            images = gather_images(self.held.image_counts()) if loader.sees else None
+            metrics |= image_metrics(images)
+            metrics |= self.utilization.metrics(state.step, self.held, images)
             if self.config.flow.ahead:
                 metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import GIB, peak_memory_gb
+from distflow_jax.planning.plan_run import prompt_encoder
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.samplers.make_sampler import make_engine
@@ -48,7 +50,11 @@ def main(options: SimpleNamespace) -> int:
     def load(path: str):
         return read_weights(config, source, path, weights.turns)
 
-    server = Server(served, engine, jetstream_engine, weights, source.tokenizer, load)
+    encoder = prompt_encoder(source, config.data.image_tokens)
+    seeing = encoder if isinstance(encoder, SeeingTokenizer) else None
+    server = Server(
+        *(served, engine, jetstream_engine, weights, source.tokenizer, load), seeing=seeing
+    )
     code = asyncio.run(serve_until_signal(server, print_ready))
     print("stopped", flush=True)
     return code

@@ -123,6 +123,12 @@ class Shares:
             ]
         return self._needed[layout]
 
+    def counts_rows(self, process: int) -> bool:
+        """Whether a process is the first of those that hold its rows of the primary layout."""
+        ranks = data_ranks(self.plan.primary)
+        (first, *_) = ranks_of_process(ranks, self.processes, process)
+        return processes_of_rank(ranks, self.processes, first)[0] == process
+
     def anything_moves(self, layout: Layout) -> bool:
         """Whether some process needs a sequence that another one sampled."""
         return any((self.home[n] != p).any() for p, n in enumerate(self.needed(layout)))

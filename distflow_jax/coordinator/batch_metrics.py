@@ -79,9 +79,16 @@ def batch_metrics(table: StepTable, tokens_per_rank: np.ndarray) -> dict[str, fl
     )
 
 
-def image_metrics(counts: np.ndarray) -> dict[str, float]:
-    """Metrics of `Coordinator.image_counts` of all processes, int64 [2] of each. Collective."""
-    encoded, received = processes.all_gather_ints(counts).reshape(-1, 2).sum(0)
+def gather_images(counts: np.ndarray) -> np.ndarray:
+    """The sum of `Coordinator.image_counts` over all processes, int64 [5]. Collective."""
+    return processes.all_gather_ints(counts).sum(0)
+
+
+def image_metrics(counts: np.ndarray | None) -> dict[str, float]:
+    """Metrics of the counts of all processes, int64 [5]; none in a run without a tower."""
+    if counts is None:
+        return {}
+    received, encoded = counts[:2]
     return {"perf/images_encoded": float(encoded), "perf/image_bytes_moved": float(received)}
 
 

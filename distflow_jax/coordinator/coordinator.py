@@ -174,8 +174,15 @@ class Coordinator:
         return sum(traffic.payload for traffic in self.traffic.values())
 
     def image_counts(self) -> np.ndarray:
-        """Images encoded in this process's rows, and bytes that came with images, int64 [2]."""
-        return np.array([self.store.images_encoded, self.store.image_bytes], np.int64)
+        """Bytes that came with images, and what this process's rows encode, int64 [5].
+
+        The latter as row_images.encoded_images has it; 0 for rows of which another process counts
+        the same ones.
+        """
+        encoded = self.store.encoded
+        if not self.shares.counts_rows(processes.process_index()):
+            encoded = np.zeros_like(encoded)
+        return np.array([self.store.image_bytes, *encoded], np.int64)
 
     def tokens_per_rank(self) -> np.ndarray:
         """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""

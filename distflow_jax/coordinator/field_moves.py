@@ -144,7 +144,8 @@ def pack_rows(store: FieldStore, shares: Shares, layout: Layout, mesh: Mesh) -> 
     if shares.plan.images is not None:
         rows.images = pack_images(sequences, images, placement, shares.plan.images)
         if layout == shares.plan.primary:
-            store.images_encoded = encoded_images(sequences, images, placement)
+            window = shares.plan.images.window
+            store.encoded = encoded_images(sequences, images, placement, window)
     return jax.tree.map(lambda x: _place(x, shares, layout, mesh), rows)
 
 

@@ -52,7 +52,8 @@ class FieldStore:
     done: frozenset[str] = frozenset()
     # bytes received in this step, by field
     traffic: dict[str, Traffic] = dataclasses.field(default_factory=dict)
-    images_encoded: int = 0  # in the trainer's rows: once per row and image of a prompt there
+    # int64 [4], of the trainer's rows: see row_images.encoded_images
+    encoded: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(4, np.int64))
     image_bytes: int = 0  # received with prompts that have images, a prompt's once
 
     @classmethod

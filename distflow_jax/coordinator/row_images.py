@@ -10,6 +10,7 @@ import numpy as np
 from distflow_jax.batch import Placement, RowImages, Sequences, row_spans
 from distflow_jax.images.patch_chunks import ChunkedPatches, ChunkPlan, PatchSizes, placed
 from distflow_jax.images.prompt_images import PromptImages
+from distflow_jax.models.model_flops import Work, with_patches
 
 
 def pack_images(
@@ -47,11 +48,24 @@ def pack_images(
 
 
 def encoded_images(
-    sequences: Sequences, images: Sequence[PromptImages | None], placement: Placement
-) -> int:
-    """Images that an update encodes in these rows: one for each row and image of a prompt there."""
-    count = 0
+    sequences: Sequences,
+    images: Sequence[PromptImages | None],
+    placement: Placement,
+    window: int = 0,
+) -> np.ndarray:
+    """Work of the tower in these rows: each image of a prompt once in each row that has it.
+
+    Returns int64 [4]: images, patches, pairs of patches that attend to each other, and such pairs
+    in the tower's layers with a `window`.
+    """
+    total, known = np.zeros(4, np.int64), dict[int, np.ndarray]()
     for _, members in placement.rows():
-        first = {sequences.group[i]: images[i] for i in members}
-        count += sum(own.count for own in first.values() if own is not None)
-    return count
+        for group, own in {sequences.group[i]: images[i] for i in members}.items():
+            if own is None:
+                continue
+            if group not in known:
+                work = with_patches(Work(0, 0, 0), window, own.positions, own.segments)
+                numbers = (own.count, work.patches, work.patch_pairs, work.window_pairs)
+                known[group] = np.array(numbers, np.int64)
+            total += known[group]
+    return total

@@ -2,12 +2,18 @@
 
 import base64
 import binascii
+import io
 import re
 
+import numpy as np
+
+from distflow_jax.images import pillow
 from distflow_jax.parsing.one_line import shown
 
 _URI = re.compile(r"data:(?P<kind>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
 _MOST_START = 256  # characters before the content
+_SMALL = 160  # pixels of a side of a picture for people
+_QUALITY = 80  # of its JPEG
 
 
 def bytes_of_uri(uri: str, place: str) -> bytes:
@@ -23,3 +29,16 @@ def bytes_of_uri(uri: str, place: str) -> bytes:
         raise ValueError(
             f"{place}: the data URI is not valid base64 ({error}): write it again"
         ) from None
+
+
+def small_uri(pixels: np.ndarray) -> str:
+    """A small copy of a picture, uint8 [H, W, 3], as a data URI: PNG or JPEG, the shorter one."""
+    image = pillow.load()
+    picture = image.fromarray(pixels)
+    picture.thumbnail((_SMALL, _SMALL), image.Resampling.BOX)
+    found = []
+    for kind, options in (("png", {"optimize": True}), ("jpeg", {"quality": _QUALITY})):
+        out = io.BytesIO()
+        picture.save(out, kind, **options)
+        found.append(f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}")
+    return min(found, key=len)

@@ -21,6 +21,7 @@ class PatchSizes:
     dims: int  # numbers of a patch's position
     merge: int  # patches of a feature
     rotary: bool = False  # whether the network takes positions by time, row and column
+    window: int = 0  # patches of a side of the tower's windows of attention; 0: none
 
     @property
     def features(self) -> int:

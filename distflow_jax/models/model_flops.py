@@ -38,16 +38,14 @@ def causal_pairs(length: int, window: int = 0) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
-def with_patches(
-    work: Work, tower: VisionConfig, positions: np.ndarray, segments: np.ndarray
-) -> Work:
+def with_patches(work: Work, window: int, positions: np.ndarray, segments: np.ndarray) -> Work:
     """The work with the patches of images added: positions int32 [N, 2], segments int32 [N].
 
-    Segment 0 is padding. Numbers are those of one row or chunk; call it for each.
+    Segment 0 is padding. Numbers are those of one prompt, row or chunk; call it for each. `window`
+    is that of the tower.
     """
     positions, segments = positions[segments > 0], segments[segments > 0]
-    window = max(tower.window, 1)
-    places = np.column_stack([segments, positions // window])
+    places = np.column_stack([segments, positions // max(window, 1)])
 
     def pairs(numbers: np.ndarray) -> int:
         counts = np.unique(numbers, axis=0, return_counts=True)[1]
@@ -57,7 +55,7 @@ def with_patches(
         work,
         patches=work.patches + len(segments),
         patch_pairs=work.patch_pairs + pairs(segments),
-        window_pairs=work.window_pairs + (pairs(places) if tower.window else 0),
+        window_pairs=work.window_pairs + (pairs(places) if window else 0),
     )
 
 

@@ -24,7 +24,7 @@ from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes, in_unit_of
-from distflow_jax.rollout.cache_sizing import weight_bytes
+from distflow_jax.rollout.cache_sizing import feature_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.training.state import TrainState
 
@@ -50,7 +50,7 @@ class Segment:
     gradients: int  # of the model that the segment trains; of waves, the step's accumulators
     temporaries: int | None  # activations and other temporaries of its program; None: unknown
     sampler_weights: int
-    cache: int  # of the sampler: keys and values, and slots
+    cache: int  # of the sampler: keys and values, slots, and features of images
     batch: int  # fields of the step
 
     @property
@@ -205,10 +205,11 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
         model, sizes = planned.source.config, planned.sizes
         weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
         mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices, sizes.sampler_submesh)
-        slots = StateShapes(model, sizes.engine, mesh).specs()
+        slots = device_bytes(StateShapes(model, sizes.engine, mesh).specs())
+        slots += feature_bytes(model, sizes.engine)
         for key in planned.samplers:
             found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))
-            found[key, "cache"] = Held("cache", device_bytes(slots), _samplers_layout(planned))
+            found[key, "cache"] = Held("cache", slots, _samplers_layout(planned))
     return found
 
 

@@ -16,6 +16,8 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan
 from distflow_jax.flow.flow_checks import nodes_ahead
 from distflow_jax.flow.waves.recordings import MOST_UNWRITTEN
+from distflow_jax.images.patch_chunks import PatchSizes
+from distflow_jax.images.picture_files import PREVIEW
 from distflow_jax.layout import ROUTED_EXPERTS, VERSION
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
@@ -127,6 +129,8 @@ def waiting_groups(
     samples = config.rollout.num_samples
     # responses of a group have one prompt
     columns = {"prompt": _TOKEN * prompt} | {n: samples * x for n, x in of_response.items()}
+    if sizes.packing.images is not None:
+        columns["images"] = _image_bytes(sizes.packing.images, prompt)
     return WaitingGroups(
         nodes=tuple(node.id for node in ahead),
         max_lag=config.flow.max_lag,
@@ -139,6 +143,12 @@ def waiting_groups(
         # the one that waits to be written is beyond them
         unwritten=MOST_UNWRITTEN + 1 if config.flow.record else 0,
     )
+
+
+def _image_bytes(images: PatchSizes, prompt: int) -> int:
+    """Bytes of the images of a prompt whose tokens are all features, with one preview."""
+    of_patch = images.patch_bytes + _TOKEN * (images.dims + 1)  # its positions and segment
+    return prompt * (_TOKEN + images.merge * of_patch) + 3 * PREVIEW**2
 
 
 def _columns(

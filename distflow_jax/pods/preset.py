@@ -19,7 +19,7 @@ from distflow_jax.training.training_config import TrainingConfig
 
 CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
 CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}
-_PROMPT = 1024  # tokens of the longest prompt
+_PROMPT = 1024  # tokens of the longest prompt, images left out
 _SAMPLES = 8  # responses to a prompt
 
 
@@ -50,6 +50,7 @@ def grpo(
     *,
     positions: int,
     yarn_factor: float = 1.0,
+    image_tokens: int = 0,
 ) -> Config:
     """The config for a choice of chips and context.
 
@@ -61,29 +62,15 @@ def grpo(
       divisions: by (kind of chip, context).
       positions: the longest sequence on which the model was trained.
       yarn_factor: extends `positions` by YaRN, where the context needs it.
+      image_tokens: features of an image at most, for a model that sees; 0 for others.
 
     Raises ValueError for a choice that is malformed, or that the model has no division for.
     """
     kind, chips, context = _read(choice)
-    stretched = CONTEXTS[context] > positions
-    longest = int(positions * yarn_factor)
-    if CONTEXTS[context] > longest:
-        raise ValueError(
-            f"{source} has {longest:,} positions, too few for {context} ({choice!r}); use "
-            f"{_listed(c for c, n in CONTEXTS.items() if n <= longest)}"
-        )
-    if (kind, context) not in divisions:
-        known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
-        raise ValueError(f"{source} has no division for {kind} at {context}; use one of {known}")
-    by = divisions[kind, context]
-    if chips % by.chips:
-        raise ValueError(
-            f"{choice!r}: {source} at {context} is divided over {by.chips} chips of {kind}; use a "
-            f"multiple of {by.chips}"
-        )
-    tokens = CONTEXTS[context]
+    by = _division(source, choice, divisions, int(positions * yarn_factor))
+    tokens, prompt = CONTEXTS[context], _PROMPT + image_tokens
     return Config(
-        model=ModelSourceConfig(source, yarn_factor=yarn_factor if stretched else 1.0),
+        model=ModelSourceConfig(source, yarn_factor=yarn_factor if tokens > positions else 1.0),
         algorithm=AlgorithmConfig(
             kl_coef=0.001,
             clip_high=0.28,
@@ -92,18 +79,19 @@ def grpo(
         data=DataConfig(
             # the same number of tokens per chip for every context
             prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),
-            max_prompt_length=_PROMPT,
+            max_prompt_length=prompt,
             overlong="drop",
+            image_tokens=image_tokens or DataConfig.image_tokens,
         ),
         rollout=RolloutConfig(
             num_samples=_SAMPLES,
-            max_response_length=tokens - _PROMPT,
+            max_response_length=tokens - prompt,
             num_slots=0,
             cache_fraction=by.cache_fraction,
             cache_dtype=by.sampler_dtype,
             weights_dtype=by.sampler_dtype,
         ),
-        reward=RewardConfig(function="math"),
+        reward=RewardConfig(function="geo3k" if image_tokens else "math"),
         training=TrainingConfig(
             steps=200,
             row_tokens=tokens,
@@ -121,6 +109,28 @@ def grpo(
         ),
         checkpoint=CheckpointConfig(every=20),
     )
+
+
+def _division(
+    source: str, choice: str, divisions: Mapping[tuple[str, str], Division], longest: int
+) -> Division:
+    """The division of a choice; ValueError where there is none, or above `longest` positions."""
+    kind, chips, context = _read(choice)
+    if CONTEXTS[context] > longest:
+        raise ValueError(
+            f"{source} has {longest:,} positions, too few for {context} ({choice!r}); use "
+            f"{_listed(c for c, n in CONTEXTS.items() if n <= longest)}"
+        )
+    if (kind, context) not in divisions:
+        known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
+        raise ValueError(f"{source} has no division for {kind} at {context}; use one of {known}")
+    by = divisions[kind, context]
+    if chips % by.chips:
+        raise ValueError(
+            f"{choice!r}: {source} at {context} is divided over {by.chips} chips of {kind}; use a "
+            f"multiple of {by.chips}"
+        )
+    return by
 
 
 def _read(choice: str) -> tuple[str, int, str]:

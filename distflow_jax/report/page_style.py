@@ -14,6 +14,7 @@ import json
 from typing import Any
 
 _MOST_TEXT = 3000  # characters of a prompt or a response
+PICTURES = "<div class='pictures'>"  # the start of pictures in a page
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -46,7 +47,7 @@ def fill(*, title: str, body: str, data: Any, live: bool) -> str:
     scripts = ("uplot/uPlot.iife.min.js", "charts.js", "report.js")
     script = "\n".join(web_file(name) for name in scripts)
     return _PAGE.format(
-        policy=policy(style, script, live),
+        policy=policy(style, script, live, pictures=live or PICTURES in body),
         title=title,
         style=style,
         body=body,
@@ -55,13 +56,17 @@ def fill(*, title: str, body: str, data: Any, live: bool) -> str:
     )
 
 
-def policy(style: str, script: str, live: bool) -> str:
-    """The Content-Security-Policy of a page with this style and script."""
+def policy(style: str, script: str, live: bool, *, pictures: bool = False) -> str:
+    """The Content-Security-Policy of a page with this style and script.
+
+    `pictures`: whether the page may show images that stand in it.
+    """
+    images = "; img-src data:" if pictures else ""
     connect = "; connect-src 'self'" if live else ""
     # bars and chips carry their widths and shades as style attributes
     return (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src-elem '{_digest(style)}'; "
-        f"style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'{connect}"
+        f"style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'{images}{connect}"
     )
 
 

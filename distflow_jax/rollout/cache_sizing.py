@@ -12,6 +12,17 @@ from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import partition_spec
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
+FEATURE_BATCHES = 4  # of encoded images that stay: those of prompts that wait to be read
+
+
+def feature_bytes(model: DecoderConfig, config: EngineConfig) -> int:
+    """Bytes of encoded images on each device of a sampler; 0 for a model without a tower."""
+    vision, images = model.vision, config.images
+    if vision is None or images is None:
+        return 0
+    of_batch = (1 + len(vision.deepstack)) * images.features * vision.width
+    return FEATURE_BATCHES * of_batch * jnp.dtype(config.dtype).itemsize
+
 
 def page_bytes(model: DecoderConfig, config: EngineConfig, tensor: int) -> int:
     """Bytes of one page on one of `tensor` devices: keys and values of all layers, scales, and the

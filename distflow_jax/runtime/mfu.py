@@ -2,13 +2,16 @@
 
 MFU = model FLOPs / (seconds x devices x peak FLOP/s of one), Chowdhery et al. 2022 (PaLM,
 arxiv.org/abs/2204.02311), appendix B. The FLOPs are those of models/model_flops.py for the tokens
-that the rows hold, once for each of `training.epochs`; seconds are those that the update's program
-has its devices; the peak is the maker's for dense products of bfloat16, whatever the run computes
-in. Where other nodes share the program, the passes of their models count too.
+and images that the rows hold, once for each of `training.epochs`; seconds are those that the
+update's program has its devices; the peak is the maker's for dense products of bfloat16, whatever
+the run computes in. Where other nodes share the program, the passes of their models count too.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Unit
@@ -39,8 +42,13 @@ class Utilization:
             return dict(runners)
         return {n: self._followed(n, r) if n in self._meshes else r for n, r in runners.items()}
 
-    def metrics(self, step: int, coordinator: Coordinator) -> Metrics:
-        """perf/mfu/actor of the step that has ended; empty where its actor was not trained."""
+    def metrics(
+        self, step: int, coordinator: Coordinator, images: np.ndarray | None = None
+    ) -> Metrics:
+        """perf/mfu/actor of the step that has ended; empty where its actor was not trained.
+
+        `images`: Coordinator.image_counts of all processes, int64 [5]; None without a tower.
+        """
         if self._times is None:
             return {}
         seconds = self._times.take()
@@ -49,6 +57,8 @@ class Utilization:
         if not capacity:
             return {}
         work = coordinator.work(self._run.source.config.sliding_window)
+        if images is not None:
+            work = with_images(work, images)
         return {"perf/mfu/actor": sum(self._flops(unit, work) for unit in updates) / capacity}
 
     def close(self) -> None:
@@ -78,6 +88,12 @@ class Utilization:
             elif node.type == "MODEL_INFERENCE":
                 total += forward_flops(network, work)
         return total
+
+
+def with_images(work: Work, counts: np.ndarray) -> Work:
+    """The work with that of the tower; `counts` int64 [5] as Coordinator.image_counts has them."""
+    patches, pairs, near = counts[2:].tolist()
+    return dataclasses.replace(work, patches=patches, patch_pairs=pairs, window_pairs=near)
 
 
 def _trains_actor(unit: Unit) -> bool:

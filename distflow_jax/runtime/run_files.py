@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from distflow_jax.batch import Samples
 from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
+from distflow_jax.images.shown_pictures import ShownPictures
 from distflow_jax.layout import ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
@@ -116,12 +117,14 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
     if VERSION in scalars:
         masks = samples.response_mask
         scalars[VERSION] = [_version(x, m) for x, m in zip(scalars[VERSION], masks, strict=True)]
+    pictures = ShownPictures()
     return [
         {
             "uid": samples.uid[i].tolist(),
             "row": prompt.row,
             "data_source": prompt.data_source,
             "prompt": prompt.text,
+            **pictures.of(prompt.counter, prompt.images),
             "response": tokenizer.decode(samples.response[i], skip_special=False),
             "ground_truth": prompt.ground_truth,
             "response_length": len(samples.response[i]),

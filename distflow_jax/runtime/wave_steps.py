@@ -57,8 +57,8 @@ class StepInWaves:
     shares: list[Shares] = dataclasses.field(default_factory=list)  # of each wave
     ran: set[str | None] = dataclasses.field(default_factory=lambda: {None})  # see run_units
     received: int = 0  # bytes from other processes
-    # int64 [2], see Coordinator.image_counts
-    images: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(2, np.int64))
+    # int64 [5], see Coordinator.image_counts
+    images: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5, np.int64))
     uid: list[np.ndarray] = dataclasses.field(default_factory=list)  # int64 [N, 2] of each wave
     # entries of this process's responses, in the order of `uid`
     columns: dict[Value, list[Any]] = dataclasses.field(default_factory=dict)
@@ -179,7 +179,7 @@ class WaveSteps:
         return self._found.received + self._batch.bytes_received()
 
     def image_counts(self) -> np.ndarray:
-        """Images encoded and bytes that came with images in all waves, int64 [2]."""
+        """Counts of all waves, int64 [5], see Coordinator.image_counts."""
         return self._found.images
 
     # -- a wave -----------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.serving.prompts import PromptReader
+from distflow_jax.serving.message_images import take_images
+from distflow_jax.serving.prompts import PromptReader, ReadPrompt
 
 SERVICE = "distflow.Sampler"
 MAX_STOPS = 16
@@ -85,16 +86,19 @@ def sentence(error: Exception) -> str:
     return shown if len(shown) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}..."
 
 
-def most_bytes(max_text: int) -> int:
-    """Bytes of the largest request to Sample whose prompt has `max_text` characters."""
-    return _BYTES_PER_CHARACTER * max_text + _OTHER_BYTES
+def most_bytes(max_text: int, image_bytes: int = 0) -> int:
+    """Bytes of the largest request to Sample whose prompt has `max_text` characters.
+
+    `image_bytes`: of its data URIs; 0 for a model without a tower.
+    """
+    return _BYTES_PER_CHARACTER * max_text + _OTHER_BYTES + image_bytes
 
 
 def sample_request(
     data: bytes, limits: Limits, prompts: PromptReader, new_uid: Callable[[], int]
 ) -> SampleRequest:
     """Reads a request to Sample. ValueError says what is wrong with it."""
-    most = most_bytes(prompts.max_text)
+    most = most_bytes(prompts.max_text, prompts.image_bytes)
     if len(data) > most:
         raise ValueError(
             f"the request has {len(data)} bytes; one with a prompt of {limits.max_prompt} tokens "
@@ -106,7 +110,7 @@ def sample_request(
         "prompt messages tokens num_samples first_sample max_tokens temperature top_k top_p stop "
         "uid stream",
     )
-    text, tokens = _prompt(message, limits, prompts)
+    read = _prompt(message, limits, prompts)
     samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
     length = _integer(message, "max_tokens", limits.default_response, 1, limits.max_response)
     temperature = _number(message, "temperature", 1.0)
@@ -118,7 +122,9 @@ def sample_request(
     else:
         uid = _integer(message, "uid", 0, 0, MAX_UID)
     first = _integer(message, "first_sample", 0, 0, MAX_UID - samples)
-    prompt = Prompt(uid, uid, tokens, text, "", None, {})
+    prompt = Prompt(
+        *(uid, uid, read.tokens, read.text, "", None, {}), images=read.images, patch=read.patch
+    )
     return SampleRequest(
         GroupRequest(prompt, sampling, first_sample=first),
         _stop(message),
@@ -159,10 +165,8 @@ def token_ids_error(ids: np.ndarray, limits: Limits) -> str | None:
     return None
 
 
-def _prompt(
-    message: Mapping[str, Any], limits: Limits, prompts: PromptReader
-) -> tuple[str, np.ndarray]:
-    """(text, ids) of whichever of prompt, messages and tokens is there."""
+def _prompt(message: Mapping[str, Any], limits: Limits, prompts: PromptReader) -> ReadPrompt:
+    """The prompt of whichever of prompt, messages and tokens is there."""
     given = [name for name in ("prompt", "messages", "tokens") if message.get(name) is not None]
     if len(given) != 1:
         raise ValueError(
@@ -178,30 +182,47 @@ def _prompt(
         ids = np.array(value, object)
         if wrong := token_ids_error(ids, limits):
             raise ValueError(wrong)
-        return "", ids.astype(np.int32)
+        return ReadPrompt("", ids.astype(np.int32))
     if given == ["prompt"] and not isinstance(value, str):
         raise ValueError("prompt must be a string; a conversation goes into messages")
+
+    def check(ids: np.ndarray) -> None:
+        if wrong := prompt_length_error(len(ids), limits):
+            raise ValueError(wrong)
+
     if given == ["messages"]:
         _check_messages(value)
+        value, images = take_images(value)
+        if images:
+            _check_unicode(json.dumps(value, ensure_ascii=False))
+            return prompts.place(value, images, check)
     text = prompts.render(value)
+    _check_unicode(text)
+    ids = prompts.encode(text)
+    check(ids)
+    return ReadPrompt(text, ids)
+
+
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
         raise ValueError(f"the prompt is not valid Unicode: {error.reason}") from error
-    ids = prompts.encode(text)
-    if wrong := prompt_length_error(len(ids), limits):
-        raise ValueError(wrong)
-    return text, ids
 
 
 def _check_messages(value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise ValueError('messages must be a list like [{"role": "user", "content": "..."}]')
     for index, turn in enumerate(value):
-        if not isinstance(turn, dict) or not all(
-            isinstance(turn.get(key), str) for key in ("role", "content")
+        if (
+            not isinstance(turn, dict)
+            or not isinstance(turn.get("role"), str)
+            or not isinstance(turn.get("content"), str | list)
         ):
-            raise ValueError(f"message {index} must have role and content, both strings")
+            raise ValueError(
+                f"message {index} must have role and content, both strings; content may be a list "
+                "of parts too"
+            )
 
 
 def _stop(message: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from jetstream.core.proto import jetstream_pb2_grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import SamplingParams
@@ -63,7 +64,8 @@ class Server:
     """Both doors, from `start` to `stop`, in the event loop that calls them.
 
     Each door has an engine, hence slots and a cache, of its own: `jetstream_engine` with the sizes
-    of `serve_jetstream.door_config`. They share the weights, and take turns.
+    of `serve_jetstream.door_config`. They share the weights, and take turns. `seeing`: the
+    tokenizer with the layout of images, of a model with a tower.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class Server:
         weights: Weights,
         tokenizer: Tokenizer,
         load: LoadParams,
+        *,
+        seeing: SeeingTokenizer | None = None,
     ):
         self.config, self.engine, self._weights = config, engine, weights
         self._jetstream_engine = jetstream_engine
-        self._tokenizer, self._load = tokenizer, load
+        self._tokenizer, self._load, self._seeing = tokenizer, load, seeing
         self.port = 0  # that in use, once it has started
         sizes = engine.config
         self._limits = Limits(
@@ -93,9 +97,9 @@ class Server:
         config, weights = self.config, self._weights
         check_addresses(config)  # grpc would write pages of its own to stderr
         config.access.warn_if_open(config.host)
-        self._prompts = PromptReader(self._tokenizer, self._limits.max_prompt)
+        self._prompts = PromptReader(self._tokenizer, self._limits.max_prompt, self._seeing)
         self._grpc = grpc.aio.server(
-            options=[*_GRPC_OPTIONS, _message_bound(self._prompts.max_text)],
+            options=[*_GRPC_OPTIONS, _message_bound(self._prompts)],
             interceptors=config.access.interceptors(),
         )
         self.port = self._listen(f"{config.host}:{config.port}")
@@ -114,6 +118,7 @@ class Server:
             "started": round(time.time(), 3),
             "slots": self.engine.max_concurrent_decodes,
             "max_text": self._prompts.max_text,
+            "image_bytes": self._prompts.image_bytes,
             **dataclasses.asdict(self._limits),
         }
         self._rpc = SamplerRpc(
@@ -201,12 +206,12 @@ class Server:
             thread.join()
 
 
-def _message_bound(max_text: int) -> tuple[str, int]:
+def _message_bound(prompts: PromptReader) -> tuple[str, int]:
     """The option by which gRPC refuses larger messages, before they take memory.
 
     Below the least bound a request that is too long is read, and refused with a sentence.
     """
-    most = min(max(most_bytes(max_text), _LEAST_BOUND), _MOST_BOUND)
+    most = min(max(most_bytes(prompts.max_text), _LEAST_BOUND), _MOST_BOUND) + prompts.image_bytes
     return ("grpc.max_receive_message_length", most)
 
 

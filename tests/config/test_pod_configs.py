@@ -16,7 +16,14 @@ from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import preset
 
 SHAPES = ROOT / "configs" / "shapes"
-MILLIONS = {"qwen25_7b": 7616, "qwen25_32b": 32764, "qwen25_72b": 72706, "qwen3_30b_a3b": 30532}
+MILLIONS = {
+    "qwen25_7b": 7616,
+    "qwen25_32b": 32764,
+    "qwen25_72b": 72706,
+    "qwen25_vl_7b": 8292,
+    "qwen25_vl_72b": 73411,
+    "qwen3_30b_a3b": 30532,
+}
 CHOICES = [
     (name, f"{kind}-{chips},{context}")
     for name in MILLIONS

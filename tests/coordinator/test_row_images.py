@@ -6,6 +6,8 @@ from support.seeing import MODELS, seeing_prompt, seeing_samples, sizes_of
 from support.tiny_model import rows_of, sequences_of
 
 from distflow_jax.batch import RowShape
+from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
 from distflow_jax.images.patch_chunks import chunks_for
 from distflow_jax.images.prompt_images import (
@@ -16,6 +18,7 @@ from distflow_jax.images.prompt_images import (
     to_bytes,
 )
 from distflow_jax.images.record import ImagePatches
+from distflow_jax.layout import Layout
 
 SHAPE = RowShape(1, 6, 128, 8)
 
@@ -43,7 +46,24 @@ def test_a_prompts_patches_stand_once_in_its_row(name, shared):
             assert all((found == row).all(1).any() for row in wanted)
     pairs = {(at, table.group[i]) for at, members in placement.rows() for i in members}
     count = sum(len(samples.prompt[table.group.index(group)].images) for _, group in pairs)
-    assert encoded_images(table, images, placement) == count > 0
+    encoded = encoded_images(table, images, placement, window=4)
+    assert encoded[0] == count > 0
+    # all patches that the rows hold, and the pairs within each of their segments
+    numbers = packed.segments.reshape(-1, sizes.chunk)
+    sizes_of_segments = np.concatenate([np.bincount(row)[1:] for row in numbers])
+    assert encoded[1] == sizes_of_segments.sum()
+    assert encoded[2] == np.square(sizes_of_segments).sum()
+    assert encoded[1] <= encoded[3] <= encoded[2]
+    assert encoded_images(table, images, placement)[3] == 0
+
+
+def test_rows_that_several_processes_hold_are_counted_by_one():
+    layout = Layout("mesh", (("data", 2), ("fsdp", 1), ("tensor", 4)))
+    plan = PackingPlan(RowLimits(64, 4, False), 1, 2, {layout: 1}, layout)
+    uid = np.arange(2)
+    of = [Shares.make(plan, uid, uid, uid + 3, uid + 3, processes=n) for n in (1, 2, 8)]
+    counts = [[shares.counts_rows(p) for p in range(shares.processes)] for shares in of]
+    assert counts == [[True], [True] * 2, [True, False, False, False] * 2]
 
 
 def test_a_prompt_is_the_same_at_another_process():

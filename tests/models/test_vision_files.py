@@ -192,7 +192,7 @@ def test_patches_are_counted_by_image_and_window():
     places = [*np.ndindex(6, 4), *np.ndindex(2, 2), (0, 0)]
     positions = np.array(places, np.int32)
     segments = np.array([1] * 24 + [2] * 4 + [0], np.int32)
-    work = with_patches(Work(10, 4, 55, 0, 1, 1, 1), v, positions, segments)
+    work = with_patches(Work(10, 4, 55, 0, 1, 1, 1), v.window, positions, segments)
     assert (work.patches, work.patch_pairs) == (29, 1 + 24**2 + 4**2)
     assert work.window_pairs == 1 + 16**2 + 8**2 + 4**2
 

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from configs import tiny
+from configs import tiny, vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.images.picture_files import PREVIEW
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 
@@ -45,6 +46,23 @@ def test_columns_of_a_group_at_its_largest():
     assert all(size == 8 * samples for n, size in waiting.columns.items() if n not in columns)
     assert "score" in waiting.columns
     assert waiting.total == waiting.groups * sum(waiting.columns.values())  # and no buffers
+
+
+def test_images_of_prompts_that_wait():
+    """As large as those of the loader's largest prompt; a run on text has no such column."""
+    assert "images" not in planned().waiting.columns
+    config = from_config_dict(Config, override(vision_tiny.get_config(), AHEAD))
+    run = plan_run(config, MACHINE)
+    sizes, length = run.sizes.packing.images, config.data.max_prompt_length
+    patches = length * sizes.merge
+    arrays = (
+        np.zeros((patches, sizes.patch_bytes), np.uint8),
+        np.zeros((patches, 2), np.int32),
+        np.zeros(patches, np.int32),
+        np.zeros(length, np.int32),
+        np.zeros((PREVIEW, PREVIEW, 3), np.uint8),
+    )
+    assert run.waiting.columns["images"] == sum(x.nbytes for x in arrays)
 
 
 @pytest.mark.parametrize("lag, buffers", [(1, 2), (2, 2), (5, 5)])

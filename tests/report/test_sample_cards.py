@@ -3,8 +3,17 @@
 import json
 import re
 
+import numpy as np
+
+from distflow_jax.batch import Prompt, Samples
+from distflow_jax.images.data_uris import small_uri
+from distflow_jax.images.record import image_of
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.report.page import report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.sections.sample_cards import groups_of, sample_cards
+from distflow_jax.runtime.run_files import sample_records
+from distflow_jax.stages.evaluate import Scored, records
 
 
 def write(folder, name, records):
@@ -109,3 +118,37 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
     (run / "events.jsonl").symlink_to("events.jsonl")  # a loop
     found = read_run(run)
     assert not found.samples and not found.rows and not found.plan_text and not found.events
+
+
+def test_pictures_of_a_prompt_stand_once_in_its_card(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 200, 3), np.uint8)
+    good = [small_uri(pixels), small_uri(np.zeros((8, 8, 3), np.uint8))]
+    assert good[0].startswith("data:image/jpeg;") and good[1].startswith("data:image/png;")
+    assert max(map(len, good)) < 40_000
+    bad = ["https://example.org/a.png", "data:image/svg+xml;base64,AAAA", f"{good[1]}' onload='x"]
+    records = [
+        response(1, 1.0, "a", images=good),
+        response(1, 0.0, "b"),
+        response(2, 1.0, "c", images=[*bad, 3]),
+        response(3, 1.0, "d", images="x"),
+    ]
+    write(tmp_path, 1, records)
+    text = report(tmp_path)
+    first, second, third = cards(text)
+    assert re.findall(r"<img src='([^']*)'", first) == good
+    assert "<img" not in second + third and "example.org" not in text
+    assert "; img-src data:" in text
+    write(tmp_path, 1, records[1:])
+    assert "img-src" not in report(tmp_path)
+
+
+def test_records_have_the_pictures_of_each_prompt_once():
+    image = image_of(np.zeros((8, 8, 3), np.uint8))
+    prompts = [Prompt(0, 5, np.arange(3), "p", "d", "t", {}, images=(image,) * 6)] * 2
+    prompts += [Prompt(1, 6, np.arange(3), "p", "d", "t", {})]
+    uid = np.array([[0, 0], [0, 1], [1, 0]])
+    tokens, masks = [np.arange(2)] * 3, [np.ones(2, bool)] * 3
+    made = sample_records(Samples(prompts, uid, tokens, masks), Tokenizer.byte_level(300))
+    assert [record.get("images") for record in made] == [[small_uri(image.pixels)] * 4, None, None]
+    scored = [Scored(p, ["a"], [1.0], [1], [True]) for p in prompts[1:]]
+    assert [len(record.get("images", [])) for record in records(scored)] == [4, 0]

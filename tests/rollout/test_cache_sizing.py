@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from support.seeing import MODELS, sizes_of
 from support.tiny_model import TINY, mesh_of
 
 from distflow_jax.config.run_config import Config
@@ -11,8 +12,14 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
-from distflow_jax.rollout.cache_sizing import cache_bytes, fitting_slots
+from distflow_jax.rollout.cache_sizing import (
+    FEATURE_BATCHES,
+    cache_bytes,
+    feature_bytes,
+    fitting_slots,
+)
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
+from distflow_jax.rollout.prefill.image_programs import ImagePrograms
 from distflow_jax.rollout.rollout_config import RolloutConfig
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
@@ -27,6 +34,16 @@ def test_bytes_are_those_of_the_arrays(axes, dtype):
     state = jax.jit(lambda: shapes.empty(0), out_shardings=shapes.shardings())()
     held = sum(x.addressable_shards[0].data.nbytes for x in (state.cache.key, state.cache.value))
     assert cache_bytes(TINY, config, ranks=axes[0], tensor=axes[1]) == held
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_features_that_stay_are_counted(name):
+    model = MODELS[name]
+    config = dataclasses.replace(CONFIG, images=sizes_of(model))
+    shapes = StateShapes(model, config, mesh_of(1, 1, names=("data", "tensor")))
+    batch = ImagePrograms(shapes, config.images)._blank(config.images.features)
+    assert feature_bytes(model, config) == FEATURE_BATCHES * batch.nbytes > 0
+    assert feature_bytes(TINY, CONFIG) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -4,12 +4,14 @@ it finds compiled."""
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from configs import tiny
 from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.models.model_flops import Work
 from distflow_jax.planning.chips import peak_flops
 from distflow_jax.programs import compilation_cache
 from distflow_jax.report.run_writer import read_metrics
@@ -47,6 +49,11 @@ def test_peaks_by_the_names_that_jax_gives(kind, tera):
 def test_no_peak_is_made_up(kind):
     assert peak_flops(kind) is None
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+def test_images_of_all_processes_count():
+    work = mfu.with_images(Work(10, 4, 55, 30), np.array([512, 3, 40, 600, 300]))
+    assert work == Work(10, 4, 55, 30, patches=40, patch_pairs=600, window_pairs=300)
 
 
 def test_steps_that_never_come_cannot_be_profiled(tmp_path):

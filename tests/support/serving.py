@@ -77,13 +77,13 @@ def expected_all(asked):
 class Serving:
     """A server in a thread of its own, until the `with` block ends."""
 
-    def __init__(self, engines=None, load=None, **changes):
+    def __init__(self, engines=None, load=None, tokenizer=TOKENIZER, seeing=None, **changes):
         changes = {"access": Access(load_folders=(".",))} | changes
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
         first, second = engines or (engine(), door())
         load = load or self.load
         self.weights = Weights(load("2")[0], 2)
-        self.server = Server(config, first, second, self.weights, TOKENIZER, load)
+        self.server = Server(*(config, first, second, self.weights, tokenizer, load), seeing=seeing)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._stopped = False

@@ -25,4 +25,4 @@ def patch_room(
     # whole pictures, as many as may be there
     chunk *= max(1, min(_PATCHES // chunk, -(-features * merge // chunk)))
     chunks = chunks_for(features, merge, chunk)
-    return PatchSizes(chunk, chunks, vision.patch_bytes, 2, merge, rotary)
+    return PatchSizes(chunk, chunks, vision.patch_bytes, 2, merge, rotary, vision.window)

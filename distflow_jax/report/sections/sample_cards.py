@@ -5,16 +5,19 @@ The page's script sorts them by other numbers, which stand in the attributes of 
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.report.charts import format_value
-from distflow_jax.report.page_style import escaped, long_text
+from distflow_jax.report.page_style import PICTURES, escaped, long_text
 from distflow_jax.report.read_run import RunFolder, prompt_key
 
 _MOST_CARDS, _MOST_RESPONSES = 12, 48  # of one file
 _MOST_OF_CARD = 16  # responses
 _MOST_EARLIER_TEXT = 1000  # characters
+_MOST_PICTURES = 4  # of a card
+_PICTURE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/]{1,200000}={0,2}")
 _ORDERS = ("score", "length", "advantage", "ending")  # of the responses of a card
 # keys of a record that a card shows in a place of their own, or not at all
 _KNOWN = {
@@ -22,6 +25,7 @@ _KNOWN = {
     "row",
     "data_source",
     "prompt",
+    "images",
     "response",
     "responses",
     "scores",
@@ -67,6 +71,7 @@ class Group:
     truth: Any
     source: str
     answers: Sequence[Answer]
+    pictures: Sequence[str] = ()  # data URIs of small copies
 
     @property
     def mean(self) -> float:
@@ -177,7 +182,14 @@ def _group(records: Sequence[Mapping[str, Any]]) -> Group:
             )
     found.sort(key=lambda answer: -answer.number if not math.isnan(answer.number) else math.inf)
     source = str(first.get("data_source", ""))
-    return Group(first.get("prompt", ""), first.get("ground_truth", ""), source, found)
+    pictures = _pictures(first.get("images"))
+    return Group(first.get("prompt", ""), first.get("ground_truth", ""), source, found, pictures)
+
+
+def _pictures(value: Any) -> tuple[str, ...]:
+    """The data URIs among the images of a record; a file may hold anything."""
+    uris = value[:_MOST_PICTURES] if isinstance(value, list) else ()
+    return tuple(u for u in uris if isinstance(u, str) and _PICTURE.fullmatch(u))
 
 
 def _before(
@@ -216,10 +228,19 @@ def _card(group: Group, before: tuple[str, Group] | None, key: str) -> str:
     left = count - _MOST_OF_CARD
     more = f"<li class='about'>{left} more, with lower scores</li>" if left > 0 else ""
     return (
-        f"<article class='card'><div class='prompt'><div class='text'>{long_text(group.prompt)}"
-        f"</div><p class='about'>{' · '.join(facts)}</p></div>"
+        f"<article class='card'><div class='prompt'>{_shown(group.pictures)}"
+        f"<div class='text'>{long_text(group.prompt)}</div>"
+        f"<p class='about'>{' · '.join(facts)}</p></div>"
         f"<ol class='responses'>{shown}{more}</ol>{_earlier(before, group, key)}</article>"
     )
+
+
+def _shown(pictures: Sequence[str]) -> str:
+    """HTML of the pictures of a prompt; "" without any."""
+    if not pictures:
+        return ""
+    shown = "".join(f"<img src='{uri}' alt='image {n}'>" for n, uri in enumerate(pictures, 1))
+    return f"{PICTURES}{shown}</div>"
 
 
 def _earlier(before: tuple[str, Group] | None, now: Group, key: str) -> str:

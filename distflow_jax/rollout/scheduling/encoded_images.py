@@ -5,11 +5,11 @@ from typing import Any
 
 from distflow_jax.batch import Prompt
 from distflow_jax.images.prompt_images import prompt_images
+from distflow_jax.rollout.cache_sizing import FEATURE_BATCHES
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.image_programs import PromptSight
 from distflow_jax.rollout.requests import RolloutStats
 
-_BATCHES = 4  # whose features stay on the devices: those of prompts that wait to be read
 _AHEAD = 64  # waiting prompts that are looked at
 
 Key = tuple[bytes, ...]
@@ -67,7 +67,7 @@ class EncodedImages:
                 break
         sights = self._images.encode(self._params, images)
         self._stats.images += sum(sight.images.count for sight in sights)
-        self._batches = self._batches[1 - _BATCHES :]
+        self._batches = self._batches[1 - FEATURE_BATCHES :]
         self._batches.append(dict(zip(missing, sights, strict=False)))
 
     def _find(self, prompt: Prompt) -> PromptSight | None:
