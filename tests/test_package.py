@@ -21,7 +21,10 @@ import distflow_jax
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 JETSTREAM = "google-jetstream==0.2.2"
 # {module: distribution} where the names differ
-DISTRIBUTIONS = {"absl": "absl-py", "grpc": "grpcio", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    **{"absl": "absl-py", "grpc": "grpcio", "orbax": "orbax-checkpoint"},
+    **{"yaml": "pyyaml", "PIL": "pillow"},
+}
 # imported where it is needed: an optional package, or one that a notebook has
 OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}
 OF_JETSTREAM = {"protobuf", "shortuuid"}  # what JetStream imports and its own install would bring
@@ -41,6 +44,10 @@ def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def _is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def imported(folder):
     """First words of what the modules of a folder import, importlib.import_module included."""
     found = set()
@@ -51,7 +58,7 @@ def imported(folder):
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module)
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-                found |= {x.value for x in node.args if isinstance(x, ast.Constant)}
+                found |= {x.value for name in node.args for x in ast.walk(name) if _is_text(x)}
     return {name.split(".")[0] for name in found}
 
 

@@ -88,6 +88,7 @@ class SimulatedEngine:
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.buckets, self.width, self.few_slots = buckets(config), self.shapes.members, 0
         self.programs = self.prompts = self  # where an engine has its compiled programs
+        self.images = None  # no vision tower
         self._token, self._lane, self._costs, self._lengths = token, lane, costs, lengths
 
     @property

@@ -29,8 +29,8 @@ CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
 class RewardConfig:
     """The reward function, its worker processes, and the handling of its errors."""
 
-    # the reward function: gsm8k, math, exact, format, pattern, reasoning_gym, zero (all rewards
-    # come from rollout.environment), my_module:my_function or file.py:function
+    # the reward function: gsm8k, math, geo3k, exact, format, pattern, reasoning_gym, zero (all
+    # rewards come from rollout.environment), my_module:my_function or file.py:function
     function: str = "gsm8k"
     # keyword arguments of the function
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)

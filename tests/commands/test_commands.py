@@ -79,7 +79,7 @@ def test_help_imports_no_jax(arguments):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "unknown command 'trian' (did you mean 'train'? "),
+        (["trian"], "unknown command 'trian' (did you mean 'train'?"),
         (["launch", "slrum"], "unknown launcher 'slrum' (did you mean 'slurm'? "),
     ],
 )

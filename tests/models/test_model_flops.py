@@ -75,9 +75,10 @@ def test_pairs_of_packed_rows_are_those_that_their_masks_let_through(shared, win
     samples = random_samples(3, groups=5, size=4)
     shape = RowShape(mini_batches=1, rows=12, tokens=96, sequences=8)
     rows, _ = rows_of(samples, shape, shared=shared)
-    rows = dataclasses.replace(
-        rows, **{f.name: getattr(rows, f.name)[0] for f in dataclasses.fields(rows)[:-1]}
-    )
+    columns = (f.name for f in dataclasses.fields(rows))
+    arrays = {name: getattr(rows, name) for name in columns}
+    first = {name: array[0] for name, array in arrays.items() if array is not None}
+    rows = dataclasses.replace(rows, **first)
     seen = packed_mask(rows.segment, parent_segment(rows))
     if window:
         seen &= within(rows.position, rows.position, window)

@@ -151,7 +151,8 @@ def test_fault_costs_one_try(server, tmp_path, caplog, fault):
         server.faults.extend([fault, "", fault])
         assert_ours(drive(scheduler, most=10_000))
     tries = [r.getMessage() for r in caplog.records if ", try " in r.getMessage()]
-    assert 1 <= len(tries) <= 2  # "no end token" may have found a response without
+    least = 0 if fault == "no end token" else 1  # it may have found responses without
+    assert least <= len(tries) <= 2
     for text in tries:
         assert server.url in text and "of prompt" in text and "try 1 of 5" in text, text
     assert server.loaded == ["version-0"]  # the engine was never taken for another one
