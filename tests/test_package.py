@@ -44,8 +44,10 @@ def plain(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _is_text(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def _first_text(node):
+    """The text with which an argument begins, "" for none."""
+    first = node.values[0] if isinstance(node, ast.JoinedStr) else node
+    return first.value if isinstance(first, ast.Constant) else ""
 
 
 def imported(folder):
@@ -58,8 +60,8 @@ def imported(folder):
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module)
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-                found |= {x.value for name in node.args for x in ast.walk(name) if _is_text(x)}
-    return {name.split(".")[0] for name in found}
+                found |= {_first_text(x) for x in node.args}
+    return {name.split(".")[0] for name in found} - {""}
 
 
 def test_dependencies_are_what_is_imported():

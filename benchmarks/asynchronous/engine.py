@@ -108,14 +108,22 @@ class SimulatedEngine:
 
     # -- prompts ----------------------------------------------------------------------------------
 
-    def row(self, params: Any, prompts: Sequence[np.ndarray], after: Any = None) -> list:
-        """Reads prompts together."""
+    def row(
+        self, params: Any, prompts: Sequence[np.ndarray], after: Any = None, sights: Any = None
+    ) -> list:
+        """Reads prompts together; they have no images."""
         return [ReadPrompt(len(tokens)) for tokens in prompts]
 
     def prefill(
-        self, *, params: Any, padded_tokens: Any, true_length: int, existing_prefix: Any = None
+        self,
+        *,
+        params: Any,
+        padded_tokens: Any,
+        true_length: int,
+        existing_prefix: Any = None,
+        sight: Any = None,
     ) -> ReadPrompt:
-        """Reads one prompt."""
+        """Reads one prompt, which has no images."""
         check_length(true_length, longest_read(self.config))
         return ReadPrompt(int(true_length))
 

@@ -75,6 +75,11 @@ def run_worker(
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
     source = open_model(config.model.source, **config.model.options())
+    if foreign is not None and source.config.vision is not None:
+        raise ValueError(
+            f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
+            "sample with --engine=own"
+        )
     table = config_table(config)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     joining = Joining(join, name, shared_tables(table, processes.code_table(), source.tokenizer))
@@ -187,11 +192,6 @@ def _foreign_engine(
         raise ValueError(
             f"{choice.address} does not say which experts its tokens went to: set "
             "training.router_replay=False, or sample with --engine=own"
-        )
-    if source.config.vision is not None:
-        raise ValueError(
-            f"{choice.address} gets token ids alone, and {config.model.source!r} sees images: "
-            "sample with --engine=own"
         )
     choice.check(config.rollout.sampling_params())
     place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))

@@ -1,4 +1,4 @@
-"""A worker's relay: what one has pulled, another gets from it, in place of the trainers."""
+"""Settings of a worker: its relay, and engines that cannot see."""
 
 import contextlib
 
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from support.tiny_model import TINY, random_params
 
+from configs import vision_tiny
+from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
@@ -14,6 +16,7 @@ from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.flow.workers.wire import Caller, Door
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.parallel.mesh import replica_mesh
+from distflow_jax.runtime.samplers.foreign_engines import read_engine
 from distflow_jax.runtime.samplers.run_worker import run_worker
 from distflow_jax.runtime.samplers.weight_relay import Relay
 
@@ -46,3 +49,12 @@ def test_the_second_worker_gets_all_weights_from_the_first(tmp_path):
 def test_an_address_that_is_none_is_refused_before_the_run_is_joined():
     with pytest.raises(ValueError, match=r"--listen must be HOST:PORT, got '9100'"):
         run_worker(Config(), "runs/none", None, orphan_seconds=1.0, listen="9100")
+
+
+def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
+    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    settings = [*flags, "eval.dataset=", "eval.every=0"]
+    config = from_config_dict(Config, override(vision_tiny.get_config(), settings))
+    foreign = read_engine("openai:http://127.0.0.1:1", "")
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 gets token ids alone, .* --engine=own"):
+        run_worker(config, "runs/none", None, orphan_seconds=1.0, foreign=foreign)
