@@ -2,7 +2,7 @@
 
 python benchmarks/learning.py --workdir=runs/learning
 python benchmarks/learning.py --runs runs/learning/seed0 runs/learning/seed1 runs/learning/seed2
-python benchmarks/learning.py --workdir=runs/learning --ahead
+python benchmarks/learning.py --workdir=runs/learning --ahead --waves
 
 The first form trains one seed after the other (a quarter of an hour each on two cores; finished
 folders are not trained again), the second only reads finished runs. To pass, a run needs a mean
@@ -12,8 +12,10 @@ Writes docs/curves.png, prints a row per run for docs/benchmarks.md, and exits w
 fails.
 
 With --ahead each seed is also trained with samplers that run ahead (flow.max_lag=1, weights in
-flight, token_tis), in a folder named seedN-ahead. To pass, the mean of these runs' accuracies must
-also lie within two standard errors of the mean of the others. The picture goes to --workdir.
+flight, token_tis), in a folder named seedN-ahead. With --waves also with steps that train on groups
+as they end (flow.waves=ready), which needs samplers on a part of the devices: on a CPU that run has
+two devices. To pass, the mean of each kind's accuracies must also lie within two standard errors of
+the mean of the synchronous runs. The picture goes to --workdir.
 
 Flags that are not listed below go to scripts/train.py, e.g. --config.training.steps=10.
 """
@@ -21,6 +23,7 @@ Flags that are not listed below go to scripts/train.py, e.g. --config.training.s
 import argparse
 import dataclasses
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -37,6 +40,9 @@ LEAST_GAIN = 0.3  # of the mean reward
 LEAST_ERRORS = 2.0  # standard errors of a difference of accuracies: what is learned exceeds them,
 # and what a lag costs does not
 AHEAD = ("--config.flow.max_lag=1", "--config.algorithm.correction=token_tis")
+APART = ("--config.mesh.devices=0:1", "--config.mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
+VARIANTS = {"-ahead": AHEAD, "-waves": (*AHEAD, *APART, "--config.flow.waves=ready")}
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"  # of a CPU; other devices are as they are
 HEADER = (
     "| run | reward, first 5 steps | last 5 | accuracy before | after | standard errors apart "
     "| minutes | peak GiB | passes |\n|---|---|---|---|---|---|---|---|---|"
@@ -103,6 +109,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--runs", nargs="+", default=[], help="finished runs: train nothing")
     parser.add_argument("--config", default="configs/grpo_smollm2.py")
     parser.add_argument("--ahead", action="store_true", help="compare with samplers that run ahead")
+    parser.add_argument("--waves", action="store_true", help="compare with steps in waves")
     parser.add_argument("--picture", help="default: docs/curves.png, or WORKDIR/curves.png")
     return parser.parse_known_args()
 
@@ -111,12 +118,16 @@ def train(config: str, folder: pathlib.Path, seed: int, flags: Sequence[str]) ->
     """Trains one seed, or resumes it. Raises CalledProcessError if that fails."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"--config={config}"]
     command += [f"--workdir={folder}", f"--config.seed={seed}", *flags]
-    subprocess.run(command, check=True)
+    environment = dict(os.environ)
+    if not set(APART).isdisjoint(flags):
+        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {TWO_DEVICES}".strip()
+    subprocess.run(command, check=True, env=environment)
 
 
 def train_all(args: argparse.Namespace, flags: Sequence[str]) -> list[pathlib.Path]:
     """Trains what is not trained; returns the folders of all runs."""
-    variants = {"": []} | ({"-ahead": [*AHEAD]} if args.ahead else {})
+    chosen = {"-ahead": args.ahead, "-waves": args.waves}
+    variants = {"": ()} | {suffix: VARIANTS[suffix] for suffix in chosen if chosen[suffix]}
     folders = []
     for seed in args.seeds:
         for suffix, own in variants.items():
@@ -132,18 +143,24 @@ def mean_accuracy(results: Sequence[Result]) -> tuple[float, float]:
 
 
 def compare(results: Sequence[Result]) -> bool:
-    """Whether runs ahead end as the others do; prints the two means. True without such runs."""
-    ahead = [result for result in results if result.name.endswith("-ahead")]
-    if not ahead:
-        return True
-    others = [result for result in results if result not in ahead]
-    (mean, error), (other, other_error) = mean_accuracy(ahead), mean_accuracy(others)
-    apart = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
-    print(
-        f"\naccuracy of runs ahead {mean:.3f} ± {error:.3f}, of the others {other:.3f} ± "
-        f"{other_error:.3f}: {apart:.1f} standard errors apart"
-    )
-    return apart <= LEAST_ERRORS
+    """Whether the variants end as synchronous runs do; prints the means. True without variants."""
+    kinds = {
+        suffix: [result for result in results if result.name.endswith(suffix)]
+        for suffix in VARIANTS
+    }
+    others = [result for result in results if not result.name.endswith(tuple(VARIANTS))]
+    alike = True
+    for suffix, runs in kinds.items():
+        if not runs or not others:
+            continue
+        (mean, error), (other, other_error) = mean_accuracy(runs), mean_accuracy(others)
+        apart = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
+        print(
+            f"\naccuracy of seedN{suffix} {mean:.3f} ± {error:.3f}, of synchronous runs "
+            f"{other:.3f} ± {other_error:.3f}: {apart:.1f} standard errors apart"
+        )
+        alike = alike and apart <= LEAST_ERRORS
+    return alike
 
 
 def read_run(folder: pathlib.Path) -> Result:
@@ -175,14 +192,15 @@ def draw(results: list[Result], path: pathlib.Path) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(9, 3.4), width_ratios=(2, 1), layout="constrained"
     )
+    width = min(0.27, 0.9 / len(results))
     for i, result in enumerate(results):
         steps = np.arange(1, len(result.reward) + 1)
         left.plot(steps, result.reward, marker="o", markersize=3, color=f"C{i}", label=result.name)
         means, errors = zip(result.before, result.after, strict=True)
         right.bar(
-            np.arange(2) + 0.27 * (i - (len(results) - 1) / 2),
+            np.arange(2) + width * (i - (len(results) - 1) / 2),
             means,
-            0.25,
+            0.93 * width,
             yerr=errors,
             capsize=2,
             color=f"C{i}",
@@ -204,7 +222,7 @@ def main() -> int:
     args, flags = parse_arguments()
     folders = [pathlib.Path(run) for run in args.runs] or train_all(args, flags)
     results = [read_run(folder) for folder in folders]
-    default = pathlib.Path(args.workdir) if args.ahead else ROOT / "docs"
+    default = pathlib.Path(args.workdir) if args.ahead or args.waves else ROOT / "docs"
     draw(results, pathlib.Path(args.picture or default / "curves.png"))
     print(HEADER)
     for result in results:
