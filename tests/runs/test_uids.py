@@ -64,7 +64,7 @@ def check_advantages(records, metrics):
     [
         ["dag=grpo", "rollout.num_samples=4"],
         pytest.param(["dag=dapo", "rollout.num_samples=2"], marks=pytest.mark.slow),
-        ["dag=online_dpo", "rollout.num_samples=4"],
+        pytest.param(["dag=online_dpo", "rollout.num_samples=4"], marks=pytest.mark.slow),
     ],
     ids=["grpo", "dapo", "online_dpo"],
 )
