@@ -41,7 +41,8 @@ LEAST_ERRORS = 2.0  # standard errors of a difference of accuracies: what is lea
 # and what a lag costs does not
 AHEAD = ("--config.flow.max_lag=1", "--config.algorithm.correction=token_tis")
 APART = ("--config.mesh.devices=0:1", "--config.mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
-VARIANTS = {"-ahead": AHEAD, "-waves": (*AHEAD, *APART, "--config.flow.waves=ready")}
+WAVES = ("--config.flow.waves=ready", "--config.flow.wave_rows=4")
+VARIANTS = {"-ahead": AHEAD, "-waves": (*AHEAD, *APART, *WAVES)}
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"  # of a CPU; other devices are as they are
 HEADER = (
     "| run | reward, first 5 steps | last 5 | accuracy before | after | standard errors apart "
