@@ -39,8 +39,8 @@ class Turn:
 
     `observation` is what the model reads before it goes on: token ids int [M]; text, which is
     encoded by itself and put behind the ids that were sampled; or Shown, text with pictures. It is
-    looked over where the response ends. `reward` is added to the response's score. `logged` holds numbers that are summed over the
-    turns of a response and reported as `environment/{name}`.
+    looked over where the response ends. `reward` is added to the response's score. `logged` holds
+    numbers that are summed over the turns of a response and reported as `environment/{name}`.
     """
 
     observation: Any = ""

@@ -73,7 +73,8 @@ class ChunkPlan:
         self._numbers = [0] * sizes.chunks  # of the last segment of each
 
     def add(self, images: PromptImages | ImagePatches, into: ChunkedPatches) -> np.ndarray | None:
-        """Writes the patches of a prompt, or of one image; the place among F of each of its features, int32 [features].
+        """Writes the patches of a prompt, or of one image; the place among F of each of its
+        features, int32 [features].
 
         None, and nothing is written, where they do not fit any more.
         """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
-from distflow_jax.batch import RowImages, Rows
+from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
