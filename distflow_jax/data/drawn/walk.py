@@ -62,7 +62,7 @@ class Board:
 class Walk(DrawnTask):
     """Boards on a light ground; the four steps are equally frequent answers.
 
-    The answer goes along the longer way, which is never as long as the other.
+    The answer goes along the longer of the two ways, which are never equally long.
     """
 
     KIND: ClassVar[str] = "walk"
