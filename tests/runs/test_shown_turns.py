@@ -81,3 +81,24 @@ def test_the_board_of_the_example():
     game._board, game._ground = board, tuple(map(int, pixels[1, 1]))
     np.testing.assert_array_equal(np.array(game.picture()), pixels)
     assert Board(3, (0, 0), (2, 2)).after("up").dot == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_go_on_behind_the_picture_of_a_later_turn(tmp_path, family):
+    check(train(tmp_path / "run", 2, **{"model.source": MODEL.format(family=family)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", [{}, {"flow.max_lag": 1, "flow.swap": "boundary"}])
+def test_a_run_that_is_shown_pictures_resumes_bit_for_bit(tmp_path, flow):
+    """Images of responses that wait for their step are in the checkpoint."""
+    changes = {"checkpoint.every": 2, "training.optimizer.lr": 1e-3, **flow}
+    whole = train(tmp_path / "whole", 4, **changes)
+    train(tmp_path / "cut", 2, **changes)
+    cut = train(tmp_path / "cut", 4, **changes)
+    named = ("actor/loss", "actor/grad_norm", "critic/score/mean", "perf/images_encoded")
+    for step in (3, 4):
+        one, two = ([m for m in x if m["step"] == step][-1] for x in (whole, cut))
+        assert [one[name] for name in named] == [two[name] for name in named]
+    assert whole[-1]["actor/grad_norm"] > 0

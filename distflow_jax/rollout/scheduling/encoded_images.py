@@ -74,7 +74,7 @@ class EncodedImages:
         found: list[PromptSight | None] = []
         while len(found) < len(wanted):
             rest = wanted[len(found) :]
-            found += self.of([*rest, *behind])[: len(rest)]
+            found += self.of([*rest, *behind[:_AHEAD]])[: len(rest)]
         parts = [one for one in (sight, *found) if one is not None]
         whole = joined(
             [
