@@ -118,12 +118,16 @@ class Play:
         held.extend(self._group[counter], sample, tokens, len(one.tokens) + TURN, shown)
 
 
-def play(sampler, name, **settings):
-    """{uid: Told} of responses that are answered as they end."""
-    found = Play(sampler, name, **settings)
+def play(sampler, name, again=0, **settings):
+    """{uid: Told} of responses that are answered as they end; `again`: rounds after which those
+    under way are preempted, each time."""
+    found, rounds = Play(sampler, name, **settings), 0
     while found.scheduler.busy:
         for response in found.scheduler.step():
             found.ended(response)
+        rounds += 1
+        if again and rounds % again == 0:
+            found.scheduler.load(sampler.params, rounds, cache="recompute")
     sampler.stats, sampler.state = found.scheduler.stats, found.scheduler.close()
     return found.told
 
@@ -200,7 +204,6 @@ def test_log_probs_behind_an_image_of_a_later_turn(samplers, name):
     [
         (dict(prefill_tokens=16), "prefills"),  # pieces that cut images
         (dict(prefix_tokens=48), "prefix_hits"),
-        (dict(slots=4, cache_tokens=288), "preempted"),
         (dict(speculative_tokens=2, speculative_ngram=1), "proposed"),
     ],
 )
@@ -211,6 +214,19 @@ def test_no_way_of_reading_changes_a_log_prob(name, changes, counted):
     check(name, play(sampler, name, alike=counted == "prefix_hits"))
     # no prefix of Gemma's ends behind the beginning of an image, and there are few tokens before
     assert getattr(sampler.stats, counted) > 0 or (name, counted) == ("gemma3", "prefix_hits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_responses_are_read_again_and_again(name):
+    """Preempted after every second round, responses come back with the images of all turns."""
+    sampler = sampler_of(name, tokens_per_call=1)
+    wanted = play(sampler, name)
+    prefills = sampler.stats.prefills
+    found = play(sampler, name, again=2)
+    assert sampler.stats.prefills > prefills + 10
+    assert_same(found, wanted)
+    check(name, found)
 
 
 def test_a_response_with_images_is_exported_and_restored(samplers):
@@ -224,7 +240,6 @@ def test_a_response_with_images_is_exported_and_restored(samplers):
     scheduler = found.scheduler
     last = scheduler.step()
     scheduler.load(sampler.params, 1, cache="recompute")
-    last += scheduler.step()
     partials = scheduler.export()
     assert any(p.shown is not None and p.chunks for p in partials)
     scheduler.restore(partials)
