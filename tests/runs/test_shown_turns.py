@@ -30,6 +30,12 @@ SETTINGS = {
     "training.optimizer.lr": 0.0,
     "checkpoint.every": 100,
 }
+AHEAD = {
+    "flow.max_lag": 1,
+    "flow.swap": "boundary",
+    "mesh.roles": {"ROLLOUT": {"devices": "1:2"}},
+    "algorithm.correction": "token_tis",
+}
 
 
 class AnyTurn(grid_walk.GridWalk):
@@ -91,7 +97,7 @@ def test_positions_go_on_behind_the_picture_of_a_later_turn(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flow", [{}, {"flow.max_lag": 1, "flow.swap": "boundary"}])
+@pytest.mark.parametrize("flow", [{}, AHEAD])
 def test_a_run_that_is_shown_pictures_resumes_bit_for_bit(tmp_path, flow):
     """Images of responses that wait for their step are in the checkpoint."""
     changes = {"checkpoint.every": 2, "training.optimizer.lr": 1e-3, **flow}
