@@ -10,6 +10,9 @@ KEEP = "keep"
 # The field that meshes have in place of these columns of the host: batch.Rows, packed of them
 ROWS = "rows"
 ROWS_COLUMNS = ("prompt", "response", "response_mask")
+# Written by samplers whose environments show images, packed with those columns: the images of each
+# response as turn_images.to_bytes has them, uint8 [n], empty where there are none
+RESPONSE_IMAGES = "response_images"
 # Written by samplers of a mixture, read by its training: the experts of each token of prompt and
 # response, integers [tokens, layers, experts of a token], -1 where unknown
 ROUTED_EXPERTS = "routed_experts"

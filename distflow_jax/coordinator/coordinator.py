@@ -23,6 +23,7 @@ from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.layout import (
     ADVANTAGE,
     KEEP,
+    RESPONSE_IMAGES,
     ROWS,
     ROWS_COLUMNS,
     Edge,
@@ -108,7 +109,8 @@ class Coordinator:
 
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Stores a field that `source` wrote."""
-        if field == KEEP or (field in ROWS_COLUMNS and not isinstance(value, jax.Array | Rows)):
+        packed = field in (*ROWS_COLUMNS, RESPONSE_IMAGES)
+        if field == KEEP or (packed and not isinstance(value, jax.Array | Rows)):
             assert self._shares is None, f"{field} came after packing"
         self.store.put(source, field, value)
 
@@ -212,7 +214,7 @@ class Coordinator:
         store, layout, value = self.store, edge.target_layout, (edge.source, edge.field)
         mesh = self.meshes[layout]
         if edge.field == ROWS:
-            self._fetch(layout, _rows_columns(store))
+            self._fetch(layout, store.rows_columns)
             return field_moves.pack_rows(store, self.shares, layout, mesh)
         self._fetch(layout, [value])
         return field_moves.pack(store, self.shares, edge, mesh, self._per_token.get(value))
@@ -220,7 +222,7 @@ class Coordinator:
     def _fetch(self, layout: Layout, needed: Collection[Value]) -> None:
         packed = {value for value in self._packs[layout] if value[1] != ROWS}
         if len(packed) < len(self._packs[layout]):
-            packed |= _rows_columns(self.store)
+            packed |= set(self.store.rows_columns)
         field_moves.fetch(self.store, self.shares, layout, needed, packed)
 
 
@@ -249,8 +251,3 @@ def _mean(entry: Any, mask: np.ndarray) -> float | None:
     """A number, or the mean of numbers per token [T] where `mask` [T] is true."""
     chosen = np.asarray(entry, np.float64)[mask] if np.ndim(entry) else np.float64(entry)
     return float(chosen.mean()) if chosen.size else None
-
-
-def _rows_columns(store: FieldStore) -> set[Value]:
-    """The columns that rows are packed of."""
-    return {(store.sources[name], name) for name in ROWS_COLUMNS}

@@ -19,8 +19,10 @@ from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
+from distflow_jax.images import turn_images
 from distflow_jax.images.prompt_images import PromptImages, from_bytes, prompt_images, to_bytes
-from distflow_jax.layout import ROWS_COLUMNS, Edge, Layout, hosts_of
+from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.layout import RESPONSE_IMAGES, ROWS_COLUMNS, Edge, Layout, hosts_of
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
@@ -96,7 +98,8 @@ def fetch(
     for p, blob in _exchange(store, names, blobs, incoming).items():
         before = None
         for (value, n), entry in zip(incoming[p], column_codec.decode(blob), strict=True):
-            if value[1] == "prompt" and entry is not before and entry.dtype == np.uint8:
+            pictures = value[1] in ("prompt", RESPONSE_IMAGES)
+            if pictures and entry is not before and entry.dtype == np.uint8:
                 store.image_bytes += entry.nbytes
             before = entry
             store.received.setdefault(value, {})[n] = entry
@@ -142,10 +145,14 @@ def pack_rows(store: FieldStore, shares: Shares, layout: Layout, mesh: Mesh) -> 
     placement = shares.placement(layout, me)
     rows = batch_lib.to_rows(sequences, placement)
     if shares.plan.images is not None:
-        rows.images = pack_images(sequences, images, placement, shares.plan.images)
+        shown: list[TurnImages | None] = []
+        if (value := store.response_images) is not None:
+            blobs = entries(store, shares, value, layout)
+            shown = [turn_images.from_bytes(blob) for blob in blobs]
+        rows.images = pack_images(sequences, images, placement, shares.plan.images, shown)
         if layout == shares.plan.primary:
             window = shares.plan.images.window
-            store.encoded = encoded_images(sequences, images, placement, window)
+            store.encoded = encoded_images(sequences, images, placement, window, shown)
     return jax.tree.map(lambda x: _place(x, shares, layout, mesh), rows)
 
 

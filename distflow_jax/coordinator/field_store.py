@@ -15,6 +15,7 @@ from distflow_jax.data.step_columns import entries_of_host
 from distflow_jax.layout import (
     ADVANTAGE,
     KEEP,
+    RESPONSE_IMAGES,
     ROWS,
     ROWS_COLUMNS,
     VERSION,
@@ -127,13 +128,26 @@ class FieldStore:
         self.values.pop(value, None)
         self._drop_copies(value)
         if field == ROWS:
-            for name in ROWS_COLUMNS:
-                self.received.pop((self.sources[name], name), None)
-        elif field not in (*ROWS_COLUMNS, "uid"):  # rows may be packed later
+            for column in self.rows_columns:
+                self.received.pop(column, None)
+        elif field not in (*ROWS_COLUMNS, RESPONSE_IMAGES, "uid"):  # rows may be packed later
             self._drop_received(value)
             goes = self.sources.get(field) == source and field not in (ADVANTAGE, VERSION)
             if goes and any(np.ndim(x) for x in self.columns[field]):
                 del self.columns[field], self.sources[field]
+
+    @property
+    def response_images(self) -> Value | None:
+        """The images of responses; None where the node that wrote the responses wrote none."""
+        source = self.sources.get("response")
+        has_images = RESPONSE_IMAGES in self.sources and self.sources[RESPONSE_IMAGES] == source
+        return (source, RESPONSE_IMAGES) if has_images else None
+
+    @property
+    def rows_columns(self) -> list[Value]:
+        """The columns that rows are packed of."""
+        columns: list[Value] = [(self.sources[name], name) for name in ROWS_COLUMNS]
+        return columns if self.response_images is None else [*columns, self.response_images]
 
     def is_shared(self, value: Value) -> bool:
         """Whether a column has the entries of all hosts of a sampler: M of them, not N."""

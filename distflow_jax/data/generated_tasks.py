@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from distflow_jax.data.drawn.bar_charts import Charts
 from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
+from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.spec import parse_spec
 from distflow_jax.did_you_mean import nearest
@@ -149,6 +150,7 @@ TASKS: dict[str, Callable[..., Dataset]] = {
     "shapes": Shapes,
     "digits": Digits,
     "charts": Charts,
+    "walk": Walk,
 }
 
 

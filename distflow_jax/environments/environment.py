@@ -11,7 +11,7 @@ own, in which all of its methods are called.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,14 +19,28 @@ import numpy as np
 from distflow_jax.batch import Prompt
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shown:
+    """An observation with pictures, for a model that sees.
+
+    `text` has one `<image>` for each of `images`, in their order; an image is uint8 [height, width,
+    3] or a picture of Pillow. With a `role` ("user") the text is written as a turn of the model's
+    chat template; else it is put behind the sampled ids as it is.
+    """
+
+    text: str
+    images: Sequence[Any] = ()
+    role: str | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """An environment's answer to one turn of the model.
 
-    `observation` is what the model reads before it goes on: token ids int [M], or text, which is
-    encoded by itself and put behind the ids that were sampled. It is looked over where the response
-    ends. `reward` is added to the response's score. `logged` holds numbers that are summed over the
-    turns of a response and reported as `environment/{name}`.
+    `observation` is what the model reads before it goes on: token ids int [M]; text, which is
+    encoded by itself and put behind the ids that were sampled; or Shown, text with pictures. It is
+    looked over where the response ends. `reward` is added to the response's score. `logged` holds
+    numbers that are summed over the turns of a response and reported as `environment/{name}`.
     """
 
     observation: Any = ""
@@ -39,7 +53,7 @@ class Environment(Protocol):
     """See the head of this file. `close` is optional."""
 
     def reset(self, prompt: Prompt) -> Any:
-        """Begins anew. What it returns, ids or text, the model reads after the prompt.
+        """Begins anew. What it returns, ids, text or Shown, the model reads after the prompt.
 
         None for nothing. It must be the same for all responses to a prompt, which are compared with
         each other.

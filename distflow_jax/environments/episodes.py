@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.images.turn_images import to_bytes
+from distflow_jax.layout import RESPONSE_IMAGES
 from distflow_jax.rollout.requests import Response
 
 # Why a response ended: the environment said so; a limit; a deadline of the environment's or an
@@ -44,6 +46,7 @@ def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
         "version": [e.response.version for e in episodes],
         "finished": np.array([e.response.finished for e in episodes], bool),
         "routed_experts": [e.response.routed_experts for e in episodes],
+        RESPONSE_IMAGES: [to_bytes(e.response.shown) for e in episodes],
         "environment_reward": np.array([e.reward for e in episodes], np.float32),
     }
 

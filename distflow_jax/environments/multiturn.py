@@ -25,6 +25,7 @@ from distflow_jax.environments.registry import (
     Failure,
     Observed,
 )
+from distflow_jax.images.turn_images import TurnImages, joined, of_prompt
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import (
     GroupRequest,
@@ -84,6 +85,7 @@ class _Part(NamedTuple):
     margin: np.ndarray
     version: np.ndarray
     mask: np.ndarray
+    shown: TurnImages | None = None  # images among them
 
     @classmethod
     def of(cls, turn: Response) -> "_Part":
@@ -92,12 +94,15 @@ class _Part(NamedTuple):
         return cls(turn.tokens, turn.logp, turn.margin, turn.version, mask)
 
     @classmethod
-    def observed(cls, tokens: np.ndarray) -> "_Part":
-        """Tokens int32 [T] of an observation, with an infinite margin: none is a near-tie."""
+    def observed(cls, tokens: np.ndarray, shown: TurnImages | None) -> "_Part":
+        """Tokens int32 [T] of an observation, with an infinite margin: none is a near-tie.
+
+        `shown`: the images among them.
+        """
         count = len(tokens)
         logp, margin = np.zeros(count, np.float32), np.full(count, np.inf, np.float32)
         version = np.zeros(count, np.int32)
-        return cls(tokens, logp, margin, version, np.zeros(count, bool))
+        return cls(tokens, logp, margin, version, np.zeros(count, bool), shown)
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,14 +130,13 @@ class _Conversation:
 class _Group:
     """The responses to one prompt, which the scheduler calls by `id`.
 
-    `observation`: the ids that all of them begin with, which the scheduler takes for part of the
-    prompt.
+    `first`: what all of them begin with, which the scheduler takes for part of the prompt.
     """
 
     index: int
     request: GroupRequest
     conversations: list[_Conversation] = dataclasses.field(default_factory=list)
-    observation: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    first: Observed = dataclasses.field(default_factory=lambda: Observed(np.zeros(0, np.int32)))
     id: int | None = None
 
 
@@ -298,11 +302,11 @@ class TurnDriver:
         elif length >= self._limits.response:
             self._end(conversation, "response_length")
         else:
-            conversation.parts.append(_Part.observed(observed.tokens))
-            limit = min(length + self._limits.turn, self._limits.response)
-            limit -= len(conversation.group.observation)
+            conversation.parts.append(_Part.observed(observed.tokens, observed.shown))
+            group = conversation.group
+            limit = min(length + self._limits.turn, self._limits.response) - len(group.first.tokens)
             self._scheduler.held.extend(
-                conversation.group.id, conversation.sample, observed.tokens, limit
+                group.id, conversation.sample, observed.tokens, limit, observed.shown
             )
 
     def _submit_if_ready(self, group: _Group) -> None:
@@ -311,33 +315,32 @@ class TurnDriver:
             return
         reset = [c for c in group.conversations if not c.failed]
         if reset:
-            group.observation = self._common_observation(reset)
-        request, first = group.request, group.observation
-        if len(first):
+            group.first = self._common_observation(reset)
+        request, first = group.request, group.first
+        if len(first.tokens):
             for conversation in group.conversations:
-                conversation.parts.append(_Part.observed(first))
-            tokens = np.concatenate([request.prompt.tokens, first])
-            prompt = dataclasses.replace(request.prompt, tokens=tokens)
-            limit = min(request.sampling.limit, self._limits.response - len(first))
+                conversation.parts.append(_Part.observed(first.tokens, first.shown))
+            limit = min(request.sampling.limit, self._limits.response - len(first.tokens))
+            prompt = _with_first(request.prompt, first)
             request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
         group.id = self._scheduler.submit(request)
 
-    def _common_observation(self, reset: list[_Conversation]) -> np.ndarray:
+    def _common_observation(self, reset: list[_Conversation]) -> Observed:
         """The first observation of all responses to a prompt; those with another one fail."""
-        first = reset[0].first.tokens
+        first = reset[0].first
         room = self._scheduler.engine.config.max_prompt
         room = min(self._limits.response - 1, room - len(reset[0].group.request.prompt.tokens))
-        if len(first) > room:
+        if len(first.tokens) > room:
             what = (
-                f"the first observation has {len(first)} tokens, more than the {room} that "
+                f"the first observation has {len(first.tokens)} tokens, more than the {room} that "
                 "data.max_prompt_length and rollout.max_response_length leave to it"
             )
             self._environments.log_once("first observation too long", what)
             for conversation in reset:
                 conversation.failed = "error"
-            return np.zeros(0, np.int32)
+            return Observed(np.zeros(0, np.int32))
         for conversation in reset:
-            if not np.array_equal(conversation.first.tokens, first):
+            if not _same(conversation.first, first):
                 conversation.failed = "error"
                 self._environments.log_once(
                     "first observations differ",
@@ -352,15 +355,34 @@ class TurnDriver:
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
         del self._by_uid[group.request.prompt.counter, sample]
-        tokens, logp, margin, version, mask = (
-            np.concatenate(x) for x in zip(*conversation.parts, strict=True)
-        )
+        *columns, _ = zip(*conversation.parts, strict=True)
+        tokens, logp, margin, version, mask = (np.concatenate(x) for x in columns)
+        shown = joined((len(part.tokens), part.shown) for part in conversation.parts)
         prompt = group.request.prompt
         # a turn is what a response ends with: nothing was added since they were read
         experts = conversation.routed_experts
-        whole = Response(prompt, sample, tokens, logp, margin, reason == "done", version, experts)
+        whole = Response(
+            prompt, sample, tokens, logp, margin, reason == "done", version, experts, shown
+        )
         self.done[group.index, sample] = Episode(
             whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
         )
         if self._on_response is not None:
             self._on_response(whole)
+
+
+def _same(one: Observed, other: Observed) -> bool:
+    """Whether two observations have the same tokens and images."""
+    if not np.array_equal(one.tokens, other.tokens):
+        return False
+    return other.shown is None if one.shown is None else one.shown.same_as(other.shown)
+
+
+def _with_first(prompt: Prompt, first: Observed) -> Prompt:
+    """The prompt with the observation that all responses to it begin with."""
+    tokens = np.concatenate([prompt.tokens, first.tokens])
+    before = of_prompt(prompt.images, prompt.patch)
+    seen = joined([(len(prompt.tokens), before), (len(first.tokens), first.shown)])
+    if seen is None:
+        return dataclasses.replace(prompt, tokens=tokens)
+    return dataclasses.replace(prompt, tokens=tokens, images=seen.images, patch=seen.patch)

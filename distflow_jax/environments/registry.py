@@ -16,8 +16,10 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.environment import Environment, Turn
+from distflow_jax.environments.environment import Environment, Shown, Turn
+from distflow_jax.environments.observed_pictures import Sight, check_shown
 from distflow_jax.environments.tools import Tools, calculator
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.models.tokenizer import Tokenizer
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
@@ -36,12 +38,13 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """A checked Turn: `tokens` int32 [M]."""
+    """A checked Turn: `tokens` int32 [M], and the images among them."""
 
     tokens: np.ndarray
     reward: float = 0.0
     done: bool = False
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    shown: TurnImages | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Environments:
       turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
         response may have.
       max_turns: turns of the model in one response.
+      sight: what takes pictures of observations; None: the model has no tower.
 
     Raises:
       ValueError, FileNotFoundError: nothing by that name (the nearest is named), or it cannot be
@@ -78,9 +82,11 @@ class Environments:
         seconds: float,
         turn_length: int = 0,
         max_turns: int = 4,
+        sight: Sight | None = None,
     ):
         self.name, self.seconds, self.tokenizer = name, seconds, tokenizer
         self.turn_length, self.max_turns = turn_length, max_turns
+        self._sight = sight
         self._make, self._kwargs = load_environment(name), dict(kwargs)
         self._check_signature()
         self._logged: set[str] = set()
@@ -124,17 +130,39 @@ class Environments:
         if not math.isfinite(reward):
             raise ValueError(f"step returned a reward of {reward}")
         logged = {str(name): float(value) for name, value in turn.logged.items()}
-        return Observed(self.tokens(turn.observation), reward, bool(turn.done), logged)
+        tokens, shown = self.read(turn.observation)
+        return Observed(tokens, reward, bool(turn.done), logged, shown)
 
-    def tokens(self, observation: Any) -> np.ndarray:
-        """An observation, text or ids or None, as ids int32 [M]."""
+    def read(self, observation: Any) -> tuple[np.ndarray, TurnImages | None]:
+        """An observation, text or ids or Shown or None: its ids int32 [M], and its images."""
+        if isinstance(observation, Shown):
+            try:
+                check_shown(observation, self._sight)
+                if observation.images:
+                    return self._sight.read(observation)
+            except ValueError as error:  # frames of ours say nothing about the user's code
+                raise ValueError(str(error)) from None
+            if observation.role is not None:
+                turn = self.tokenizer.encode_turn(observation.text, role=observation.role)
+                return turn, None
+            observation = observation.text
+        return self._ids(observation), None
+
+    def _ids(self, observation: Any) -> np.ndarray:
         if observation is None:
             return np.zeros(0, np.int32)
         if isinstance(observation, str):
             return self.tokenizer.encode(observation)
-        ids = np.asarray(observation)
+        wrong = (
+            "an observation must be text, token ids, or Shown(text, images) with pictures, got "
+            f"{_shown(observation)}"
+        )
+        try:
+            ids = np.asarray(observation)
+        except ValueError:  # of parts with several shapes
+            raise TypeError(wrong) from None
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise TypeError(f"an observation must be text or token ids, got {_shown(observation)}")
+            raise TypeError(wrong)
         if ids.size and not (0 <= ids.min() and ids.max() < self.tokenizer.vocab_size):
             raise ValueError(
                 f"an observation has ids from {ids.min()} to {ids.max()}, the vocabulary "
@@ -228,7 +256,8 @@ def _live(
         try:
             if method == "reset":
                 environment = environments.make()
-                outcome = Observed(environments.tokens(environment.reset(*args)))
+                tokens, shown = environments.read(environment.reset(*args))
+                outcome = Observed(tokens, shown=shown)
             else:
                 text = environments.tokenizer.decode(*args)
                 outcome = environments.observed(environment.step(*args, text))

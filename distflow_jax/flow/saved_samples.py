@@ -12,11 +12,14 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.images import turn_images
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 
 Key = tuple[int, str]  # counter of the prompt, id of the node
 Arrays = dict[str, np.ndarray]
 _COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
+_IMAGES, _IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
 
 
 class Addition(Protocol):
@@ -38,7 +41,7 @@ def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]
             packed.add_episode(key, sample, episode)
         for partial in progress.partials:
             packed.add_partial(key, partial)
-    return packed.arrays(), {"nodes": nodes}
+    return packed.arrays(), {"nodes": nodes} | ({_IMAGES: True} if packed.has_images else {})
 
 
 class SavedSamples:
@@ -109,6 +112,12 @@ class _Packed:
         self._experts: list[np.ndarray] = []
         self._reward: list[float] = []
         self._logged: list[dict[str, float]] = []
+        self._images: list[np.ndarray] = []  # one of each sample, empty without images
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a sample has images, which are in `arrays` then alone."""
+        return any(blob.size for blob in self._images)
 
     def add_episode(self, key: tuple[int, int], sample: int, episode: Episode) -> None:
         """Adds a response that has ended."""
@@ -121,6 +130,7 @@ class _Packed:
         self._mask.append(episode.mask)
         self._reward.append(episode.reward)
         self._logged.append(episode.logged)
+        self._images.append(turn_images.to_bytes(response.shown))
 
     def add_partial(self, key: tuple[int, int], partial: Partial) -> None:
         """Adds a response that is under way."""
@@ -131,6 +141,7 @@ class _Packed:
         self._mask.append(np.ones(len(response.tokens), bool))
         self._reward.append(0.0)
         self._logged.append({})
+        self._images.append(turn_images.to_bytes(partial.shown))
 
     def arrays(self) -> Arrays:
         """All of them by name."""
@@ -139,6 +150,9 @@ class _Packed:
             for name, dtype in _COLUMNS.items()
         }
         text = json.dumps(self._logged, allow_nan=True).encode()
+        if self.has_images:
+            whole[_IMAGES] = np.concatenate(self._images)
+            whole[_IMAGE_BYTES] = np.array([len(blob) for blob in self._images], np.int64)
         return whole | {
             "index": np.array(self._index, np.int64).reshape(-1, len(_INDEX)),
             "mask": np.concatenate([np.zeros(0, bool), *self._mask]),
@@ -167,6 +181,8 @@ class _Unpacked:
 
     def __init__(self, addition: Addition):
         names = ("index", *_COLUMNS, "mask", "fed", "experts", "reward", "logged")
+        if addition.facts.get(_IMAGES):
+            names = (*names, _IMAGES, _IMAGE_BYTES)
         self._arrays = addition.read(*names)
         self._nodes = addition.facts["nodes"]
         self._logged = json.loads(self._arrays["logged"].tobytes())
@@ -205,7 +221,8 @@ class _Unpacked:
         row = self._row(place)
         chunk = tuple(self._slice("tokens", name, place) for name in _COLUMNS)
         chunks = [chunk] if row["tokens"] else []
-        return Partial(request, row["sample"], self._slice("fed", "fed", place), chunks)
+        fed, shown = self._slice("fed", "fed", place), self._images(place)
+        return Partial(request, row["sample"], fed, chunks, shown)
 
     def _episode(self, place: int, request: GroupRequest) -> Episode:
         row, columns = self._row(place), {n: self._slice("tokens", n, place) for n in _COLUMNS}
@@ -213,7 +230,12 @@ class _Unpacked:
         finished = bool(row["finished"])
         return Episode(
             Response(
-                request.prompt, row["sample"], **columns, finished=finished, routed_experts=experts
+                request.prompt,
+                row["sample"],
+                **columns,
+                finished=finished,
+                routed_experts=experts,
+                shown=self._images(place),
             ),
             mask=self._slice("tokens", "mask", place),
             reward=float(self._arrays["reward"][place]),
@@ -221,6 +243,13 @@ class _Unpacked:
             reason=REASONS[row["reason"]],
             logged=self._logged[place],
         )
+
+    def _images(self, place: int) -> TurnImages | None:
+        if _IMAGES not in self._arrays:
+            return None
+        sizes = self._arrays[_IMAGE_BYTES]
+        start = int(sizes[:place].sum())
+        return turn_images.from_bytes(self._arrays[_IMAGES][start : start + int(sizes[place])])
 
     def _slice(self, lengths: str, name: str, place: int) -> np.ndarray:
         start = self._starts[lengths][place]

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from distflow_jax.images.prompt_images import PromptImages
+from distflow_jax.images.record import ImagePatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ def chunks_for(features: int, merge: int, chunk: int) -> int:
     return 1 if patches <= chunk else math.ceil(2 * patches / chunk)
 
 
-def segment_runs(images: PromptImages) -> list[tuple[int, int]]:
-    """(first patch, patches) of each segment of a prompt, in order."""
+def segment_runs(images: PromptImages | ImagePatches) -> list[tuple[int, int]]:
+    """(first patch, patches) of each segment of a prompt or an image, in order."""
     change = np.flatnonzero(np.diff(images.segments)) + 1
     edges = [0, *change.tolist(), len(images.segments)]
     return list(zip(edges[:-1], np.diff(edges).tolist(), strict=True))
@@ -71,8 +72,9 @@ class ChunkPlan:
         self._filled = [0] * sizes.chunks
         self._numbers = [0] * sizes.chunks  # of the last segment of each
 
-    def add(self, images: PromptImages, into: ChunkedPatches) -> np.ndarray | None:
-        """Writes a prompt's patches; the place among F of each of its features, int32 [features].
+    def add(self, images: PromptImages | ImagePatches, into: ChunkedPatches) -> np.ndarray | None:
+        """Writes the patches of a prompt, or of one image; the place among F of each of its
+        features, int32 [features].
 
         None, and nothing is written, where they do not fit any more.
         """

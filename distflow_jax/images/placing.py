@@ -16,6 +16,8 @@ import numpy as np
 from distflow_jax.images.picture_files import ImageSource, preview
 from distflow_jax.images.record import MARK, Image, ImageLayout, ImageSize, image_of
 
+# a conversation of which a chat template can render the next turn
+ANSWERED = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
 _MOST_WORKERS = 8  # each holds one decoded image
 
 # text, or messages whose content is text or a list of parts {"type": "text" | "image"}
@@ -36,6 +38,9 @@ class TextTokenizer(Protocol):
 
     def encode_answer(self, prompt: Any, answer: Any) -> np.ndarray:
         """Tokens of an answer with the end of its turn, int32 [T]."""
+
+    def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
+        """Tokens of a rendered turn that follows the end of an answer, int32 [T]."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,12 +105,30 @@ class SeeingTokenizer:
         are. Raises ValueError if there are more or fewer places than images.
         """
         pieces = self._pieces(prompt, len(sizes))
-        if len(pieces) != len(sizes) + 1:
-            raise ValueError(
-                f"{len(pieces) - 1} places for {len(sizes)} images: the chat template writes an "
-                "image's marker by itself, or leaves an image out"
-            )
-        tokens: list[np.ndarray] = [self._tokenizer.encode(pieces[0])]
+        self._check(pieces, sizes)
+        return self._placed(pieces, self._tokenizer.encode(pieces[0]), sizes)
+
+    def place_turn(self, text: str, sizes: Sequence[ImageSize], role: str) -> Placed:
+        """The tokens of a turn of `role` behind the model's own, with images at its `<image>`.
+
+        They follow the end token that the model sampled. Raises ValueError as `place` does, and if
+        the chat template cannot render such a turn.
+        """
+        parts: list[dict[str, str]] = []
+        for number, piece in enumerate(text.split(MARK)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        turn = [*(dict(message) for message in ANSWERED), {"role": role, "content": parts}]
+        pieces = self._pieces(turn, len(sizes))
+        self._check(pieces, sizes)
+        return self._placed(pieces, self._tokenizer.encode_behind_answer(pieces[0], role), sizes)
+
+    def _placed(
+        self, pieces: Sequence[str], first: np.ndarray, sizes: Sequence[ImageSize]
+    ) -> Placed:
+        """The tokens of pieces of text with images between them; `first` int32 [T] of the first
+        piece."""
+        tokens: list[np.ndarray] = [first]
         patch = [np.full(len(tokens[0]), -1, np.int32)]
         spans, start, features = [], len(tokens[0]), 0
         for size, piece in zip(sizes, pieces[1:], strict=True):
@@ -124,6 +147,13 @@ class SeeingTokenizer:
             np.concatenate(patch).astype(np.int32),
             tuple(spans),
         )
+
+    def _check(self, pieces: Sequence[str], sizes: Sequence[ImageSize]) -> None:
+        if len(pieces) != len(sizes) + 1:
+            raise ValueError(
+                f"{len(pieces) - 1} places for {len(sizes)} images: the chat template writes an "
+                "image's marker by itself, or leaves an image out"
+            )
 
     def _pieces(self, prompt: Prompted, images: int) -> list[str]:
         """The rendered text before, between and after the images."""

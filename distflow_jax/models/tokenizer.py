@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from distflow_jax.images.placing import ANSWERED
 from distflow_jax.models.chat import render as chat
 from distflow_jax.models.chat.message_parts import in_parts
 from distflow_jax.models.chat.render import MOST_TEMPLATE
@@ -201,9 +202,16 @@ class Tokenizer:
         They are appended to the sampled end token: the template's text after it, the turn, and the
         start of the model's next turn. Raises ValueError if the template cannot render such a turn.
         """
-        question, answer = ({"role": r, "content": "."} for r in ("user", "assistant"))
-        start = self.render([question])
-        whole = self.render([question, answer, {"role": role, "content": text}])
+        whole = self.render([*ANSWERED, {"role": role, "content": text}])
+        return self.encode_behind_answer(whole, role)
+
+    def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
+        """Ids of what follows the end token of an answer, int32 [T].
+
+        `whole`: as the template renders ANSWERED and a turn of `role`, or where that begins.
+        Raises ValueError if there is no end token.
+        """
+        start = self.render(ANSWERED[:1])
         ids = self.encode(whole.removeprefix(start))
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if not whole.startswith(start) or not len(ends):

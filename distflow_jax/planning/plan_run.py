@@ -24,6 +24,7 @@ from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
+from distflow_jax.dag.response_images import with_response_images
 from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
@@ -31,6 +32,7 @@ from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, PromptEncoder, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
+from distflow_jax.environments.observed_pictures import Sight
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow
@@ -264,6 +266,8 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     if config.training.freeze == "vision":
         source = frozen_tower(source)
+    if config.rollout.environment and source.config.vision is not None:
+        graph = with_response_images(graph)
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
     check_workers(
@@ -455,9 +459,12 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
 
     Raises ValueError or FileNotFoundError.
     """
-    rollout = config.rollout
+    rollout, sight = config.rollout, None
     if not rollout.environment:
         return None
+    encoder = prompt_encoder(source, config.data.image_tokens)
+    if isinstance(encoder, SeeingTokenizer):
+        sight = Sight(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
         rollout.environment_kwargs,
@@ -465,6 +472,7 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
         seconds=rollout.environment_seconds,
         turn_length=rollout.turn_length,
         max_turns=rollout.max_turns,
+        sight=sight,
     )
     environments.check(prompt)
     return environments

@@ -18,7 +18,7 @@ from distflow_jax.flow.flow_checks import nodes_ahead
 from distflow_jax.flow.waves.recordings import MOST_UNWRITTEN
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.images.picture_files import PREVIEW
-from distflow_jax.layout import ROUTED_EXPERTS, VERSION
+from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, VERSION
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
@@ -126,11 +126,14 @@ def waiting_groups(
     for node in ahead:
         for name, size in _columns(node, prompt + response, response, sizes.routed).items():
             of_response[name] = of_response.get(name, 0) + size
+    images = sizes.packing.images
+    if RESPONSE_IMAGES in of_response and images is not None:
+        of_response[RESPONSE_IMAGES] = _patch_bytes(images, response)
     samples = config.rollout.num_samples
     # responses of a group have one prompt
     columns = {"prompt": _TOKEN * prompt} | {n: samples * x for n, x in of_response.items()}
-    if sizes.packing.images is not None:
-        columns["images"] = _image_bytes(sizes.packing.images, prompt)
+    if images is not None:
+        columns["images"] = _patch_bytes(images, prompt) + 3 * PREVIEW**2
     return WaitingGroups(
         nodes=tuple(node.id for node in ahead),
         max_lag=config.flow.max_lag,
@@ -145,10 +148,10 @@ def waiting_groups(
     )
 
 
-def _image_bytes(images: PatchSizes, prompt: int) -> int:
-    """Bytes of the images of a prompt whose tokens are all features, with one preview."""
+def _patch_bytes(images: PatchSizes, tokens: int) -> int:
+    """Bytes of the images of so many tokens that are all features."""
     of_patch = images.patch_bytes + _TOKEN * (images.dims + 1)  # its positions and segment
-    return prompt * (_TOKEN + images.merge * of_patch) + 3 * PREVIEW**2
+    return tokens * (_TOKEN + images.merge * of_patch)
 
 
 def _columns(

@@ -528,11 +528,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/bytes_received", "payload from other processes, of the one that got the most"),
         Metric(
             "perf/images_encoded",
-            "of models that see images: images in the trainer's rows, one per row and prompt",
+            "of models that see images: images in the trainer's rows, one per row and prompt, and "
+            "those of turns",
         ),
         Metric(
             "perf/image_bytes_moved",
-            "of models that see images: bytes of prompts with images from other processes",
+            "of models that see images: bytes of prompts with images, and of images of turns, from "
+            "other processes",
         ),
         Metric(
             "rollout/images_encoded",

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.images.turn_images import TurnImages
 
 LEAST_TOP_P = 2.0**-126  # the least float32 that no device rounds to 0
 LEAST_TEMPERATURE = 1e-30  # below it logits / temperature may be infinite
@@ -110,6 +111,7 @@ class Response:
     # sampler routed each token to, -1 for the last one, which was not fed; None where they are not
     # recorded (EngineConfig.record_experts) or not wanted (SamplingParams.record)
     routed_experts: np.ndarray | None = None
+    shown: TurnImages | None = None  # images that an environment showed among its tokens
 
 
 @dataclasses.dataclass
@@ -137,6 +139,7 @@ class Partial:
     fed: np.ndarray  # int32 [t]: tokens before `chunks`: earlier turns, tools' answers
     # tokens, log-probs, margins and weight versions of each decode call, each [tokens of the call]
     chunks: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    shown: TurnImages | None = None  # images among `fed`
 
     @property
     def tokens(self) -> np.ndarray:

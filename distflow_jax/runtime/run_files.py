@@ -15,7 +15,7 @@ from distflow_jax.batch import Samples
 from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.shown_pictures import ShownPictures
-from distflow_jax.layout import ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
+from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
@@ -112,7 +112,7 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
     scalars = {
         name: values
         for name, values in samples.fields.items()
-        if name not in (*ROWS_COLUMNS, "rollout_logp", ROUTED_EXPERTS, STEP)
+        if name not in (*ROWS_COLUMNS, "rollout_logp", ROUTED_EXPERTS, RESPONSE_IMAGES, STEP)
     }
     if VERSION in scalars:
         masks = samples.response_mask

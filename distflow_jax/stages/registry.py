@@ -8,7 +8,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
-from distflow_jax.layout import ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
+from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
@@ -111,7 +111,8 @@ STAGES: dict[tuple[str, str], StageKind] = {
         SamplingContext,
         "uid prompt",
         "response",
-        f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS}",
+        f"response_mask rollout_logp version finished environment_reward {ROUTED_EXPERTS} "
+        f"{RESPONSE_IMAGES}",
         per_token="rollout_logp version",
     ),
     ("REWARD", "COMPUTE"): _kind(

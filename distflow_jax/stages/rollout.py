@@ -16,7 +16,8 @@ from distflow_jax.stages.stage_context import SamplingContext
 
 def build_rollout(context: SamplingContext) -> Stage:
     """uid and prompt (one entry per response wanted) -> response, and of response_mask,
-    rollout_logp, version, finished, environment_reward, routed_experts what the node writes.
+    rollout_logp, version, finished, environment_reward, routed_experts, response_images what the
+    node writes.
 
     With the option `greedy` each prompt is answered once, by its likeliest tokens, and all its
     entries get that answer: ReMax's baseline. With an environment responses are in turns.

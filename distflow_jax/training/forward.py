@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
-from distflow_jax.batch import RowImages, Rows
+from distflow_jax.batch import Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
@@ -107,7 +107,7 @@ def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
     same_image = None
     if model.image_both_ways and rows.images is not None:
         assert not block, "attention_choice.py has no tiles for images that attend both ways"
-        same_image = _same_image(rows.images, model)
+        same_image = _same_image(rows, model)
 
     def attend(*arguments):
         return _attend_pairs(config.attention_by, *arguments)
@@ -115,12 +115,19 @@ def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
     return Partial(attend, _Pairs(allowed, near, positions, same_image))
 
 
-def _same_image(images: RowImages, model: DecoderConfig) -> jax.Array:
-    """Pairs of tokens that stand for one image, bool [R c, T, L]; fields of `images` [R, ...]."""
-    number = image_numbers(images, model.vision.patches_per_feature)
-    query = context_parallel.divide(number)[:, :, None]
-    key = context_parallel.in_gathered_order(number)[:, None]
-    return (query == key) & (query > 0)
+def _same_image(rows: Rows, model: DecoderConfig) -> jax.Array:
+    """Pairs of tokens that stand for one image of one segment, bool [R c, T, L].
+
+    Segments with the same picture, responses of an environment's, share its features alone.
+    """
+    number = image_numbers(rows.images, model.vision.patches_per_feature)
+
+    def pairs(x):
+        query = context_parallel.divide(x)[:, :, None]
+        return query, context_parallel.in_gathered_order(x)[:, None]
+
+    (query, key), (one, other) = pairs(number), pairs(rows.segment)
+    return (query == key) & (query > 0) & (one == other)
 
 
 def _attend_pairs(

@@ -41,7 +41,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": "they run these tests",
     "docs/benchmarks.md": "measurements of hours, some beside packages that tests do not install",
     "docs/scaling.md": "plans for pods of minutes to hours; tests/pods plans smaller ones",
-    "docs/vision.md": "a run of 400 steps; tests/runs/test_seeing_runs.py runs a few of them",
+    "docs/vision.md": "hundreds of steps; test_seeing_runs.py and test_shown_turns.py run a few",
     "docs/trackers.md": "wandb has an account or a folder; tests/report/test_trackers.py runs both",
 }
 LANGUAGES = {*SHELL, "python", "yaml", "json", "text"}  # a block of another one would be no command

@@ -18,6 +18,7 @@ from distflow_jax.images.prompt_images import (
     to_bytes,
 )
 from distflow_jax.images.record import ImagePatches
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.layout import Layout
 
 SHAPE = RowShape(1, 6, 128, 8)
@@ -113,3 +114,50 @@ def test_chunks_have_room_for_any_images_of_so_many_features():
             else:
                 filled[place] += size
         assert len(filled) <= most
+
+
+def test_a_picture_stands_once_in_a_row_for_all_responses_that_show_it():
+    """But twice where one response shows it twice: its tokens see each other, not the others."""
+    model, samples = MODELS["qwen2_5_vl"], seeing_samples(MODELS["qwen2_5_vl"], groups=2)
+    prompt = seeing_prompt(model, 9, 2, seed=3)
+    (one, other), first = prompt.images, prompt.images[0].patches.features
+    count = first + other.patches.features
+    once = TurnImages((one, other), np.arange(-1, count + 3, dtype=np.int32))
+    once.patch[count + 1 :] = -1
+    twice = TurnImages((one, one), np.arange(-1, 2 * first + 1, dtype=np.int32))
+    twice.patch[-1] = -1
+    shown = [once, None, twice, once, twice, None]
+    for i, turns in enumerate(shown):
+        if turns is not None:
+            samples.response[i] = np.full(len(turns.patch), 5, np.int32)
+            samples.response_mask[i] = turns.patch < 0
+    rows, placement = rows_of(samples, SHAPE, shared=True)
+    images = [prompt_images(p.images, p.patch) for p in samples.prompt]
+    table, sizes = sequences_of(samples), sizes_of(model, SHAPE.tokens)
+    packed = pack_images(table, images, placement, sizes, shown)
+    text = pack_images(table, images, placement, sizes)
+    patches_of = {image.digest: len(image.patches.patches) for image in prompt.images}
+    for at, members in placement.rows():
+        kinds = {key for i in members if shown[i] is not None for key in shown[i].keys}
+        more = sum(patches_of[key[0]] for key in kinds)
+        assert (packed.segments[at] > 0).sum() == (text.segments[at] > 0).sum() + more
+        flat = packed.patches[at].reshape(-1, sizes.merge * sizes.patch_bytes)
+        for i in members:
+            if shown[i] is None:
+                continue
+            slot = members.index(i)
+            here = rows.segment[at] == slot + 1
+            features = np.concatenate([c.patches for c in shown[i].cut])
+            found = flat[packed.patch[at][here & (packed.patch[at] >= 0)]]
+            np.testing.assert_array_equal(found, features.reshape(len(found), -1))
+            size = len(samples.prompt[i].tokens)
+            shift = 0 if images[i] is None else images[i].shift
+            np.testing.assert_array_equal(packed.rotary[at][here], shown[i].rotary(size + shift))
+    encoded = encoded_images(table, images, placement, 4, shown)
+    before = encoded_images(table, images, placement, 4)
+    keys = [
+        {key for i in members if shown[i] is not None for key in shown[i].keys}
+        for _, members in placement.rows()
+    ]
+    assert encoded[0] == before[0] + sum(map(len, keys))
+    assert encoded[1] == (packed.segments > 0).sum()

@@ -13,6 +13,7 @@ ALL = [
     *("task:shapes", "task:shapes?ask=colour", "task:shapes?ask=position"),
     *("task:digits", "task:digits?digits=3&sides=40-90"),
     *("task:charts", "task:charts?ask=count", "task:charts?ask=value"),
+    "task:walk",
 ]
 
 
@@ -57,6 +58,8 @@ def test_held_out_pictures_never_occur_in_training(spec):
         ("task:shapes?ask=position", "left right top bottom"),
         ("task:charts?ask=count", "2 3 4"),
         ("task:charts?ask=highest", " ".join(COLOURS)),
+        ("task:walk", "up down left right"),
+        ("task:walk?cells=2", "up down left right"),
     ],
 )
 @pytest.mark.parametrize("held_out", [0, 1])
@@ -134,6 +137,7 @@ def islands(mask):
         ("task:digits?digits=8", "task:digits of 8 digits needs sides of at least 64 pixels"),
         ("task:charts?size=0", "task:charts size must be at least 1, got 0"),
         ("task:charts?bars=3", "unknown option 'bars'"),
+        ("task:walk?cells=9", "task:walk cells must be from 2 to 5, a sixth of the least side"),
         ("task:photos", "unknown task 'photos' .* known: arithmetic, shapes, digits, charts"),
     ],
 )

@@ -4,11 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from support.seeing import MODELS, seeing_prompt
 from support.tiny_model import prompt_of
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.flow.saved_samples import SavedSamples, to_arrays
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 
 LIMIT, SAMPLES = 20, 4
@@ -162,3 +164,27 @@ def test_nothing_saved():
     assert SavedSamples().end == 0 and 0 not in SavedSamples()
     assert SavedSamples().take(0, {"rollout": request_of(0)}) == {}
     assert saved({}).end == 0
+
+
+def test_images_of_responses_come_back():
+    """Only where a response has some does a checkpoint say anything of images."""
+    rng, request = np.random.default_rng(0), request_of(1)
+    prompt = seeing_prompt(MODELS["qwen2_5_vl"], 1, 2)
+    shown = TurnImages(prompt.images, prompt.patch)
+    episodes = {sample: episode_of(rng, request, sample) for sample in range(2)}
+    partial = partial_of(rng, request, 2, fed=len(shown.patch))
+    progress = Progress(dict(episodes), [partial])
+    arrays, facts = to_arrays({(1, "rollout"): progress})
+    assert facts == {"nodes": ["rollout"]} and not any("image" in name for name in arrays)
+    episodes[1].response.shown = partial.shown = shown
+    request = request_of(1, limit=LIMIT + len(shown.patch))
+    saved = SavedSamples([InMemory(*to_arrays({(1, "rollout"): progress}))])
+    found = saved.take(1, {"rollout": request})["rollout"]
+    assert found.episodes[0].response.shown is None
+    for other in (found.episodes[1].response.shown, found.partials[0].shown):
+        assert shown.same_as(other) and other.same_as(shown)
+        for one, two in zip(shown.cut, other.cut, strict=True):
+            assert (one.features, one.grid) == (two.features, two.grid)
+            for name in ("patches", "positions", "segments"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+                assert getattr(one, name).dtype == getattr(two, name).dtype

@@ -121,12 +121,12 @@ def seeing_samples(model, *, groups: int = 3, size: int = 3, seed: int = 0) -> S
     return Samples(prompts, np.array(uid, np.int64), responses, masks)
 
 
-def seeing_rows(model, samples: Samples, shape, *, shared: bool, ranks: int = 1):
-    """(Rows with images, Placement) of samples."""
+def seeing_rows(model, samples: Samples, shape, *, shared: bool, ranks: int = 1, shown=()):
+    """(Rows with images, Placement) of samples; `shown`: TurnImages of each response, or None."""
     rows, placement = rows_of(samples, shape, shared=shared, ranks=ranks)
     images = [prompt_images(p.images, p.patch) for p in samples.prompt]
     sizes = sizes_of(model, shape.tokens)
-    rows.images = pack_images(sequences_of(samples), images, placement, sizes)
+    rows.images = pack_images(sequences_of(samples), images, placement, sizes, shown)
     return rows, placement
 
 

@@ -41,11 +41,15 @@ class Sight:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptSight:
-    """A prompt's images with their features, which lie among those of other prompts."""
+    """Images of a prompt, or of one with a part of its response, with their features.
+
+    Features lie in the batches that encoded them, among those of others.
+    """
 
     images: PromptImages
-    features: jax.Array  # [1 + N, S, W], of the batch that encoded them
-    where: np.ndarray  # int32 [features]: place of each of the prompt's features among S
+    features: tuple[jax.Array, ...]  # [1 + N, S, W] each: batches, every one once
+    batch: np.ndarray  # int32 [features]: number of the batch that has it
+    where: np.ndarray  # int32 [features]: place of each feature among S
 
     def whole_until(self, first: int, end: int) -> int:
         """The last place up to `end` that cuts no image; tokens from `first` on are read."""
@@ -61,6 +65,19 @@ class PromptSight:
                 "its tokens attend to each other: raise rollout.prefill_tokens"
             )
         return at
+
+
+def joined_sight(images: PromptImages, parts: Sequence[PromptSight]) -> PromptSight:
+    """The `parts`, whose features follow each other in `images`, as one."""
+    batches = {id(x): x for part in parts for x in part.features}
+    number = {key: n for n, key in enumerate(batches)}
+    of_part = [np.array([number[id(x)] for x in part.features], np.int32) for part in parts]
+    return PromptSight(
+        images,
+        tuple(batches.values()),
+        np.concatenate([own[part.batch] for own, part in zip(of_part, parts, strict=True)]),
+        np.concatenate([part.where for part in parts]),
+    )
 
 
 class Piece(NamedTuple):
@@ -117,7 +134,9 @@ class ImagePrograms:
             )
         features = self._encode(params, chunks.patches, chunks.positions, chunks.segments)
         both = zip(prompts, places, strict=False)
-        return [PromptSight(images, features, where) for images, where in both]
+        return [
+            PromptSight(images, (features,), np.zeros_like(where), where) for images, where in both
+        ]
 
     def sight(self, length: int, pieces: Sequence[Piece]) -> Sight:
         """The images in a row of `length` tokens."""
@@ -138,11 +157,13 @@ class ImagePrograms:
             own = np.full(piece.count, -1, np.int32)
             own[: len(of_prompt)] = of_prompt  # the rest is of a response
             patch[here] = np.where(own >= 0, places, -1)
-            key = id(piece.sight.features)
-            batches[key] = piece.sight.features
             found = piece.sight.where[np.maximum(own, 0)]
-            at = index.setdefault(key, np.full(length, -1, np.int32))
-            at[here] = np.where(own >= 0, found, -1)
+            number = np.where(own >= 0, piece.sight.batch[np.maximum(own, 0)], -1)
+            for n, batch in enumerate(piece.sight.features):
+                if (number == n).any():
+                    batches[id(batch)] = batch
+                    at = index.setdefault(id(batch), np.full(length, -1, np.int32))
+                    at[here] = np.where(number == n, found, -1)
             if image is not None:
                 merge = self.sizes.merge
                 number = images.segments[::merge][np.maximum(own, 0)] + last

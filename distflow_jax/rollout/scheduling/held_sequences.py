@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distflow_jax.images.turn_images import TurnImages, joined
 from distflow_jax.rollout.decode_state import check_length, longest_read
 from distflow_jax.rollout.engine.slot_commands import Injection
 from distflow_jax.rollout.requests import Partial
@@ -17,11 +18,19 @@ class HeldSequences:
     def __init__(self, loop: StepLoop):
         self._loop = loop
 
-    def extend(self, group_id: int, sample: int, tokens: Sequence[int], limit: int) -> None:
+    def extend(
+        self,
+        group_id: int,
+        sample: int,
+        tokens: Sequence[int],
+        limit: int,
+        shown: TurnImages | None = None,
+    ) -> None:
         """Adds `tokens` (a tool's answer) to a held sequence and runs it again.
 
-        `limit`: longest response allowed, in tokens, earlier turns included. Raises ValueError
-        where the sequence is not held or nothing would be left to sample.
+        `limit`: longest response allowed, in tokens, earlier turns included. `shown`: images among
+        the tokens; the sequence is then read again with its prompt, as after a long answer. Raises
+        ValueError where the sequence is not held or nothing would be left to sample.
         """
         slot, sequence = self._find(group_id, sample)
         config = self._loop.engine.config
@@ -35,12 +44,14 @@ class HeldSequences:
             )
         # the last token sampled has not been fed yet
         queue = [*map(int, before[-1:]), *map(int, tokens)]
-        fits = 0 < len(queue) <= config.max_forced
+        # a slot is fed ids alone
+        fits = 0 < len(queue) <= config.max_forced and shown is None
         if not fits:
             whole = len(sequence.partial.request.prompt.tokens) + len(fed)
             check_length(whole, longest_read(config))
         request = sequence.partial.request.with_limit(limit)
-        sequence.partial, sequence.logits_by = Partial(request, sample, fed), None
+        images = joined([(len(before), sequence.partial.shown), (len(tokens), shown)])
+        sequence.partial, sequence.logits_by = Partial(request, sample, fed, shown=images), None
         sequence.tokens = len(fed)
         if fits:
             self._loop.slots.inject(Injection(slot, queue, limit, len(fed)))

@@ -7,6 +7,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.images.prompt_images import content_keys
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.image_programs import PromptSight
 from distflow_jax.rollout.prefill.prefill import Prefix, max_prompts
@@ -28,13 +29,22 @@ class _Waiting(NamedTuple):
     sight: PromptSight | None
 
 
-def _keys(prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
-    """Keys of tokens int32 [T], the first of which are the prompt's: the ids where all is text."""
-    if prompt.patch is None:
+def _keys(prompt: Prompt, tokens: np.ndarray, shown: TurnImages | None = None) -> np.ndarray:
+    """Keys of tokens int32 [T], the first of which are the prompt's: the ids where all is text.
+
+    `shown`: images behind the prompt.
+    """
+    if prompt.patch is None and shown is None:
         return tokens
     size = len(prompt.tokens)
-    of_prompt = content_keys(tokens[:size], prompt.patch, prompt.images)
-    return np.concatenate([of_prompt, tokens[size:]])
+    before, behind = tokens[:size], tokens[size:]
+    if prompt.patch is not None:
+        before = content_keys(before, prompt.patch, prompt.images)
+    if shown is not None:
+        end = len(shown.patch)
+        seen = content_keys(behind[:end], shown.patch, shown.images)
+        behind = np.concatenate([seen, behind[end:]])
+    return np.concatenate([before, behind])
 
 
 class PrefillBatches:
@@ -86,10 +96,19 @@ class PrefillBatches:
             slots -= responses
         return dict(zip(row, self._read([prompts[i] for i in row], kept), strict=True))
 
-    def one(self, prompt: Prompt, tokens: np.ndarray) -> Prefix:
-        """Reads tokens int32 [T]: a prompt, or one with the tokens of a resumed response."""
-        (sight,) = self._images.of([prompt])
-        whole = _Waiting(tokens, _keys(prompt, tokens), sight)
+    def one(
+        self,
+        prompt: Prompt,
+        tokens: np.ndarray,
+        shown: TurnImages | None = None,
+        ahead: Sequence[TurnImages | None] = (),
+    ) -> Prefix:
+        """Reads tokens int32 [T]: a prompt, or one with the tokens of a resumed response.
+
+        `shown`: images of that response; `ahead`: of others that are read soon.
+        """
+        sight = self._images.of_sequence(prompt, shown, ahead)
+        whole = _Waiting(tokens, _keys(prompt, tokens, shown), sight)
         return self._read([whole], self._shared.find(self._version, whole.keys))[0]
 
     def _shared_prefix(self, prompts: Sequence[_Waiting]) -> Kept | None:

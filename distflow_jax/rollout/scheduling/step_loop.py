@@ -134,7 +134,10 @@ class StepLoop:
         for rank in self.slots.ranks():
             limit = partial.request.sampling.limit - len(partial.tokens)
             if self.slots.free[rank] and self.slots.room(rank, len(tokens), 1, limit):
-                prefix = self.prefill.one(group.request.prompt, tokens)
+                prompt, ahead = group.request.prompt, ()
+                if partial.shown is not None:  # images of those behind are encoded with its own
+                    ahead = [behind.shown for _, behind in self.waiting.resumed()]
+                prefix = self.prefill.one(prompt, tokens, partial.shown, ahead)
                 self.slots.admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False
