@@ -36,7 +36,7 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str) -> tuple[Unit, ...
 
 
 def _why_not(task: Task, trained: set[str]) -> str:
-    """Why a node runs on the trainers, and what to do."""
+    """The reason for which a node runs on the trainers, and the fix."""
     node, take_out = task.node, "leave it to the trainers"
     if task.state_key in trained and node.type != "COMPUTE":
         return (

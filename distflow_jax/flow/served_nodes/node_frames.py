@@ -64,7 +64,7 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
 
 
 def prompt_facts(prompt: Prompt) -> dict[str, Any]:
-    """What is known of a prompt beside its tokens and images, as JSON values.
+    """The values of a prompt beside its tokens and images, as JSON values.
 
     ValueError for a value of its row that cannot be sent.
     """

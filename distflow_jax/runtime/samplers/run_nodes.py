@@ -42,7 +42,7 @@ class WorkerNodes:
     run: RunPlan
 
     def open(self, files: contextlib.ExitStack) -> Mapping[str, ServedUnit]:
-        """What runs the host nodes, by their ids; `files` ends their processes.
+        """Opens the functions of the host nodes, by their ids; `files` ends their processes.
 
         Raises ValueError or FileNotFoundError for functions that are not there.
         """

@@ -95,34 +95,54 @@ def run_worker(
     table = config_table(config)
     tables = shared_tables(table, processes.code_table(), source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    asked = _Asked(config, graph, source, foreign, listen, join, orphan_seconds)
+    if served is None or not served.units:
+        return _sample(asked, Joining(join, name, tables), name, stop.is_set)
     with contextlib.ExitStack() as files:
-        ended = stop.is_set
-        if served is not None and served.units:
-            units = served.open(files)
-            joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
-            service = join_for_nodes(joining, units, orphan_seconds)
-            if service is None:
-                return EXIT_DONE
-            if not served.samples:
-                service.serve(ended)
-                print(f"ended after {service.served} nodes of groups", flush=True)
-                return EXIT_DONE
-            ended = files.enter_context(serving(service, ended))
-        joining = Joining(join, name, tables)
-        links = joining.first()
-        if links is None:
-            log.info("the run has ended")
+        units = served.open(files)
+        joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
+        service = join_for_nodes(joining, units, orphan_seconds)
+        if service is None:
             return EXIT_DONE
+        if served.samples:
+            ended = files.enter_context(serving(service, stop.is_set))
+            return _sample(asked, Joining(join, name, tables), name, ended)
+        service.serve(stop.is_set)
+    print(f"ended after {service.served} nodes of groups", flush=True)
+    return EXIT_DONE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The settings of a worker that samples, see run_worker."""
+
+    config: Config
+    graph: Graph
+    source: ModelSource
+    foreign: EngineChoice | None
+    listen: str
+    join: str
+    orphan_seconds: float
+
+
+def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool]) -> int:
+    """Samples until the run has ended, or `ended()`; returns the exit code."""
+    links = joining.first()
+    if links is None:
+        log.info("the run has ended")
+        return EXIT_DONE
+    config, graph, source = asked.config, asked.graph, asked.source
+    with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         relay = None
-        if listen:
-            relay = Relay.open(listen, None if addresses(join) else join, name)
+        if asked.listen:
+            relay = Relay.open(asked.listen, None if addresses(asked.join) else asked.join, name)
             files.enter_context(contextlib.closing(relay))
-        if foreign is None:
+        if asked.foreign is None:
             opened = _own_engine(config, graph, source, relay)
         else:
-            opened = _foreign_engine(foreign, config, graph, source, files, relay)
-        worker = _make_worker(config, joining, links, opened, orphan_seconds)
+            opened = _foreign_engine(asked.foreign, config, graph, source, files, relay)
+        worker = _make_worker(config, joining, links, opened, asked.orphan_seconds)
         if worker is None:
             return EXIT_DONE
         try:
