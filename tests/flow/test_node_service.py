@@ -56,15 +56,18 @@ TABLES = {"config": {"seed": "1"}}
 def built():
     """A score, what follows from it, and nodes that workers cannot run."""
     nodes = [
-        Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"]),
+        Node(
+            *("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"]),
+            ["response", "response_mask"],
+        ),
         Node("score", "REWARD", "COMPUTE", ["gen"], ["prompt", "response"], {"out": "score"}),
         Node("mean", "REWARD", "COMPUTE", ["score"], ["score"], {"out": "centred"}, scope="group"),
         Node("late", "REWARD", "COMPUTE", ["score"], ["score"], {"out": "x"}, scope="batch"),
         Node("after", "REWARD", "COMPUTE", ["late"], ["x"], {"out": "y"}),
         Node("some", "REWARD", "COMPUTE", ["mean"], ["score"], {"out": "z"}, when={"every": 2}),
-        Node("values", "CRITIC", "MODEL_INFERENCE", ["gen"], ["response"], ["value"]),
-        Node("fit", "CRITIC", "MODEL_TRAIN", ["values"], ["value"], []),
-        Node("ref", "REFERENCE", "MODEL_INFERENCE", ["gen"], ["response"], ["ref_logp"]),
+        Node("values", "CRITIC", "MODEL_INFERENCE", ["gen"], ["rows"], ["value"]),
+        Node("fit", "CRITIC", "MODEL_TRAIN", ["values"], ["rows", "value"], []),
+        Node("ref", "REFERENCE", "MODEL_INFERENCE", ["gen"], ["rows"], ["ref_logp"]),
     ]
     return plan(Graph("g", nodes), LAYOUTS, ("uid", "prompt"))
 
@@ -217,7 +220,7 @@ class HomeOfNodes:
             time.sleep(0.002)
 
     def close(self):
-        self.answers.end(2.0)
+        self.answers.end(0.2)
         self.nodes.close()
         self.door.close()
 

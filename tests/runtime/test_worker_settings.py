@@ -63,7 +63,7 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
 @pytest.mark.parametrize(
     "nodes, changed, message",
     [
-        (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .* did you mean 'reward'"),
+        (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .*did you mean 'reward'"),
         (["actor_train"], {}, "--nodes=actor_train .* model 'actor', which this run trains"),
         (["reward"], {"listen": "127.0.0.1:0"}, "--nodes=reward names no node that samples, and"),
         (["reward"], {"environment": "calculator"}, "adds the rewards of rollout.environment"),
@@ -72,7 +72,7 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
 def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, changed, message):
     flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
     flags += ["eval.dataset=", "eval.every=0"]
-    flags += [f"rollout.environment={changed[k]}" for k in ("environment",) if k in changed]
+    flags += [f"rollout.environment={changed['environment']}"] if "environment" in changed else []
     config = from_config_dict(Config, override(tiny.get_config(), flags))
     listen = changed.get("listen", "")
     with pytest.raises(ValueError, match=message):

@@ -262,7 +262,7 @@ SIZES = [
     ),
     (
         f"{_WORKERS} ; eval.dataset= ; flow.worker_nodes=('actor_train',)",
-        "flow.worker_nodes=('actor_train',) names 'actor_train': it runs model 'actor', which this run",
+        "flow.worker_nodes=('actor_train',) names 'actor_train': it runs model 'actor', which",
     ),
     (
         f"{_WORKERS} ; eval.dataset= ; flow.worker_nodes=('advantage',)",

@@ -66,6 +66,7 @@ class NodeService:
         self._running: dict[Key, Future[Frame]] = {}
         self._runs = ThreadPoolExecutor(1, thread_name_prefix="served-nodes")
         self._news, self._over = threading.Event(), False
+        self._first = 0  # home that is asked first, another one each time
         self.served = 0
 
     def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -96,7 +97,9 @@ class NodeService:
         """Brings results and asks each home; whether anything was brought or came."""
         self._news.clear()
         busy = self._bring(stopped)
-        for caller in list(self._links.callers):
+        callers = list(self._links.callers)
+        self._first = (self._first + 1) % len(callers)
+        for caller in callers[self._first :] + callers[: self._first]:
             room = AHEAD - len(self._running)
             answer = self._call(caller, "ask", {"room": room}, stopped)
             if answer is None:
