@@ -16,12 +16,18 @@ from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import NODE_TABLE, HomeDoor
+from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.producer import SamplingNode
+from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_checks import check_nodes
 from distflow_jax.flow.served_nodes.node_frames import (
@@ -40,6 +46,7 @@ from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.wire import Door
 from distflow_jax.layout import Layout, Parts
+from distflow_jax.rollout.requests import Response, SamplingParams
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {
@@ -177,6 +184,46 @@ def test_nodes_that_workers_cannot_run_are_refused(name, message):
 def test_nodes_that_sample_need_nothing_more():
     assert [t.node.id for t in sampling_tasks(built())] == ["gen"]
     assert [u.name for u in check_nodes(["gen", "mean"], built(), "--nodes")] == ["mean"]
+
+
+def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole(caplog):
+    lock, tasks = threading.Condition(), NodeTasks(["score"], max_tries=1)
+    home = Home(Rule(2, 1), exact=False, version=0, lease_seconds=9.0, max_tries=1)
+    sampler = HomeSampler(home, lock, tasks=tasks)
+    batches = [[prompt(0), prompt(1)], [prompt(2), prompt(3)]]
+    producer = HomeProducer(
+        sampler,
+        Refills(Rule(2, max_lag=1)),
+        [SamplingNode(built().tasks[0].node, SamplingParams(2, 4), None)],
+        lambda: batches.pop(0) if batches else None,
+        writers=dict.fromkeys((None, "gen", "score", "mean"), HOST),
+        num_samples=2,
+        lock=lock,
+        saved=SavedSamples(),
+    )
+    nodes = HomeNodes(ahead(), contextlib.nullcontext, lock, tasks)
+    producer.admit()
+    for key, request, _ in sampler.ask("w", 0, 100):
+        ones = [np.ones(3, dtype) for dtype in (np.int32, np.float32, np.float32)]
+        made = [Response(request.prompt, s, *ones, True, np.zeros(3, np.int32)) for s in (0, 1)]
+        found = {key: Progress({s: single_turn(one) for s, one in enumerate(made)})}
+        sampler.bring("w", [key], found, calls=1, goes_on=False)
+    groups = {group.counter: group for group in producer.round()}
+    for group in groups.values():
+        nodes.submit(group, lambda: None)
+        group.running.result(10)
+    assert producer.counts()[1:3] == (24, 24)  # tokens sampled, and under way
+    assert tasks.ask("w", ["score"], 0.0).key == (0, "score")
+    tasks.fail("w", (0, "score"), "no")
+    producer.round()
+    assert "prompt 0 is given up" in caplog.text and producer.given_up() == [0]
+    assert producer.judge(0, False)
+    assert producer.counts()[1:3] == (18, 18) and producer.given_up() == []
+    producer.round()
+    assert producer.counts()[1:3] == (18, 18)
+    assert groups[0].done and not groups[0].samples  # a checkpoint does not wait for it
+    assert producer.admission.cut(1).kept == (1, 2)
+    nodes.close()
 
 
 # -- whole jobs -------------------------------------------------------------------------------

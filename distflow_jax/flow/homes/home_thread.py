@@ -115,16 +115,15 @@ class HomeThread:
         now = time.monotonic()
         with self._lock:
             missing = self._unserved()
-            groups = self._home.num_open or (missing and self._tasks.num_open(missing[0]))
+            served = bool(missing) and missing[0] in self._tasks.served
+            groups = self._tasks.num_open(missing[0]) if served else self._home.num_open
         if not missing:
             self._alone_since = self._told = now
         elif now - self._told >= TELL_SECONDS:
             self._told = now
-            node = missing[0]
-            served = node in self._tasks.served
             log.warning(
                 "no worker%s has asked for %.0f s, and %d groups wait for one; start one: %s%s",
-                f" that runs node {node!r}" if served else "",
+                f" that runs node {missing[0]!r}" if served else "",
                 *(now - self._alone_since, groups, self._how),
-                f" --nodes={node}" if served else "",
+                f" --nodes={missing[0]}" if served else "",
             )
