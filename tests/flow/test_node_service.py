@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.seeing import MODELS, seeing_prompt
 from support.tiny_model import prompt_of
 
 from distflow_jax.coordinator.field_store import FieldStore
@@ -162,6 +163,22 @@ def test_frames_carry_what_a_node_reads_and_writes():
             read_result(Frame({**result.facts, **broken}, result.arrays), unit, 2)
     with pytest.raises(ValueError, match="for node 'score', which reads other fields"):
         work_of_task(frame, {"score": [("gen", "response")]})
+
+
+def test_images_go_to_functions_of_the_user_alone():
+    (unit, *_), sees = units_ahead(built(), {"gen"}), seeing_prompt(MODELS["qwen2_5_vl"], 0, 2)
+    (task,) = unit.tasks
+    node = dataclasses.replace(task.node, fn="mine.py:score")
+    users = dataclasses.replace(unit, tasks=(dataclasses.replace(task, node=node),))
+    inputs = {"score": [(edge.source, edge.field) for edge in unit.inputs]}
+    for one, images in ((unit, 0), (users, 2)):
+        frame = task_frame((0, "score"), one, [[sees] * 2, [np.arange(2), np.arange(3)]])
+        found = work_of_task(Frame.of_bytes(frame.to_bytes()), inputs).values[0][0]
+        assert len(found.images) == images and (found.patch is None) == (not images)
+        np.testing.assert_array_equal(found.tokens, sees.tokens)
+    parts = {"score": Parts(((1.0, 2),), mean_of)}
+    with pytest.raises(ValueError, match="measures 'score' in parts, and a worker sends numbers"):
+        result_frame((0, "score"), users, [np.ones(2)], parts)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class NodeResult:
 def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
     """A frame with what a node reads of one group.
 
+    Images go to functions of the user alone: no built-in stage on the host looks at them.
     ValueError, which names field and node, for a value that cannot be sent.
     """
     sent, arrays, columns = SentImages(), {}, []
@@ -56,8 +57,7 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
         columns.append(fact | {"kind": kind})
     facts: dict[str, Any] = {"task": list(key), "columns": columns}
     for prompt in prompts:
-        facts["images"] = []
-        own = sent.add(0, prompt)
+        own = sent.add(0, prompt) if _is_users(unit) else []
         facts |= {"prompt": {**prompt_facts(prompt), "images": own}, "images": sent.facts}
         arrays |= {_TOKENS: np.asarray(prompt.tokens, np.int32), **sent.arrays}
     return Frame(facts, arrays)
@@ -112,11 +112,10 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
     for place, ((_, field), value) in enumerate(zip(unit.outputs, written, strict=True)):
         kind, arrays[f"column{place}"] = _sent(value, f"{field}, which {unit.name} writes,")
         columns.append({"field": field, "kind": kind, "count": len(value)})
-    own = any(":" in (task.node.fn or "") for task in unit.tasks)
     for name, value in measured.items():
         if not isinstance(value, Parts):
             numbers[name] = np.asarray(value).item()
-        elif own:
+        elif _is_users(unit):
             raise ValueError(
                 f"node {unit.name!r} measures {name!r} in parts, and a worker sends numbers: let "
                 "the function return a float, or leave the node to the trainers"
@@ -147,6 +146,11 @@ def read_result(frame: Frame, unit: Unit, count: int) -> NodeResult:
         return NodeResult(values, numbers, parts)
 
     return checked(read)
+
+
+def _is_users(unit: Unit) -> bool:
+    """Whether a node has a function of the user."""
+    return any(":" in (task.node.fn or "") for task in unit.tasks)
 
 
 def _sent(value: Any, what: str) -> tuple[str, np.ndarray]:
