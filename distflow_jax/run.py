@@ -263,8 +263,8 @@ class Run:
                 try:
                     with self.instruments.profile.step(state.step):
                         metrics = self.run_step(prompts)
-                except Starved:
-                    return _end_starved(self)
+                except Starved as missing:
+                    return _end_starved(self, missing.args)
                 except EndOfData as end:
                     return self._end_early(str(end) or "raise data.epochs for more")
                 metrics |= self._around_step()
@@ -534,8 +534,11 @@ def _take_groups(run: Run) -> dict[str, Any]:
     return coordinator.merged(measured) | flow.counts()
 
 
-def _end_starved(run: Run) -> int:
-    """Ends a run for want of workers, with a checkpoint of its last step. Collective."""
+def _end_starved(run: Run, nodes: Sequence[str]) -> int:
+    """Ends a run for want of workers, with a checkpoint of its last step. Collective.
+
+    `nodes`: ids of those that no worker ran.
+    """
     run.state.step -= 1
     step = run.state.step
     run.recorder.stop_reason = STARVED
@@ -543,10 +546,17 @@ def _end_starved(run: Run) -> int:
         run.save()
         end_saving(run.flow, run.checkpointer, step, time.monotonic() + SAVING_SECONDS)
     log.warning(
-        "no worker was there for %g s: stopped after step %d; start again, with workers, to go on",
-        *(run.config.flow.starved_seconds, step),
+        "no worker was there for %g s%s: stopped after step %d; start again, with workers, to go "
+        "on",
+        *(run.config.flow.starved_seconds, _told_of(run, nodes), step),
     )
     return EXIT_PREEMPTED
+
+
+def _told_of(run: Run, nodes: Sequence[str]) -> str:
+    """The nodes for a message, where workers run more of them than those that sample."""
+    served = run.config.flow.worker_nodes
+    return f" for {' and '.join(map(repr, nodes))} (worker --nodes)" if served else ""
 
 
 def _run_waves(

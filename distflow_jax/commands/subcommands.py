@@ -299,6 +299,12 @@ WORKER = Subcommand(
             "",
             "HOST:PORT where other workers get the weights that this one has pulled.",
         ),
+        Flag(
+            "nodes",
+            "list",
+            [],
+            "Nodes of the graph, by commas, that the worker runs; empty: those that sample.",
+        ),
         string(
             "engine",
             "own",
@@ -314,6 +320,8 @@ WORKER = Subcommand(
         "--config=tiny --join=runs/far --config.flow.workers=True --config.flow.max_lag=1",
         "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 "
         "--config.flow.workers=True --config.flow.max_lag=1",
+        "--config=tiny --join=runs/far --nodes=reward --config.flow.workers=True "
+        "--config.flow.max_lag=1",
         "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 "
         "--config.flow.workers=True --config.flow.max_lag=1",
     ),

@@ -22,4 +22,5 @@ def main(options: SimpleNamespace) -> int:
             orphan_seconds=options.orphan_seconds,
             foreign=foreign,
             listen=options.listen,
+            nodes=options.nodes,
         )

@@ -21,7 +21,7 @@ from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.homes.home_thread import HomeThread, Starved
-from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
+from distflow_jax.flow.host_nodes import NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.delivery import Delivery
@@ -86,7 +86,7 @@ class Flow:
         self.steps = StepGroups(nodes.ids)
         self.saver = saver
         self._calls = 0  # decode calls that `counts` has counted
-        self._host = HostThread(nodes, observer.span, self._lock)
+        self._host = delivery.nodes(nodes, observer.span, self._lock)
         self._next_note = 0.0  # when the watchdog is told again what the training waits for
         self._evaluations: Evaluations | None = None
         if observer.evaluator is not None:
@@ -172,11 +172,11 @@ class Flow:
         are with all processes then. Collective."""
         producer, publications, version = self.producer, self.publications, cut.step - 1
 
-        def starved() -> bool:
-            return self._delivery.thread is not None and self._thread.starved
+        def starved() -> list[str] | bool:
+            return self._delivery.thread is not None and (self._thread.starved or False)
 
         def due() -> bool:
-            if _has(producer, cut) or publications.asked_for(version) or starved():
+            if _has(producer, cut) or publications.asked_for(version) or bool(starved()):
                 return True
             with producer.lock:
                 return bool(producer.given_up())
@@ -188,7 +188,7 @@ class Flow:
         self.drive(told.done)
         whole, wanted, news, alone = zip(*told.result(), strict=True)
         if any(alone):
-            raise Starved
+            raise Starved(*sorted({node for nodes in alone if nodes for node in nodes}))
         with self._lock:
             refills = [
                 producer.judge(counter, bool(keep)) for theirs in news for counter, keep in theirs

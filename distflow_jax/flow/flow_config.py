@@ -49,6 +49,9 @@ class FlowConfig:
     # whether workers sample, programs of their own that join the run (distflow worker): the
     # trainers have no sampler then
     workers: bool = False
+    # nodes that workers run on each group beside those that sample, by their ids, such as reward:
+    # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them
+    worker_nodes: tuple[str, ...] = ()
     listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
     save_seconds: float = 5.0  # between two times that a worker sends tokens under way
     # a group of which a worker sends nothing for so long is given to another one
@@ -157,6 +160,11 @@ class FlowConfig:
         if self.max_tries < 1:
             raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")
         check_listen("flow.listen", self.listen)
+        if self.worker_nodes and not self.workers:
+            raise ValueError(
+                f"flow.worker_nodes={self.worker_nodes!r} has no effect with flow.workers=False; "
+                "set workers=True, or take it out"
+            )
         if not self.workers:
             return
         if not self.max_lag:

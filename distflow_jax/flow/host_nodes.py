@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -84,9 +84,11 @@ class NodesAhead:
         `span(name)`: a block that times the unit of that name.
         """
         for unit in self.units:
-            group.node = unit.name
-            with span(unit.name):
-                self._run(unit, group)
+            self.run_unit(unit, group, span)
+        self.judge(group)
+
+    def judge(self, group: Group) -> None:
+        """Notes a region's verdict on a group, all of whose nodes have run."""
         if self.until is None:
             return
         verdicts = np.asarray(self.until(group.store.columns), bool)
@@ -97,17 +99,27 @@ class NodesAhead:
             )
         group.keep = bool(verdicts.all())
 
-    def _run(self, unit: Unit, group: Group) -> None:
-        store = group.store
-        values = [store.values[edge.source, edge.field] for edge in unit.inputs]
+    def run_unit(self, unit: Unit, group: Group, span: Span = contextlib.nullcontext) -> None:
+        """Runs one unit on a group; `span` as of `run`."""
+        group.node = unit.name
+        with span(unit.name):
+            values = [group.store.values[edge.source, edge.field] for edge in unit.inputs]
+            self.put(unit, group, *self.results(unit, values))
+
+    def results(self, unit: Unit, values: Sequence[Any]) -> tuple[Sequence[Any], Metrics]:
+        """(values that a unit writes, its metrics) for the values of one group that it reads."""
         kept, written, measured = self.runners[unit.name]({}, values)
         if kept:
             raise ValueError(
                 f"node {unit.name!r} keeps a state, and with flow.max_lag above 0 its groups come "
                 "in any order: give it scope batch"
             )
+        return written, measured
+
+    def put(self, unit: Unit, group: Group, written: Sequence[Any], measured: Metrics) -> None:
+        """Gives a group what a unit wrote and measured for it."""
         for (source, field), value in zip(unit.outputs, written, strict=True):
-            store.put(source, field, value)
+            group.store.put(source, field, value)
         for name, value in measured.items():
             group.metrics.setdefault(name, []).append(value)
 
@@ -134,12 +146,21 @@ class HostThread:
         """Ends the thread after the node that runs."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, group: Group, done: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def at_work(self, group: Group) -> Iterator[None]:
+        """A block of the thread that works on a group."""
         self._at_work = group
         try:
-            self._nodes.run(group, self._span)
+            yield
         finally:
             self._at_work = None
+
+    def _run(self, group: Group, done: Callable[[], object]) -> None:
+        with self.at_work(group):
+            self._nodes.run(group, self._span)
+        self._end(group, done)
+
+    def _end(self, group: Group, done: Callable[[], object]) -> None:
         with self._lock:
             group.done = True
             self._lock.notify_all()

@@ -38,6 +38,7 @@ from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.publishing.publish_checks import check_publishing
+from distflow_jax.flow.served_nodes.node_frames import prompt_facts
 from distflow_jax.flow.waves.recordings import Recording
 from distflow_jax.flow.waves.streamed_nodes import (
     described,
@@ -338,6 +339,8 @@ def prepare(
         loader = open_loader(run, dataset)
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
+        if config.flow.worker_nodes:
+            prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
         environments = open_environments(config, source, loader.prompt(0))
         rewards = RewardPool(config.reward)
         try:

@@ -164,6 +164,7 @@ class ContextFactory:
         rewards = [t for t in tasks if _stage_name(t.node) == _stage_name(task.node)]
         return (
             self._run.config.coordinator.overlap_rewards
+            and task.node.id not in self._run.config.flow.worker_nodes
             and (task.node.role, task.node.type, task.node.fn) == ("REWARD", "COMPUTE", None)
             and task.node.scope != "batch"
             and len(samplers) == len(rewards) == 1

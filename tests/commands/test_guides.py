@@ -192,19 +192,21 @@ def test_report(tmp_path):
 
 @pytest.mark.slow
 def test_workers(tmp_path):
-    """Trainers and a worker that joins them; then both by the launcher."""
+    """Trainers and a worker that joins them, one that scores too; then both by the launcher."""
     place(tmp_path)
-    train, worker, launched = lines(page("workers.md"))
-    with subprocess.Popen(
-        [sys.executable, *train[1:]], cwd=tmp_path, env=environment(tmp_path)
-    ) as job:
-        while not (tmp_path / "runs/far/doors.json").exists():
-            assert job.poll() is None
-            time.sleep(0.1)
-        printed = run(tmp_path, worker)
-    assert job.returncode == 0 and "ready: " in printed
+    train, worker, launched, train_apart, worker_apart = lines(page("workers.md"))
+    for name, trainers, joins in (("far", train, worker), ("apart", train_apart, worker_apart)):
+        with subprocess.Popen(
+            [sys.executable, *trainers[1:]], cwd=tmp_path, env=environment(tmp_path)
+        ) as job:
+            while not (tmp_path / "runs" / name / "doors.json").exists():
+                assert job.poll() is None
+                time.sleep(0.1)
+            printed = run(tmp_path, joins)
+        assert job.returncode == 0 and "ready: " in printed
+    assert "ready: runs reward for 1 trainers" in printed
     run(tmp_path, launched)
-    for name in ("far", "both"):
+    for name in ("far", "both", "apart"):
         assert read_metrics(tmp_path / "runs" / name / "metrics.jsonl")[-1]["step"] == 3
 
 

@@ -1,4 +1,7 @@
-"""Homes of groups that workers answer: cases by hand, and a model with random faults."""
+"""Homes of groups that workers answer: cases by hand, and a model with random faults.
+
+In the model a worker samples, runs a second node on groups whose samples are complete, or both.
+"""
 
 import collections
 import dataclasses
@@ -9,6 +12,7 @@ import pytest
 from distflow_jax.flow.homes.home import Begun, Home, Piece
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
 
 LEASE = 10.0
 
@@ -150,12 +154,21 @@ class Task:
     whole: set[int]
 
 
-class Job:
-    """Trainer processes, workers, and messages between them that are late, lost or repeated."""
+def score_of(pieces):
+    """The word of the second node on a group."""
+    return tuple(tuple(pieces[s].content) for s in sorted(pieces))
 
-    def __init__(self, seed, *, exact, processes):
+
+class Job:
+    """Trainer processes, workers, and messages between them that are late, lost or repeated.
+
+    With `scored` a group is complete once a worker has run the node "score" on it.
+    """
+
+    def __init__(self, seed, *, exact, processes, scored=False):
         self.random = random.Random(seed)
-        self.exact, self.processes = exact, processes
+        self.exact, self.processes, self.scored = exact, processes, scored
+        self.num_scored = 0
         self.rule = Rule(GROUPS, LAG)
         self.now, self.names = 0.0, 0
         self.incarnation = 0
@@ -167,7 +180,7 @@ class Job:
         self.late = []
         self.lost = set()
         self.start(0, 0, {}, set())
-        self.join()
+        self.join("both")
 
     def start(self, step, position, pieces, lost):
         self.incarnation += 1
@@ -183,6 +196,11 @@ class Job:
             )
             for _ in range(self.processes)
         ]
+        served = ["score"] if self.scored else []
+        self.tasks = [
+            NodeTasks(served, lease_seconds=LEASE, max_tries=2) for _ in range(self.processes)
+        ]
+        self.unscored = [{} for _ in range(self.processes)]  # sampled, by counter
         self.admissions = [
             Refills(self.rule, step=step, counter=position) for _ in range(self.processes)
         ]
@@ -208,15 +226,42 @@ class Job:
         for found, pieces in home.take():
             assert sorted(pieces) == list(range(SAMPLES)), "a group was split"
             assert found.key[0] not in self.complete[place]
-            self.complete[place][found.key[0]] = self.archive[found.key] = pieces
+            if self.scored:
+                self.hand_over(place, found.key[0], pieces)
+            else:
+                self.complete[place][found.key[0]] = self.archive[found.key] = pieces
         self.news |= set(home.given_up)
         home.given_up.clear()
+        tasks = self.tasks[place]
+        for task, result in tasks.take():
+            task.then(result)
+        for counter in tasks.given_up:
+            del self.unscored[place][counter]
+        self.news |= set(tasks.given_up)
+        tasks.given_up.clear()
+
+    def hand_over(self, place, counter, pieces):
+        """Makes a task of a group whose samples are complete."""
+
+        def then(result):
+            assert result == score_of(pieces), "a score of other samples"
+            assert self.unscored[place].pop(counter) is pieces, "scored twice"
+            assert counter not in self.complete[place]
+            self.complete[place][counter] = self.archive[counter, "gen"] = pieces
+            self.num_scored += 1
+
+        assert counter not in self.unscored[place]
+        self.unscored[place][counter] = pieces
+        self.tasks[place].begin(NodeTask((counter, "score"), score_of(pieces), None, then))
 
     # -- workers ----------------------------------------------------------------------------------
 
-    def join(self):
+    def join(self, kind=None):
         self.names += 1
-        self.workers[f"w{self.names}"] = {"held": self.step, "tasks": {}, "run": self.incarnation}
+        if kind is None:
+            kind = self.random.choice(["samples", "scores", "both"]) if self.scored else "samples"
+        worker = {"held": self.step, "tasks": {}, "run": self.incarnation}
+        self.workers[f"w{self.names}"] = worker | {"kind": kind, "scoring": {}}
 
     def rejoin(self, worker):
         """Drops what later weights sampled, brings the rest, begins anew."""
@@ -227,9 +272,33 @@ class Job:
             if max(versions, default=0) <= self.step:
                 yield key, task
         worker["held"] = min(worker["held"], self.step)
+        worker["scoring"] = {}
+
+    def score(self, name):
+        """Asks for a node, or brings what is there."""
+        worker, chance = self.workers[name], self.random.random
+        if worker["kind"] == "samples" or worker["run"] != self.incarnation:
+            return
+        tasks = self.tasks[self.random.randrange(self.processes)]
+        if chance() < 0.5:
+            task = tasks.ask(name, ["score"], self.now)
+            if task is not None and chance() > 0.05:  # or the answer is lost
+                worker["scoring"][task.key] = task.content
+            return
+        for key, content in list(worker["scoring"].items()):
+            message = (self.incarnation, name, key, content, None)
+            luck = chance()
+            if luck < 0.1 or luck > 0.95:
+                self.late.append(message)
+            if luck > 0.05:
+                self.deliver(message)
+                del worker["scoring"][key]
 
     def ask(self, name):
         worker, place = self.workers[name], self.random.randrange(self.processes)
+        if worker["kind"] == "scores":
+            worker["run"], worker["scoring"] = self.incarnation, {}
+            return
         if worker["run"] != self.incarnation:
             for key, task in self.rejoin(worker):
                 self.send(name, key, task, goes_on=False)
@@ -275,6 +344,9 @@ class Job:
         if run != self.incarnation:
             return
         home = self.homes[key[0] % self.processes]
+        if key[1] == "score":
+            self.tasks[key[0] % self.processes].bring(key, pieces)
+            return
         goes_on = home.bring(name, key, pieces, self.now, goes_on=goes_on)
         if worker is not None and not goes_on:
             worker["tasks"].pop(key, None)
@@ -290,6 +362,11 @@ class Job:
             worker["held"] = min(home.wanted()[0], *(one.newest for one in self.homes))
 
     def fail(self, name):
+        scoring = self.workers[name]["scoring"]
+        if scoring and self.workers[name]["run"] == self.incarnation:
+            key = self.random.choice(sorted(scoring))
+            del scoring[key]
+            self.tasks[key[0] % self.processes].fail(name, key, "no")
         tasks = self.workers[name]["tasks"]
         if tasks and self.workers[name]["run"] == self.incarnation:
             key = self.random.choice(sorted(tasks))
@@ -318,6 +395,8 @@ class Job:
             assert all(step - 1 - LAG <= v <= step - 1 for v in versions), (step, versions)
             if self.exact:
                 assert len(set(versions)) == 1
+        for tasks in self.tasks:
+            tasks.forget(cut.counters)
         for admission in self.admissions:
             assert admission.finish(step) == cut
         self.trained[step] = cut.kept
@@ -331,6 +410,7 @@ class Job:
             self.admit(place)
             found |= home.pieces()
             found |= {(c, "gen"): dict(p) for c, p in self.complete[place].items()}
+            found |= {(c, "gen"): dict(p) for c, p in self.unscored[place].items()}
         first = (self.step, self.admissions[0].position, dict(self.trained))
         if self.exact:
             self.owed.append((*first, self.admissions[0].end_of(self.step + LAG)))
@@ -359,12 +439,12 @@ class Job:
     def tick(self, *, faults=True):
         chance = self.random.random
         self.now += 0.3 * self.random.random()
-        for home in self.homes:
+        for home in (*self.homes, *self.tasks):
             home.expire(self.now)
         name = self.random.choice(sorted(self.workers)) if self.workers else None
         if name is not None:
-            act = self.random.choice([self.ask, self.decode, self.bring, self.take_weights])
-            act(name)
+            acts = [self.ask, self.decode, self.bring, self.take_weights]
+            self.random.choice(acts + [self.score] * self.scored)(name)
         self.train()
         self.settle()
         if not faults:
@@ -376,7 +456,7 @@ class Job:
         if name is not None and chance() < 0.01:
             del self.workers[name]
             if chance() < 0.3:
-                for home in self.homes:
+                for home in (*self.homes, *self.tasks):
                     home.leave(name)
         if len(self.workers) < 4 and chance() < 0.03:
             self.join()
@@ -397,14 +477,16 @@ def _whole(pieces):
     return len(pieces) == SAMPLES and all(p.whole for p in pieces.values())
 
 
-def run_model(events, seed):
+def run_model(events, seed, *, scored=False):
     for number, (exact, processes) in enumerate([(False, 1), (False, 3), (True, 1), (True, 2)]):
-        job = Job(seed + number, exact=exact, processes=processes)
+        job = Job(seed + number, exact=exact, processes=processes, scored=scored)
         for _ in range(events // 4):
             job.tick()
         job.check_history()
         assert sum(home.counts.differing for home in job.homes) == 0
-        job.join()
+        job.join("both")
+        if scored:
+            assert job.num_scored > events / 400
         before = job.step
         for _ in range(3000):  # without faults each step comes
             job.tick(faults=False)
@@ -418,6 +500,11 @@ def test_random_faults_lose_and_repeat_nothing():
     run_model(100_000, seed=1)
 
 
+def test_random_faults_of_workers_that_run_a_second_node_lose_and_repeat_nothing():
+    run_model(60_000, seed=3, scored=True)
+
+
 @pytest.mark.slow
-def test_a_million_random_faults_lose_and_repeat_nothing():
-    run_model(1_000_000, seed=2)
+@pytest.mark.parametrize("scored", [False, True], ids=["sampling", "and_a_second_node"])
+def test_a_million_random_faults_lose_and_repeat_nothing(scored):
+    run_model(1_000_000, seed=2, scored=scored)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from distflow_jax.flow.workers.frames import (
     work_frame,
     work_of,
 )
-from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.home_links import JOIN_SECONDS, Joining
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.wire import Door
 from distflow_jax.flow.workers.worker import Pace, Worker
@@ -153,8 +154,23 @@ def test_nobody_who_answers_is_named(tmp_path):
     with pytest.raises(ValueError, match="doors.json"):
         joining.first(0.5)
     Doors("a1", ("127.0.0.1:1",)).write(tmp_path)
-    with pytest.raises(ValueError, match=r"no trainer answers at 127\.0\.0\.1:1"):
+    with pytest.raises(ValueError, match=r"no trainer answers at 127\.0\.0\.1:1") as caught:
         joining.first(0.5)
+    assert "start the trainers first, with flow.workers=True; if they run on" in str(caught.value)
+    assert "port and the firewall" in str(caught.value)
+
+
+def test_trainers_that_take_calls_and_do_not_answer_are_named_in_time(tmp_path):
+    make_run_token(tmp_path)
+    with contextlib.ExitStack() as files:
+        silent = [files.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        homes = tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in silent)
+        Doors("a1", homes).write(tmp_path)
+        begun = time.monotonic()
+        with pytest.raises(ValueError, match="no trainer answers at"):
+            Joining(str(tmp_path), "w", TABLES).first(2.0)
+        assert time.monotonic() - begun < 3.0
+    assert JOIN_SECONDS < 10
 
 
 # -- whole jobs -------------------------------------------------------------------------------

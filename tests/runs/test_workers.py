@@ -309,6 +309,76 @@ def test_workers_that_listen_get_weights_from_each_other(tmp_path, started):
     check_trained(folder, exact=False)
 
 
+REWARD = """
+import time
+
+def score(data_source, solution_str, ground_truth, extra_info=None, pattern=""):
+    time.sleep(0.05)
+    return len(solution_str) + int(ground_truth) / 1000
+"""
+
+
+def logged(folder):
+    """Responses of samples/, those of the first process, by uid."""
+    paths = sorted((folder / "samples").glob("*.jsonl"))
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return {tuple(line["uid"]): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("swap", [(), BOUNDARY], ids=["in_flight", "boundary"])
+def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_path, started, swap):
+    """A worker samples and two others score (flow/served_nodes/), of which one gets SIGKILL."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    folder, count = tmp_path / "run", 6
+    reward = (f"reward.function={tmp_path / 'mine.py'}:score", "reward.num_workers=1")
+    flags = (*swap, *reward, f"training.steps={count}", "flow.worker_nodes=('reward',)")
+    job = trainers(started, folder, flags, processes=2)
+    sampler = worker(started, folder, flags[:-1])  # it need not know of the others
+    one = worker(started, folder, flags, own=("--nodes=reward",))
+    await_step(folder, 2, job)
+    two = worker(started, folder, flags, own=("--nodes=reward",))
+    one.kill()
+    assert job.end() == 0, job.output() + sampler.output() + two.output()
+    assert [sampler.end(30), two.end(30)] == [0, 0], sampler.output() + two.output()
+    assert int(re.search(r"ended after (\d+) nodes", two.output())[1]) > 0
+    assert "ready: runs reward for 2 trainers" in one.output()
+    check_trained(folder, count, exact=bool(swap))
+    check_ledger(folder)
+    responses = logged(folder)
+    assert len(responses) == count * PROMPTS * SAMPLES // 2
+    for line in responses.values():
+        known = len(line["response"]) + int(line["ground_truth"]) / 1000
+        assert line["score"] == pytest.approx(known, abs=1e-4)
+    measured = read_metrics(folder / "metrics.jsonl")
+    assert all(metrics["reward/errors"] == 0 for metrics in measured)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started):
+    folder, flags = tmp_path / "run", ("flow.starved_seconds=6", "flow.worker_nodes=('reward',)")
+    job = trainers(started, folder, flags, processes=2)
+    worker(started, folder, flags, orphan=1)
+    both = worker(started, folder, flags, own=("--nodes=rollout,reward",))
+    await_step(folder, 2, job)
+    both.kill(signal.SIGSTOP)
+    assert job.end() == EXIT_PREEMPTED, job.output()
+    both.kill()
+    assert "no worker was there for 6 s for 'reward' (worker --nodes)" in job.output()
+    before = json.loads((folder / "doors.json").read_text())["incarnation"]
+    job = trainers(started, folder, flags[1:], processes=2)
+    end = time.monotonic() + 200
+    while json.loads((folder / "doors.json").read_text())["incarnation"] == before:
+        assert time.monotonic() < end, job.output()
+        time.sleep(0.05)
+    again = worker(started, folder, flags, own=("--nodes=rollout,reward",))
+    assert job.end() == 0, job.output()
+    assert again.end(30) == 0, again.output()
+    check_trained(folder, exact=False)
+
+
 @pytest.mark.slow
 def test_a_worker_of_another_config_and_one_that_nobody_answers_are_refused(tmp_path, started):
     folder = tmp_path / "run"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.tiny_model import TINY, random_params
 
-from configs import vision_tiny
+from configs import tiny, vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.flow.workers.run_token import make_run_token
@@ -58,3 +58,22 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
     foreign = read_engine("openai:http://127.0.0.1:1", "")
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 gets token ids alone, .* --engine=own"):
         run_worker(config, "runs/none", None, orphan_seconds=1.0, foreign=foreign)
+
+
+@pytest.mark.parametrize(
+    "nodes, changed, message",
+    [
+        (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .*did you mean 'reward'"),
+        (["actor_train"], {}, "--nodes=actor_train .* model 'actor', which this run trains"),
+        (["reward"], {"listen": "127.0.0.1:0"}, "--nodes=reward names no node that samples, and"),
+        (["reward"], {"environment": "calculator"}, "adds the rewards of rollout.environment"),
+    ],
+)
+def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, changed, message):
+    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    flags += ["eval.dataset=", "eval.every=0"]
+    flags += [f"rollout.environment={changed['environment']}"] if "environment" in changed else []
+    config = from_config_dict(Config, override(tiny.get_config(), flags))
+    listen = changed.get("listen", "")
+    with pytest.raises(ValueError, match=message):
+        run_worker(config, "runs/none", None, orphan_seconds=1.0, nodes=nodes, listen=listen)

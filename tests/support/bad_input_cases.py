@@ -252,6 +252,26 @@ SIZES = [
         f"{_WORKERS} ; eval.dataset= ; flow.starved_seconds=1800",
         "flow.starved_seconds=1800 must be less than health.stuck_seconds=1800, after which a run",
     ),
+    (
+        "flow.worker_nodes=('reward',)",
+        "flow.worker_nodes=('reward',) has no effect with flow.workers=False; set workers=True, or",
+    ),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.worker_nodes=('rewards',)",
+        "flow.worker_nodes=('rewards',) names 'rewards', and dag 'grpo' has no such node (did you",
+    ),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.worker_nodes=('actor_train',)",
+        "flow.worker_nodes=('actor_train',) names 'actor_train': it runs model 'actor', which",
+    ),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.worker_nodes=('advantage',)",
+        "flow.worker_nodes=('advantage',) names 'advantage': it runs on devices, and workers run",
+    ),
+    (
+        f"{_WORKERS} ; eval.dataset= ; algorithm.kl_coef=0.1 ; flow.worker_nodes=('reference',)",
+        "flow.worker_nodes=('reference',) names 'reference': it runs on devices, and workers run",
+    ),
     ("flow.round_tokens=-1", "flow.round_tokens=-1 must not be negative; 0: rollouts have no"),
     (
         "flow.round_tokens=4096",

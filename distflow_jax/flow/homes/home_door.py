@@ -1,7 +1,8 @@
 """Calls of workers at a home: the methods of its door.
 
-`hello` compares configs and tells what a worker needs to know; `ask` gives groups; `bring` takes
-samples, whole or under way; `fail` and `leave` put groups back. Every answer has the incarnation of
+`hello` compares configs and tells what a worker needs to know; `ask` gives groups, or a node of one
+to a worker that names the nodes which it serves; `bring` takes samples, whole or under way; `give`
+takes what a node wrote; `fail` and `leave` put groups back. Every answer has the incarnation of
 the run and the versions that workers can get. A frame of another incarnation changes nothing.
 """
 
@@ -10,16 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.did_you_mean import hint
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.workers.frames import (
     Frame,
     checked,
     keys_of,
+    nodes_of,
     samples_of,
     work_frame,
 )
 from distflow_jax.flow.workers.wire import Refused
 
+NODE_TABLE = "node_config"  # of a hello
 Table = Mapping[str, str]
 MEET_SECONDS = 25.0  # in which a worker that comes early waits for the other trainers
 
@@ -37,10 +41,13 @@ class HomeDoor:
         lock: threading.Condition,
         tables: Mapping[str, Table],
         facts: Mapping[str, Any],
+        node_table: Table | None = None,
     ):
         """`tables`: what workers must have alike, by name and key. `facts`: told to each that says
-        hello, `incarnation` among them."""
+        hello, `incarnation` among them. `node_table`: keys of the config that workers which serve
+        nodes must have alike too."""
         self._sampler, self._lock, self._tables = sampler, lock, tables
+        self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
 
@@ -50,6 +57,7 @@ class HomeDoor:
             "hello": self._hello,
             "ask": self._ask,
             "bring": self._bring,
+            "give": self._give,
             "fail": self._fail,
             "leave": self._leave,
         }
@@ -67,7 +75,7 @@ class HomeDoor:
             self.ended = True
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
-                if self._told >= set(self._sampler.home.workers):
+                if self._told >= {*self._sampler.home.workers, *self._sampler.tasks.workers}:
                     return
                 self._lock.wait(left)
 
@@ -76,19 +84,52 @@ class HomeDoor:
             theirs = frame.facts.get(name, {})
             if text := difference(name, ours, theirs):
                 raise Refused(text)
+        nodes = nodes_of(frame)
+        if nodes is not None:
+            self._check_nodes(nodes, frame)
         with self._lock:
             if not self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS):
                 raise Refused("the trainers are starting; try again")
-            self._sampler.home.heard(worker, time.monotonic())
+            if nodes is None:
+                self._sampler.home.heard(worker, time.monotonic())
+            else:
+                self._sampler.tasks.heard(worker, nodes, time.monotonic())
             return Frame({**self._facts, **self._state(worker)})
 
     def _ask(self, worker: str, frame: Frame) -> Frame:
+        nodes = nodes_of(frame)
+        if nodes is not None:
+            return self._ask_for_node(worker, nodes, frame)
         held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
             given = self._sampler.ask(worker, held, room)
             return work_frame(self._state(worker), given)
+
+    def _ask_for_node(self, worker: str, nodes: list[str], frame: Frame) -> Frame:
+        room, now = checked(lambda: int(frame.facts["room"])), time.monotonic()
+        tasks = self._sampler.tasks
+        with self._lock:
+            state = self._state(worker)
+            if self._foreign(frame) or self.ended:
+                return Frame(state)
+            tasks.heard(worker, nodes, now)
+            task = tasks.ask(worker, nodes, now) if room > 0 else None
+        return Frame(state) if task is None else task.content.joined(state)
+
+    def _give(self, worker: str, frame: Frame) -> Frame:
+        (key,) = keys_of(frame)
+        tasks = self._sampler.tasks
+        with self._lock:
+            if self._foreign(frame):
+                return Frame(self._state(worker))
+            task = tasks.find(key)
+        result = None if task is None else task.read(frame)
+        with self._lock:
+            tasks.bring(key, result)
+            self._lock.notify_all()
+            return Frame(self._state(worker))
 
     def _bring(self, worker: str, frame: Frame) -> Frame:
         keys, calls = keys_of(frame), checked(lambda: int(frame.facts["calls"]))
@@ -108,16 +149,31 @@ class HomeDoor:
         with self._lock:
             if not self._foreign(frame):
                 for key in keys:
-                    why = str(frame.facts.get("why", ""))[:500]
-                    self._sampler.home.fail(worker, key, f"{worker}: {why}", time.monotonic())
+                    why = f"{worker}: {str(frame.facts.get('why', ''))[:500]}"
+                    if key[1] in self._sampler.tasks.served:
+                        self._sampler.tasks.fail(worker, key, why)
+                    else:
+                        self._sampler.home.fail(worker, key, why, time.monotonic())
                 self._lock.notify_all()
             return Frame(self._state(worker))
 
     def _leave(self, worker: str, frame: Frame) -> Frame:
         with self._lock:
             self._sampler.home.leave(worker)
+            self._sampler.tasks.leave(worker)
             self._lock.notify_all()
             return Frame(self._state(worker))
+
+    def _check_nodes(self, nodes: list[str], frame: Frame) -> None:
+        """Refuses a worker that would run what the trainers run, or by other settings."""
+        served = self._sampler.tasks.served
+        if own := [node for node in nodes if node not in served]:
+            raise Refused(
+                f"the trainers run node {own[0]!r} themselves ({hint(own[0], served)}): start them "
+                "with its name in flow.worker_nodes, or take it out of --nodes"
+            )
+        if text := difference("config", self._node_table, frame.facts.get(NODE_TABLE, {})):
+            raise Refused(text)
 
     def _foreign(self, frame: Frame) -> bool:
         return frame.facts.get("incarnation") != self._facts["incarnation"]

@@ -1,7 +1,7 @@
 """The sampling side of a process whose groups workers answer."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from distflow_jax.flow.homes.refills import Refills
@@ -45,10 +45,18 @@ class HomeProducer(Producer):
 
     def measured(self) -> dict[str, float]:
         """Workers of this home, and what became of their results since it began; under `lock`."""
-        home = self.sampler.home
-        counts = home.counts
-        found = {"alive": len(home.workers), "expired": counts.expired, "second": counts.second}
+        home, tasks = self.sampler.home, self.sampler.tasks
+        found = {
+            "alive": len(home.workers.keys() | tasks.workers.keys()),
+            "expired": home.counts.expired + tasks.counts.expired,
+            "second": home.counts.second + tasks.counts.second,
+        }
         return {f"perf/workers/{name}": float(n) for name, n in found.items()}
+
+    def forget(self, counters: Sequence[int]) -> list[Group]:
+        """Takes groups out, those of a finished step; under `lock`."""
+        self.sampler.tasks.forget(counters)
+        return super().forget(counters)
 
     def given_up(self) -> list[int]:
         """Prompts that were given up here, of which not all processes have heard; under `lock`."""
@@ -62,5 +70,12 @@ class HomeProducer(Producer):
             self._lost.add(counter)
         if counter in self._given_up:
             self._given_up.remove(counter)
-            del self.groups[counter]
+            self._drop(self.groups.pop(counter))
         return refills
+
+    def _drop(self, group: Group) -> None:
+        """Takes a group that was given up out of the account; no checkpoint waits for it."""
+        self.sampler.forget(group.tokens)
+        self._counts = self._counts._replace(tokens=self._counts.tokens - group.tokens)
+        group.samples.clear()
+        group.done = True

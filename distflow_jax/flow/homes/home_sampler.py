@@ -11,6 +11,7 @@ import numpy as np
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.flow.homes.home import Begun, Home, Key, Work
+from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.workers.frames import pieces_of, progress_of
 from distflow_jax.flow.workers.image_frames import image_bytes
 from distflow_jax.rollout.requests import GroupRequest, Response
@@ -28,6 +29,7 @@ class HomeSampler:
 
     Attributes:
       in_turns: whether responses are in turns: never.
+      tasks: nodes that workers run on groups whose samples are complete.
     """
 
     in_turns = False
@@ -37,10 +39,12 @@ class HomeSampler:
         home: Home,
         lock: threading.Condition,
         on_response: Callable[[Response], None] | None = None,
+        tasks: NodeTasks | None = None,
     ):
-        """`lock` guards the home; `on_response` is called as soon as a response is there, in the
-        thread of `round`."""
+        """`lock` guards the home and the tasks; `on_response` is called as soon as a response is
+        there, in the thread of `round`. `tasks`: None where trainers run all nodes."""
         self.home, self._lock, self._on_response = home, lock, on_response
+        self.tasks = tasks or NodeTasks()
         self._requests: dict[Key, GroupRequest] = {}
         self._arrived: list[Response] = []
         self._restored = self._taken = self._calls = 0
@@ -80,9 +84,13 @@ class HomeSampler:
             self.home.begin(group, pieces)
 
     def round(self) -> list[tuple[Key, list[Episode]]]:
-        """Requests that are complete now, their responses in the order of their numbers."""
+        """Requests that are complete now, their responses in the order of their numbers.
+
+        Groups go on whose tasks have results.
+        """
         ended = []
         with self._lock:
+            results = self.tasks.take()
             arrived, self._arrived = self._arrived, []
             for group, pieces in self.home.take():
                 del self._requests[group.key]
@@ -91,19 +99,26 @@ class HomeSampler:
         if self._on_response is not None:
             for response in arrived:
                 self._on_response(response)
+        for task, result in results:
+            task.then(result)
         return ended
 
     @property
     def has_news(self) -> bool:
         """Whether `round` has something to do."""
-        return bool(self._arrived) or self.home.has_news
+        return bool(self._arrived) or self.home.has_news or self.tasks.has_news
 
     def give_up(self) -> dict[int, str]:
         """Prompts that no worker can answer, with the reason; their requests are gone."""
         found, self.home.given_up = self.home.given_up, {}
         for key in [key for key in self._requests if key[0] in found]:
             del self._requests[key]
-        return found
+        late, self.tasks.given_up = self.tasks.given_up, {}
+        return found | late
+
+    def forget(self, tokens: int) -> None:
+        """Takes tokens of a prompt that was given up out of the count: nothing trains on them."""
+        self._taken -= tokens
 
     def progress(self) -> dict[Key, Progress]:
         """Samples of each request that `round` has not returned."""

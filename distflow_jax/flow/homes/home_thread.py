@@ -18,7 +18,7 @@ log = logging.getLogger("distflow_jax")
 
 
 class Starved(Exception):
-    """No worker has been there for too long."""
+    """No worker has been there for too long, for the nodes that the arguments name."""
 
 
 class HomeThread:
@@ -43,6 +43,7 @@ class HomeThread:
         self._leave = leave
         self._producer, self._round, self._shelve = producer, round, shelve
         self._lock, self._home = producer.lock, producer.sampler.home
+        self._tasks = producer.sampler.tasks
         self._starved_seconds, self._how = starved_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
@@ -51,10 +52,12 @@ class HomeThread:
         self._end = self._executor.submit(self._serve)
 
     @property
-    def starved(self) -> bool:
-        """Whether groups wait and no worker was there for `starved_seconds`."""
-        alone = time.monotonic() - self._alone_since
-        return self._home.num_open > 0 and alone >= self._starved_seconds
+    def starved(self) -> list[str]:
+        """Nodes that groups wait for, once a worker was missing for `starved_seconds`."""
+        if time.monotonic() - self._alone_since < self._starved_seconds:
+            return []
+        with self._lock:
+            return self._unserved()
 
     def raise_error(self) -> None:
         """Raises what has ended the thread, if anything has."""
@@ -94,6 +97,7 @@ class HomeThread:
                 self._producer.admit()
                 with self._lock:
                     self._home.expire(time.monotonic())
+                    self._tasks.expire(time.monotonic())
                     news = self._producer.sampler.has_news
                 if news:
                     self._round()
@@ -102,13 +106,24 @@ class HomeThread:
                 if not self._producer.sampler.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
 
+    def _unserved(self) -> list[str]:
+        """Nodes that groups wait for and no worker runs; under the lock."""
+        sampling = self._home.num_open > 0 and not self._home.workers
+        return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
+
     def _look_for_workers(self) -> None:
         now = time.monotonic()
-        if self._home.workers or not self._home.num_open:
+        with self._lock:
+            missing = self._unserved()
+            served = bool(missing) and missing[0] in self._tasks.served
+            groups = self._tasks.num_open(missing[0]) if served else self._home.num_open
+        if not missing:
             self._alone_since = self._told = now
         elif now - self._told >= TELL_SECONDS:
             self._told = now
             log.warning(
-                "no worker has asked for %.0f s, and %d groups wait for one; start one: %s",
-                *(now - self._alone_since, self._home.num_open, self._how),
+                "no worker%s has asked for %.0f s, and %d groups wait for one; start one: %s%s",
+                f" that runs node {missing[0]!r}" if served else "",
+                *(now - self._alone_since, groups, self._how),
+                f" --nodes={missing[0]}" if served else "",
             )

@@ -1,10 +1,12 @@
 """Delivery: how new weights reach the sampler of one process."""
 
 import dataclasses
+import threading
 from collections.abc import Callable
 
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.homes.home_thread import HomeThread
+from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
@@ -27,6 +29,8 @@ class Delivery:
     news: SamplerNews | None
     # makes the thread of a process whose groups workers sample, of a call that hands groups on
     thread: Callable[[Callable[[], None]], HomeThread] | None = None
+    # makes what runs nodes on groups of a process whose workers run some of them
+    nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
     def close(self) -> None:
         """Ends the connections."""

@@ -22,6 +22,7 @@ OWN_KEYS = frozenset(
         "training.device_memory_gib",
         "training.steps",
         "flow.listen",
+        "flow.worker_nodes",
         "flow.save_seconds",
         "flow.lease_seconds",
         "flow.starved_seconds",
@@ -35,6 +36,8 @@ OWN_KEYS = frozenset(
         ),
     }
 )
+# keys of the section reward that each process sets for itself
+OWN_REWARD_KEYS = frozenset({"reward.num_workers", "reward.start_seconds"})
 _PROBE = "What is 12 + 35? \u00e9\u4e2d\n\t<|im_end|>"
 
 
@@ -53,6 +56,12 @@ def shared_tables(
         "code": dict(code),
         "tokenizer": {"of the model": digest.hexdigest()[:16]},
     }
+
+
+def node_table(config: Mapping[str, str]) -> dict[str, str]:
+    """Keys that a worker which serves nodes must have alike too, of `config` as above."""
+    own = OWN_REWARD_KEYS
+    return {k: v for k, v in config.items() if k.startswith("reward.") and k not in own}
 
 
 def _is_own(key: str) -> bool:

@@ -33,6 +33,10 @@ class Frame:
         """Arrays by name, of any shape."""
         return {name: self.arrays[name] for name in names}
 
+    def joined(self, facts: Mapping[str, Any]) -> "Frame":
+        """This frame with further JSON values."""
+        return Frame({**facts, **self.facts}, self.arrays)
+
     def to_bytes(self) -> bytes:
         """Bytes for the wire."""
         head = json.dumps({"facts": self.facts, "arrays": list(self.arrays)}).encode()
@@ -65,6 +69,12 @@ def samples_frame(facts: Mapping[str, Any], found: Mapping[Key, Progress]) -> Fr
 def keys_of(frame: Frame) -> list[Key]:
     """Counters and nodes of a frame with samples."""
     return checked(lambda: [(int(counter), str(node)) for counter, node in frame.facts["keys"]])
+
+
+def nodes_of(frame: Frame) -> list[str] | None:
+    """The nodes that the worker serves which sent a frame; None for one that samples."""
+    nodes = frame.facts.get("nodes")
+    return None if nodes is None else checked(lambda: [str(node) for node in list(nodes)])
 
 
 def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, Progress]:

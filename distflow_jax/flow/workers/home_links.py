@@ -12,7 +12,11 @@ from distflow_jax.flow.workers.frames import Frame, checked
 from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 
-JOIN_SECONDS = 10.0  # for the trainers' answer
+JOIN_SECONDS = 9.0  # for the trainers' answer
+START_THEM = (
+    "start the trainers first, with flow.workers=True; if they run on another host, check "
+    "flow.listen, its port and the firewall"
+)
 CALL_SECONDS = 30.0
 TRY_SECONDS = 0.5  # between two tries
 
@@ -52,8 +56,16 @@ class Joining:
     must have alike with the trainers. Raises ValueError where the run's token is not known.
     """
 
-    def __init__(self, join: str, name: str, tables: Mapping[str, Mapping[str, str]]):
-        self._join, self._name, self._tables = join, name, tables
+    def __init__(
+        self,
+        join: str,
+        name: str,
+        tables: Mapping[str, Mapping[str, str]],
+        nodes: Sequence[str] = (),
+    ):
+        """`nodes`: that the worker serves; () for one that samples."""
+        self._join, self._name = join, name
+        self._tables: Mapping[str, Any] = {**tables, **({"nodes": list(nodes)} if nodes else {})}
         self._given = addresses(join)
 
     def first(self, seconds: float = JOIN_SECONDS) -> Links | None:
@@ -61,7 +73,7 @@ class Joining:
         does not answer in time, or the reason for which it refuses."""
         links, why = self._joined(seconds)
         if why:
-            raise ValueError(why)
+            raise ValueError(f"{why}; {START_THEM}")
         return links
 
     def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
@@ -89,16 +101,14 @@ class Joining:
                 return None, ""
             homes = self._given or (doors.homes if doors else ())
             if not homes:
-                why = (
-                    f"{self._join!r} has no doors.json: start the trainers, with flow.workers=True"
-                )
-            for address in homes:
+                why = f"{self._join!r} has no doors.json"
+            for place, address in enumerate(homes):
+                left = (end - time.monotonic()) / (len(homes) - place)
                 try:
-                    links = self._meet(address, max(TRY_SECONDS, end - time.monotonic()))
-                    return links, ""
+                    return self._meet(address, max(TRY_SECONDS, left)), ""
                 except Unreachable as error:
                     why = f"no trainer answers at {error}"
-            if time.monotonic() >= end:
+            if time.monotonic() >= end - TRY_SECONDS:
                 return None, why
             time.sleep(TRY_SECONDS)
 

@@ -2,6 +2,7 @@
 
 from distflow_jax.dag.plan import Plan
 from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.flow.served_nodes.node_checks import check_nodes
 
 
 def check_workers(
@@ -35,6 +36,7 @@ def check_workers(
             f"flow.workers=True leaves no sampler to the trainers that could evaluate: set "
             f"eval.dataset='' in place of {eval_dataset!r}, and use `distflow evaluate`"
         )
+    check_nodes(config.worker_nodes, plan, f"flow.worker_nodes={config.worker_nodes!r}")
     if plan.region is not None and config.swap == "boundary":
         raise ValueError(
             f"the region of dag {plan.name!r} has rounds with flow.swap='boundary', which workers "

@@ -11,16 +11,20 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.home_thread import HomeThread
+from distflow_jax.flow.host_nodes import HostThread
 from distflow_jax.flow.publishing.delivery import Delivery
 from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
-from distflow_jax.flow.workers.agreement import shared_tables
+from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
+from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
+from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import Doors, announced
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
@@ -52,7 +56,14 @@ def make_home_sampler(
         max_tries=config.max_tries,
         differs=differs,
     )
-    return HomeSampler(home, lock, on_response)
+    ahead = {node.id for node in nodes_ahead(prepared.plan)}
+    sampled = {task.node.id for task in sampling_tasks(prepared.plan)}
+    tasks = NodeTasks(
+        (ahead - sampled) & set(config.worker_nodes),
+        lease_seconds=config.lease_seconds,
+        max_tries=config.max_tries,
+    )
+    return HomeSampler(home, lock, on_response, tasks)
 
 
 def deliver_to_workers(
@@ -83,9 +94,10 @@ def deliver_to_workers(
     with offload.staying(UPDATE_WEIGHTS, state.models):
         shelve(sync.leave(state.policy_params(policy)), state.step)
     producer.admit()  # before workers bring what they had for an earlier start
-    tables = shared_tables(config_table(config), processes.code_table(), prepared.source.tokenizer)
+    whole = config_table(config)
+    tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
     facts = {"incarnation": incarnation, "exact": config.flow.swap == "boundary"}
-    answers = HomeDoor(producer.sampler, producer.lock, tables, facts)
+    answers = HomeDoor(producer.sampler, producer.lock, tables, facts, node_table(whole))
     door = Door(
         _place(config.flow.listen),
         make_run_token(workdir),
@@ -107,6 +119,7 @@ def deliver_to_workers(
             answers.end(END_SECONDS)
         door.close()
 
+    tasks = producer.sampler.tasks
     thread = functools.partial(
         HomeThread,
         producer,
@@ -122,6 +135,7 @@ def deliver_to_workers(
         InFlightSwaps(),
         None,
         thread,
+        functools.partial(HomeNodes, tasks=tasks) if tasks.served else HostThread,
     )
 
 

@@ -9,7 +9,7 @@ import pathlib
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.workers.agreement import shared_tables
+from distflow_jax.flow.homes.home_door import NODE_TABLE
+from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import addresses, check_listen
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
@@ -28,16 +29,20 @@ from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.mesh import MeshConfig
-from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
-from distflow_jax.planning.sizes import Sizes, derive_sizes
+from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.samplers.run_nodes import (
+    join_for_nodes,
+    own_sizes,
+    read_nodes,
+    serving,
+)
 from distflow_jax.runtime.samplers.weight_relay import Relay
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal
@@ -56,13 +61,14 @@ def run_worker(
     orphan_seconds: float,
     foreign: EngineChoice | None = None,
     listen: str = "",
+    nodes: Sequence[str] = (),
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
     program that samples; None: one of ours. `listen`: HOST:PORT where other workers get the weights
-    that this one has pulled; "": nowhere. Raises ValueError for user errors, and if trainers do
-    not answer for `orphan_seconds`.
+    that this one has pulled; "": nowhere. `nodes`: ids of those that it runs; (): all that sample.
+    Raises ValueError for user errors, and if trainers do not answer for `orphan_seconds`.
     """
     if listen:
         check_listen("--listen", listen)
@@ -80,45 +86,67 @@ def run_worker(
             f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
             "sample with --engine=own"
         )
+    served = read_nodes(nodes, config, graph, source) if nodes else None
+    if served is not None and not served.samples and (listen or foreign):
+        raise ValueError(
+            f"--nodes={','.join(nodes)} names no node that samples, and "
+            f"{'--listen' if listen else '--engine'} is for a worker that does: take it out"
+        )
     table = config_table(config)
+    tables = shared_tables(table, processes.code_table(), source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    joining = Joining(join, name, shared_tables(table, processes.code_table(), source.tokenizer))
+    asked = _Asked(config, graph, source, foreign, listen, join, orphan_seconds)
+    if served is None or not served.units:
+        return _sample(asked, Joining(join, name, tables), name, stop.is_set)
+    with contextlib.ExitStack() as files:
+        units = served.open(files)
+        joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
+        service = join_for_nodes(joining, units, orphan_seconds)
+        if service is None:
+            return EXIT_DONE
+        if served.samples:
+            ended = files.enter_context(serving(service, stop.is_set))
+            return _sample(asked, Joining(join, name, tables), name, ended)
+        service.serve(stop.is_set)
+    print(f"ended after {service.served} nodes of groups", flush=True)
+    return EXIT_DONE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The settings of a worker that samples, see run_worker."""
+
+    config: Config
+    graph: Graph
+    source: ModelSource
+    foreign: EngineChoice | None
+    listen: str
+    join: str
+    orphan_seconds: float
+
+
+def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool]) -> int:
+    """Samples until the run has ended, or `ended()`; returns the exit code."""
     links = joining.first()
     if links is None:
         log.info("the run has ended")
         return EXIT_DONE
+    config, graph, source = asked.config, asked.graph, asked.source
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         relay = None
-        if listen:
-            relay = Relay.open(listen, None if addresses(join) else join, name)
+        if asked.listen:
+            relay = Relay.open(asked.listen, None if addresses(asked.join) else asked.join, name)
             files.enter_context(contextlib.closing(relay))
-        if foreign is None:
+        if asked.foreign is None:
             opened = _own_engine(config, graph, source, relay)
         else:
-            opened = _foreign_engine(foreign, config, graph, source, files, relay)
-        first = _first_weights(joining, links, opened.pull)
-        if first is None:
+            opened = _foreign_engine(asked.foreign, config, graph, source, files, relay)
+        worker = _make_worker(config, joining, links, opened, asked.orphan_seconds)
+        if worker is None:
             return EXIT_DONE
-        links, weights = first
-        ended: collections.deque[Response] = collections.deque()
-        worker = Worker(
-            opened.sampler(weights, links.first_version, ended.append),
-            links,
-            joining,
-            opened.pull,
-            Pace(config.flow.save_seconds, orphan_seconds),
-            slots=opened.slots,
-            cache=config.flow.cache,
-            ended=ended,
-        )
-        print(
-            f"ready: {opened.slots} slots, version {links.first_version}, for "
-            f"{len(links.callers)} trainers",
-            flush=True,
-        )
         try:
-            worker.serve(stop.is_set)
+            worker.serve(ended)
         except EngineError as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
     print(f"ended after {worker.groups} groups", flush=True)
@@ -157,9 +185,36 @@ class _Opened:
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
 
 
+def _make_worker(
+    config: Config, joining: Joining, links: Links, opened: _Opened, orphan_seconds: float
+) -> Worker | None:
+    """A worker with the first weights; None if the run has ended."""
+    first = _first_weights(joining, links, opened.pull)
+    if first is None:
+        return None
+    links, weights = first
+    ended: collections.deque[Response] = collections.deque()
+    worker = Worker(
+        opened.sampler(weights, links.first_version, ended.append),
+        links,
+        joining,
+        opened.pull,
+        Pace(config.flow.save_seconds, orphan_seconds),
+        slots=opened.slots,
+        cache=config.flow.cache,
+        ended=ended,
+    )
+    print(
+        f"ready: {opened.slots} slots, version {links.first_version}, for "
+        f"{len(links.callers)} trainers",
+        flush=True,
+    )
+    return worker
+
+
 def _own_engine(config: Config, graph: Graph, source: ModelSource, relay: Relay | None) -> _Opened:
     """An engine on this machine's devices."""
-    own, sizes = _own_sizes(config, graph, source)
+    own, sizes = own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
     pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor), relay)
 
@@ -200,7 +255,7 @@ def _foreign_engine(
     except EngineError as error:
         raise ValueError(f"{error}; start it, or name another --engine") from error
     files.enter_context(contextlib.closing(engine))
-    _, sizes = _own_sizes(config, graph, source)
+    _, sizes = own_sizes(config, graph, source)
     pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]), relay)
 
     def sampler(
@@ -214,17 +269,6 @@ def _foreign_engine(
         return EpisodeSampler(None, state, on_response=on_response, start=start)
 
     return _Opened(engine.slots, pull, sampler)
-
-
-def _own_sizes(config: Config, graph: Graph, source: ModelSource) -> tuple[Config, Sizes]:
-    """Config and sizes of a sampler that has all of this machine's devices, whatever the trainers'
-    mesh."""
-    own = dataclasses.replace(
-        config,
-        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
-        training=dataclasses.replace(config.training, micro_batch_rows=0),
-    )
-    return own, derive_sizes(own, source.config, Machine.current(), graph)
 
 
 def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh, relay: Relay | None) -> Pull:

@@ -1,0 +1,123 @@
+"""A worker's side of nodes that it runs in place of the trainers: functions and their processes."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import Graph
+from distflow_jax.dag.plan import Unit
+from distflow_jax.dag.plan_walker import make_runner
+from distflow_jax.flow.flow_checks import sampling_tasks
+from distflow_jax.flow.host_nodes import NodesAhead
+from distflow_jax.flow.served_nodes.node_checks import check_nodes
+from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
+from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import RunPlan, make_plan
+from distflow_jax.planning.run_models import models_of
+from distflow_jax.planning.sizes import Sizes, derive_sizes
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.runtime.contexts import ContextFactory
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerNodes:
+    """The nodes that a worker serves.
+
+    Attributes:
+      samples: whether it serves those that sample.
+      units: host nodes.
+    """
+
+    samples: bool
+    units: Sequence[Unit]
+    run: RunPlan
+
+    def open(self, files: contextlib.ExitStack) -> Mapping[str, ServedUnit]:
+        """Opens the functions of the host nodes, by their ids; `files` ends their processes.
+
+        Raises ValueError or FileNotFoundError for functions that are not there.
+        """
+        tasks = [task for unit in self.units for task in unit.tasks]
+        rewards = files.enter_context(RewardPool(self.run.config.reward))
+        rewards.one_by_one  # noqa: B018 - its processes have found the function then
+        stages, _ = ContextFactory(self.run, {}, rewards=rewards).stages(tasks)
+        runners = {unit.name: make_runner(unit, stages) for unit in self.units}
+        ahead = NodesAhead(frozenset(), tuple(self.units), runners)
+        return {
+            unit.name: ServedUnit(unit, lambda values, unit=unit: ahead.results(unit, values))
+            for unit in self.units
+        }
+
+
+def read_nodes(
+    names: Collection[str], config: Config, graph: Graph, source: ModelSource
+) -> WorkerNodes:
+    """The nodes that --nodes names; () for those that sample.
+
+    Raises ValueError for nodes that a worker cannot run.
+    """
+    machine = dataclasses.replace(Machine.current(), memory=0, host_memory=0)
+    own, sizes = own_sizes(config, graph, source, machine)
+    plan = make_plan(own, graph, sizes)
+    sampling = [task.node.id for task in sampling_tasks(plan)]
+    names = tuple(names) or tuple(sampling)
+    where = f"--nodes={','.join(names)}"
+    units = check_nodes(names, plan, where)
+    missing = [node for node in sampling if node not in names]
+    if missing and len(missing) < len(sampling):
+        raise ValueError(
+            f"{where} leaves out {missing[0]!r}: the nodes that sample share one sampler, so name "
+            "all of them or none"
+        )
+    run = RunPlan(own, graph, machine, source, sizes, plan, models_of(plan), None)
+    return WorkerNodes(not missing and bool(sampling), units, run)
+
+
+def join_for_nodes(
+    joining: Joining, units: Mapping[str, ServedUnit], orphan_seconds: float
+) -> NodeService | None:
+    """The service of a worker's host nodes, by their ids; None if the run has ended."""
+    links = joining.first()
+    if links is None:
+        log.info("the run has ended")
+        return None
+    print(f"ready: runs {', '.join(units)} for {len(links.callers)} trainers", flush=True)
+    return NodeService(links, joining, units, orphan_seconds=orphan_seconds)
+
+
+@contextlib.contextmanager
+def serving(service: NodeService, stopped: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """A block beside which a service runs; yields whether the service has ended, or `stopped()`.
+
+    The service ends with the block, which raises what has ended it.
+    """
+    over = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="node-service") as threads:
+        end = threads.submit(service.serve, lambda: over.is_set() or stopped())
+        try:
+            yield lambda: end.done() or stopped()
+        finally:
+            over.set()
+        end.result()
+
+
+def own_sizes(
+    config: Config, graph: Graph, source: ModelSource, machine: Machine | None = None
+) -> tuple[Config, Sizes]:
+    """Config and sizes of a worker that has all of this machine's devices, whatever the trainers'
+    mesh; `machine`: in its place."""
+    own = dataclasses.replace(
+        config,
+        mesh=MeshConfig(rollout_tensor=config.mesh.rollout_tensor),
+        training=dataclasses.replace(config.training, micro_batch_rows=0),
+    )
+    return own, derive_sizes(own, source.config, machine or Machine.current(), graph)
