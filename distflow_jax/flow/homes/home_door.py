@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.workers.frames import (
     Frame,
@@ -84,10 +85,12 @@ class HomeDoor:
 
     def _ask(self, worker: str, frame: Frame) -> Frame:
         held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
+        told = checked(lambda: frame.facts.get("report"))
+        report = None if told is None else checked(lambda: Report.of_facts(told))
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
-            given = self._sampler.ask(worker, held, room)
+            given = self._sampler.ask(worker, held, room, report)
             return work_frame(self._state(worker), given)
 
     def _bring(self, worker: str, frame: Frame) -> Frame:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.flow.dispatch.fleet import Fleet
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
@@ -51,6 +52,7 @@ def make_home_sampler(
         lease_seconds=config.lease_seconds,
         max_tries=config.max_tries,
         differs=differs,
+        fleet=Fleet(config.dispatch),
     )
     return HomeSampler(home, lock, on_response)
 
