@@ -3,10 +3,10 @@
     python benchmarks/dispatch_model.py
     python benchmarks/dispatch_model.py --known=1 --workers=1,1,0.5
 
-Homes, their groups and the choice of groups are those of a run (flow/homes/, flow/dispatch/); slots,
-trainers and weights are seconds, as in streaming_model.py. A worker asks each home whenever it has
-a free slot. Lengths are lognormal. Of their variance a part is known: rows of a data set differ
-from each other, and their means are expected. The rest differs from response to response.
+Homes, their groups and the choice of groups are those of a run (flow/homes/, flow/dispatch/).
+Slots, trainers and weights are seconds, as in streaming_model.py. A worker asks each home whenever
+it has a free slot. Lengths are lognormal. Of their variance a part is known: rows of a data set
+differ from each other, and their means are expected. The rest differs between responses.
 
 The table says how many seconds a step takes by each rule of `flow.dispatch`, over "longest".
 """

@@ -56,10 +56,10 @@ class FlowConfig:
     lease_seconds: float = 60.0
     # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
     starved_seconds: float = 600.0
-    # which groups a worker gets of those that may begin: longest, the longest expected first; paced,
-    # at most as many as keep the end of the step earliest by the workers' measured times; or
+    # which groups a worker gets of those that may begin: longest, the longest expected first;
+    # paced, at most as many as keep the end of the step earliest by the workers' measured times; or
     # skewed, which also keeps the longest fifth for workers with few active slots
-    dispatch: str = "longest"
+    dispatch: str = "paced"
     max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
 
     def __post_init__(self):
@@ -163,7 +163,7 @@ class FlowConfig:
             raise ValueError(
                 f"flow.dispatch must be one of {', '.join(DISPATCHES)}, got {self.dispatch!r}"
             )
-        if self.dispatch != "longest" and not self.workers:
+        if self.dispatch != "paced" and not self.workers:
             raise ValueError(
                 f"flow.dispatch={self.dispatch!r} says which worker gets which groups, and without "
                 "flow.workers=True there are none; take it out"

@@ -29,6 +29,7 @@ from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, PromptEncoder, SamplerShare
+from distflow_jax.data.ranking.length_ranker import LengthRanker
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.registry import Environments, load_environment
@@ -381,6 +382,7 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
         observed_lag=_observed_lag(config, run.plan),
+        ranked=config.flow.dispatch == "skewed",
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
@@ -388,6 +390,8 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
+    if config.flow.dispatch == "skewed":
+        loader.lengths.unseen = LengthRanker.of(dataset).expected
     return loader
 
 

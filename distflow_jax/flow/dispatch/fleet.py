@@ -10,6 +10,7 @@ from distflow_jax.flow.dispatch.skew import Load, Offer, choose
 
 MOST_PACES = 64  # of a report
 
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Numbers that a worker sends with each question for work."""

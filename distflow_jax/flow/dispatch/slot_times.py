@@ -29,7 +29,7 @@ class SlotTimes:
         """Numbers for homes, with a question for `room` responses."""
         return Report(
             self._slots,
-            self._slots - min(room, self._slots),
+            self._slots - min(max(room, 0), self._slots),  # below 0: some wait for slots
             tuple(self._pace.table()),
             self._busy,
             self._idle,
