@@ -231,7 +231,8 @@ def _far_worker(spec: pathlib.Path, number: int, env: dict[str, str]) -> Iterato
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
         try:
             yield
-            process.wait(FAR_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a job that failed
+                process.wait(FAR_SECONDS)
         finally:
             process.kill()
             process.wait()

@@ -382,7 +382,6 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
         observed_lag=_observed_lag(config, run.plan),
-        ranked=config.flow.dispatch == "skewed",
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(

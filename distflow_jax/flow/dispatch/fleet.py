@@ -53,15 +53,17 @@ class Fleet:
       reports: the last one of each worker, by name.
     """
 
-    def __init__(self, dispatch: str = "longest"):
-        """`dispatch`: one of skew.DISPATCHES."""
-        self._dispatch = dispatch
+    def __init__(self, dispatch: str = "longest", *, exact: bool = False):
+        """`dispatch`: one of skew.DISPATCHES. `exact`: whether only workers of one version answer a
+        step."""
+        self._dispatch, self._exact = dispatch, exact
         self.reports: dict[str, Report] = {}
+        self._held: dict[str, int] = {}
 
-    def hear(self, worker: str, report: Report | None) -> None:
-        """Notes what a worker says of itself."""
+    def hear(self, worker: str, held: int, report: Report | None) -> None:
+        """Notes the version that a worker holds, and what it says of itself."""
         if report is not None:
-            self.reports[worker] = report
+            self.reports[worker], self._held[worker] = report, held
 
     def chosen(
         self,
@@ -75,7 +77,8 @@ class Fleet:
 
         `given`: what workers have of this home; `alive`: the workers that live.
         """
-        reports = {w: r for w, r in self.reports.items() if w in alive and r.slots}
+        self.reports = {w: r for w, r in self.reports.items() if w in alive}
+        reports = {w: r for w, r in self.reports.items() if r.slots and self._may_answer(w, asker)}
         if self._dispatch == "longest" or asker not in reports:
             return choose(offers, room, asker, {}, "longest")
         of_worker: dict[str, list[Offer]] = {name: [] for name in reports}
@@ -95,3 +98,7 @@ class Fleet:
                 report.pace,
             )
         return choose(offers, room, asker, fleet, self._dispatch)
+
+    def _may_answer(self, worker: str, asker: str) -> bool:
+        """Whether a worker may answer what another one is offered."""
+        return not self._exact or self._held.get(worker) == self._held.get(asker)

@@ -16,7 +16,7 @@ instances with small batches.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distflow_jax.flow.dispatch.decode_pace import Pace, step_seconds
 
@@ -100,6 +100,18 @@ def _is_swiftest(asker: str, fleet: Mapping[str, Load], offers: Sequence[Offer])
     return asker not in seconds or seconds[asker] == min(seconds.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """Several groups together."""
+
+    responses: int
+    longest: float  # tokens
+    tokens: float
+
+
+NOTHING = _Sum(0, 0.0, 0.0)
+
+
 def _most(
     offers: Sequence[Offer], order: Sequence[int], asker: str, fleet: Mapping[str, Load]
 ) -> int:
@@ -107,40 +119,47 @@ def _most(
     if not order:
         return 0
     own, others = fleet[asker], [load for name, load in fleet.items() if name != asker]
-    ends = []
-    for count in range(len(order) + 1):
-        given = set(order[:count])
-        mine = [offers[i] for i in order[:count]]
-        left = [offer for i, offer in enumerate(offers) if i not in given]
-        ends.append(max(_end(own, mine), _end_of_all(others, left)))
+    given, ends = set(order), []
+    mine = _added([offers[i] for i in order], NOTHING)
+    rest = _added((o for i, o in enumerate(offers) if i not in given), NOTHING)[-1]
+    left = _added(reversed([offers[i] for i in order]), rest)[::-1]
+    for more, others_more in zip(mine, left, strict=True):
+        ends.append(max(_end(own, more), _end_of_all(others, others_more)))
     earliest = min(ends)
     most = max(count for count, end in enumerate(ends) if end <= NEAR * earliest)
     return max(most, 1) if not own.active else most
 
 
-def _end(load: Load, more: Sequence[Offer]) -> float:
+def _added(offers: Iterable[Offer], first: _Sum) -> list[_Sum]:
+    """`first`, and then with one group after the other."""
+    sums = [first]
+    for offer in offers:
+        last = sums[-1]
+        longest = max(last.longest, offer.length)
+        sums.append(_Sum(last.responses + offer.responses, longest, last.tokens + offer.tokens))
+    return sums
+
+
+def _end(load: Load, more: _Sum) -> float:
     """Seconds until one worker has ended what it has, and `more`."""
-    active = min(load.slots, load.active + sum(offer.responses for offer in more))
+    active = min(load.slots, load.active + more.responses)
     if not active:
         return 0.0
-    longest = max([load.longest, *(offer.length for offer in more)])
-    tokens = load.tokens + sum(offer.tokens for offer in more)
-    return load.seconds(active - load.active) * max(longest, tokens / active)
+    tokens = (load.tokens + more.tokens) / active
+    return load.seconds(active - load.active) * max(load.longest, more.longest, tokens)
 
 
-def _end_of_all(loads: Sequence[Load], more: Sequence[Offer]) -> float:
+def _end_of_all(loads: Sequence[Load], more: _Sum) -> float:
     """Seconds until several workers have ended what they have, and `more`, which they share."""
-    wanted = sum(offer.responses for offer in more)
     free = sum(load.slots - load.active for load in loads)
-    share = min(1.0, wanted / free) if free else 0.0
-    rate, ends, tokens = 0.0, [], sum(load.tokens for load in loads)
+    share = min(1.0, more.responses / free) if free else 0.0
+    rate, end, swiftest = 0.0, 0.0, math.inf
     for load in loads:
         added = share * (load.slots - load.active)
-        seconds, active = load.seconds(added), load.active + added
-        rate += active / seconds
-        ends.append(load.longest * seconds)
-    if more:
-        swiftest = min(load.seconds(share * (load.slots - load.active)) for load in loads)
-        ends.append(max(offer.length for offer in more) * swiftest)
-        tokens += sum(offer.tokens for offer in more)
-    return max([0.0, *ends, tokens / rate if rate else (math.inf if tokens else 0.0)])
+        seconds = load.seconds(added)
+        rate += (load.active + added) / seconds
+        end, swiftest = max(end, load.longest * seconds), min(swiftest, seconds)
+    tokens = more.tokens + sum(load.tokens for load in loads)
+    if more.responses:
+        end = max(end, more.longest * swiftest)
+    return max(end, tokens / rate if rate else math.inf if tokens else 0.0)

@@ -196,8 +196,10 @@ class Home:
         `fleet` chooses; a lease comes with each. Further ones wait for the next question where they
         are too large for one answer. `report`: what the worker says of itself."""
         self.heard(worker, now)
-        self.fleet.hear(worker, report)
+        self.fleet.hear(worker, held, report)
         given: list[Work] = []
+        if room <= 0:
+            return given
         size = 0
         waiting = [o for o in self._open.values() if not o.worker and self._fits(o, worker, held)]
         waiting.sort(key=_priority)
@@ -335,13 +337,15 @@ class Home:
 
 def _offer(one: _Open) -> Offer:
     """A group as numbers: a response lacks at least a tenth of what was expected of it."""
-    expected = one.group.expected
+    expected, begun = one.group.expected, bool(one.ended or one.under_way)
+    if not begun:
+        count = len(one.group.samples)
+        return Offer(one.group.step, begun, count, expected, count * expected)
     left = [
         max(expected - (one.under_way[s].tokens if s in one.under_way else 0), 0.1 * expected)
         for s in one.group.samples
         if s not in one.ended
     ]
-    begun = bool(one.ended or one.under_way)
     return Offer(one.group.step, begun, len(left), max(left, default=0.0), sum(left))
 
 

@@ -52,7 +52,7 @@ def make_home_sampler(
         lease_seconds=config.lease_seconds,
         max_tries=config.max_tries,
         differs=differs,
-        fleet=Fleet(config.dispatch),
+        fleet=Fleet(config.dispatch, exact=config.swap == "boundary"),
     )
     return HomeSampler(home, lock, on_response)
 
