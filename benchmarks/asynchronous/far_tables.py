@@ -36,8 +36,9 @@ def cells_of(args: argparse.Namespace) -> list[SimulatedCell]:
     if "uneven" in args.workers:
         for speeds in ((2.0,), (1.0,), (2.0, 1.0)):
             told = {**POOL, **common, "samplers": len(speeds), "speeds": speeds}
+            if len(speeds) > 1:
+                cells.append(FarCell(**(told | {"dispatch": "longest"})))
             cells.append(FarCell(**told))
-        cells.append(FarCell(**(told | {"dispatch": "paced"})))
     if "skewed" in args.workers:
         slow = {"samplers": 4, "speeds": (1.0, 1.0, 0.5, 0.5), "slots": 64}
         for pool in ({"speeds": (1.0,) * 4, "slots": 64}, slow):

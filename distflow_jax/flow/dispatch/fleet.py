@@ -84,6 +84,7 @@ class Fleet:
         of_worker: dict[str, list[Offer]] = {name: [] for name in reports}
         for worker, offer in given:
             of_worker.setdefault(worker, []).append(offer)
+        known = [report.pace for _, report in sorted(reports.items()) if report.pace]
         fleet = {}
         for name, report in sorted(reports.items()):
             theirs = of_worker[name]
@@ -95,7 +96,7 @@ class Fleet:
                 min(active, report.slots),
                 max((o.length for o in theirs), default=0.0),
                 sum(o.tokens for o in theirs),
-                report.pace,
+                report.pace or (known or [()])[0],  # one that has just joined: as another one
             )
         return choose(offers, room, asker, fleet, self._dispatch)
 
