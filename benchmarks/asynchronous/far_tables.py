@@ -16,7 +16,7 @@ EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, 
 MOST_SLOWER = 1.05  # of the in-job cell's seconds
 LEAST_RATE = 0.9  # of the summed rates of a fast and a slow worker
 POOL = {"workload": "mild-2", "schedule": "in_flight", "lag": 4, "training": 32}
-SKEW = {"workload": "heavy-2", "schedule": "in_flight", "lag": 2, "samplers": 4}
+SKEW = {"workload": "heavy-2", "schedule": "in_flight", "lag": 2, "samplers": 4, "training": 16}
 KNOWN = 0.5  # share of the lengths' variance that is of rows
 HEADER = (
     "| cell | s a step | tokens/s | beside | ratio | workers idle | CPU of the machine | |\n"
