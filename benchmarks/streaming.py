@@ -27,6 +27,11 @@ rate of 0: all schedules have the same responses. A step cannot be shorter than 
 the number of cores; the share of that bound is printed. A model passes if no schedule that runs
 ahead is slower than the synchronous one.
 
+With --workers samplers are programs outside the job, which join it over the real wire. "equal":
+workers with the devices of a cell take at most 1.05 of its seconds. "uneven": a worker and one that
+is twice as fast reach 0.9 of the sum of their rates alone. "skewed": the rules of flow.dispatch,
+on lengths of which half of the variance is of rows that come again.
+
 With --budget rollouts on shared devices end by a budget of tokens, beside those that end with their
 step's groups. Their seconds must vary at least 3x less, and nothing that was sampled may be lost.
 """
@@ -43,7 +48,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from asynchronous import budgets
+from asynchronous import budgets, far_tables
+from asynchronous.far_worker import join_runs
 from asynchronous.real_cells import MODELS, RealCell
 from asynchronous.simulated_run import PROCESSES, SimulatedCell
 from asynchronous.worker import KINDS, Cell, run_cells
@@ -60,6 +66,8 @@ from streaming_model import (
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
+FAR = ("equal", "uneven", "skewed")  # kinds of runs with workers
+FAR_SECONDS = 60.0  # for workers to end after the last run
 RESPONSES = PROMPTS * SAMPLES  # of a step
 # the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
 FIGURES = {
@@ -146,14 +154,19 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
     parser.add_argument("--budget", action="store_true", help="instead: rollouts with a budget")
+    parser.add_argument(
+        "--workers", default="", help=f"instead: samplers outside the job, of {', '.join(FAR)}"
+    )
     parser.add_argument("--workdir", default="", help="keep the runs in this new folder")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--far", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args()
     known = {
         "cells": set(names.split(",")),
         "schedules": set(schedules),
         "real": set(MODELS),
+        "workers": set(FAR),
     }
     for name, values in known.items():
         chosen = [value for value in getattr(args, name).split(",") if value]
@@ -189,22 +202,40 @@ def run_folder(args: argparse.Namespace) -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-def run_job(cells: Sequence[Cell], folder: pathlib.Path, *, processes: int = PROCESSES) -> None:
-    """Makes runs in a job of processes with two devices each. Raises RuntimeError if it fails."""
+def run_job(
+    cells: Sequence[Cell], folder: pathlib.Path, *, processes: int = PROCESSES, workers: int = 0
+) -> None:
+    """Makes runs in a job of processes with two devices each, with workers beside them. Raises
+    RuntimeError if it fails."""
     spec = folder / "cells.json"
     spec.write_text(json.dumps([[type(cell).__name__, vars(cell)] for cell in cells]))
     launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=2"]
     command = [*launch, "--", "benchmarks/streaming.py", f"--worker={spec}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    with contextlib.ExitStack() as beside:
+        for number in range(workers):
+            beside.enter_context(_far_worker(spec, number, env))
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True
+        )
     if done.returncode:
         raise RuntimeError(f"the job failed:\n{done.stdout[-6000:]}{done.stderr[-2000:]}")
+
+
+@contextlib.contextmanager
+def _far_worker(spec: pathlib.Path, number: int, env: dict[str, str]) -> Iterator[None]:
+    """A worker outside the job, which ends after the last run; its log is beside the cells."""
+    command = [sys.executable, "benchmarks/streaming.py", f"--worker={spec}", f"--far={number}"]
+    with open(spec.with_name(f"far-{number}.log"), "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        try:
+            yield
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a job that failed
+                process.wait(FAR_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Window:
@@ -428,14 +459,31 @@ def compare_budgets(args: argparse.Namespace) -> tuple[list[dict[str, Any]], boo
     return results, budgets.passes(results)
 
 
+def compare_workers(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Prints the table of runs with workers; returns their numbers, and whether they pass."""
+    cells = far_tables.cells_of(args)
+    with run_folder(args) as folder:
+        run_job(cells, folder, workers=max(len(getattr(c, "speeds", ())) for c in cells))
+        found = [far_tables.measured(cell, Window(cell, folder), folder) for cell in cells]
+    cpu = "own_cpu" if args.beside_others else "machine_cpu"
+    results = far_tables.compared(found, MOST_CPU, cpu)
+    print("\n".join([far_tables.HEADER, *map(far_tables.line, results)]), flush=True)
+    return results, not any(x["problems"] for x in results)
+
+
 def main() -> int:
     """Prints tables; returns the exit code."""
     args = parse_arguments()
     if args.worker:
         spec = pathlib.Path(args.worker)
-        run_cells([KINDS[n](**c) for n, c in json.loads(spec.read_text())], spec.parent)
+        cells = [KINDS[n](**c) for n, c in json.loads(spec.read_text())]
+        if args.far < 0:
+            run_cells(cells, spec.parent)
+        else:
+            join_runs(cells, spec.parent, args.far)
         return 0
     kind = compare_budgets if args.budget else compute if args.real else simulate
+    kind = compare_workers if args.workers else kind
     results, passed = kind(args)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(results, indent=1))

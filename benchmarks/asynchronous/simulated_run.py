@@ -86,6 +86,11 @@ class SimulatedCell:
         return self.schedule in ("boundary", "in_flight", "waves", "stagger")
 
     @property
+    def trainers(self) -> int:
+        """Simulated devices that train, of all processes."""
+        return DEVICES - self.samplers if self.own_devices else self.samplers
+
+    @property
     def name(self) -> str:
         """Of its folder."""
         budget = f"-{self.round_tokens}" if self.round_tokens else ""
@@ -230,19 +235,22 @@ class SimulatedRun(MarkedRun):
         self.cell, here = cell, processes.process_count()
         self.sampler = self.trainer = Lane(cell.samplers // here)
         if cell.own_devices:
-            self.trainer = Lane((DEVICES - cell.samplers) // here)
+            self.trainer = Lane(cell.trainers // here)
         super().__init__(*given)
+
+    def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
+        """What samples in this process; None: workers do."""
+        lengths = self.cell.lengths.lengths
+        engine = simulated_engine(
+            self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths
+        )
+        return engine, SimulatedSync(costs.swap, self.sampler)
 
     def make_runtime(self) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
-        workload = self.cell.lengths
-        costs = Costs.of(workload)
-        engine = simulated_engine(
-            self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), workload.lengths
-        )
-        sync = SimulatedSync(costs.swap, self.sampler)
+        costs = Costs.of(self.cell.lengths)
         spans, phase = self.instruments.spans, self.phases.span
-        runtime = build(self.prepared, spans, phase, sampler=(engine, sync))
+        runtime = build(self.prepared, spans, phase, sampler=self.make_sampler(costs))
         waves = runtime.waves
         simulated = {
             name: SimulatedProgram(

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
+from asynchronous.far_cells import FarCell
 from asynchronous.real_cells import RealCell
 from asynchronous.simulated_run import SimulatedCell
 from asynchronous.wave_cells import WaveCell
@@ -19,7 +20,7 @@ from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 Cell = SimulatedCell | RealCell | WaveCell
-KINDS = {kind.__name__: kind for kind in (SimulatedCell, RealCell, WaveCell)}
+KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell, WaveCell)}
 
 
 def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:

@@ -215,7 +215,7 @@ class Flow:
         """Decode calls since the last call of this, and what the producer has measured."""
         with self._lock:
             before, self._calls = self._calls, self.producer.counts().generate_calls
-            more = self.producer.measured()
+            more = self.producer.measured(self.swaps.waited)
         return {"perf/generate_calls": self._calls - before} | more
 
     def save(self, step: int) -> None:

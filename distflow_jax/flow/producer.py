@@ -155,8 +155,9 @@ class Producer:
         """JSON values for checkpoints, which this process's samples need; under `lock`."""
         return {}
 
-    def measured(self) -> dict[str, float]:
-        """Metrics of what samples for this process; under `lock`."""
+    def measured(self, waited: float) -> dict[str, float]:
+        """Metrics of what samples for this process; under `lock`. `waited`: seconds for which the
+        training has waited for samples so far."""
         return {}
 
     def given_up(self) -> list[int]:

@@ -30,6 +30,7 @@ from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, PromptEncoder, SamplerShare
+from distflow_jax.data.ranking.length_ranker import LengthRanker
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.observed_pictures import Sight
@@ -395,6 +396,8 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
+    if config.flow.dispatch == "skewed":
+        loader.lengths.unseen = LengthRanker.of(dataset).expected
     return loader
 
 

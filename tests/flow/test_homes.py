@@ -9,6 +9,8 @@ import random
 
 import pytest
 
+from distflow_jax.flow.dispatch.fleet import Fleet, Report
+from distflow_jax.flow.dispatch.skew import DISPATCHES
 from distflow_jax.flow.homes.home import Begun, Home, Piece
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
@@ -193,6 +195,7 @@ class Job:
                 lease_seconds=LEASE,
                 max_tries=2,
                 differs=unlike,
+                fleet=Fleet(self.random.choice(DISPATCHES), exact=self.exact),
             )
             for _ in range(self.processes)
         ]
@@ -304,7 +307,12 @@ class Job:
                 self.send(name, key, task, goes_on=False)
             return
         room = self.random.randrange(6)
-        given = self.homes[place].ask(name, worker["held"], room, self.now)
+        report = None
+        if self.random.random() < 0.9:
+            active = SAMPLES * len(worker["tasks"])
+            pace = ((1.0, self.random.uniform(0.1, 2)), (8.0, self.random.uniform(0.1, 9)))
+            report = Report(active + room, active, pace)
+        given = self.homes[place].ask(name, worker["held"], room, self.now, report)
         if self.random.random() < 0.05:
             return  # the answer is lost
         for work in given:

@@ -230,6 +230,11 @@ SIZES = [
     ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
     ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; 127.0.0.1:0 is any free port"),
     ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
+    ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, skewed, got 'fair'"),
+    (
+        "flow.dispatch=skewed",
+        "flow.dispatch='skewed' says which worker gets which groups, and without flow.workers=True",
+    ),
     (
         "flow.lease_seconds=8",
         "flow.lease_seconds=8 would end between two words of a worker: use at least 10, twice",

@@ -13,6 +13,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distflow_jax.flow.dispatch.fleet import Fleet, Report
+from distflow_jax.flow.dispatch.skew import Offer
 from distflow_jax.flow.lag_rule import Rule
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
@@ -41,6 +43,7 @@ class Begun:
     order: tuple[float, ...]  # of groups of one step, lowest first
     content: Any  # what a worker needs to answer it
     size: int = 0  # bytes of it, where they are many
+    expected: float = 1.0  # tokens of a response
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,6 +100,7 @@ class Home:
       lease_seconds: after which a group without news of its worker is given to another one.
       max_tries: failures of a group after which it is given up.
       differs: where two results of one response differ and should not; None: nowhere.
+      fleet: says which of the groups that may begin a worker gets.
 
     Attributes:
       newest: version of the newest weights that workers can get.
@@ -114,8 +118,9 @@ class Home:
         lease_seconds: float,
         max_tries: int,
         differs: Callable[[Any, Any], Any] = lambda first, second: None,
+        fleet: Fleet | None = None,
     ):
-        self.counts = HomeCounts()
+        self.counts, self.fleet = HomeCounts(), fleet or Fleet()
         self.newest = version
         self._rule, self._exact, self._oldest = rule, exact, version
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
@@ -184,20 +189,26 @@ class Home:
 
     # -- the workers' side ------------------------------------------------------------------------
 
-    def ask(self, worker: str, held: int, room: int, now: float) -> list[Work]:
-        """Gives a worker that holds a version groups with room for their responses, at least one
-        where it has any room; a lease comes with each. Further ones wait for the next question
-        where they are too large for one answer."""
+    def ask(
+        self, worker: str, held: int, room: int, now: float, report: Report | None = None
+    ) -> list[Work]:
+        """Gives a worker that holds a version groups with room for their responses, those that
+        `fleet` chooses; a lease comes with each. Further ones wait for the next question where they
+        are too large for one answer. `report`: what the worker says of itself."""
         self.heard(worker, now)
+        self.fleet.hear(worker, held, report)
         given: list[Work] = []
+        if room <= 0:
+            return given
         size = 0
         waiting = [o for o in self._open.values() if not o.worker and self._fits(o, worker, held)]
-        for one in sorted(waiting, key=_priority):
-            left = len(one.group.samples) - len(one.ended)
+        waiting.sort(key=_priority)
+        leased = ((o.worker, _offer(o)) for o in self._open.values() if o.worker)
+        chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, self.workers)
+        for one in (waiting[place] for place in chosen):
             size += one.group.size
-            if room <= 0 or (given and size > ANSWER_BYTES):
+            if given and size > ANSWER_BYTES:
                 break
-            room -= left
             one.worker, one.until = worker, now + self._lease_seconds
             given.append(Work(one.group, {**one.under_way, **one.ended}))
         self.counts.given += len(given)
@@ -322,6 +333,20 @@ class Home:
         del self._open[one.group.key]
         self._complete.append((one.group, one.ended))
         return True
+
+
+def _offer(one: _Open) -> Offer:
+    """A group as numbers: a response lacks at least a tenth of what was expected of it."""
+    expected, begun = one.group.expected, bool(one.ended or one.under_way)
+    if not begun:
+        count = len(one.group.samples)
+        return Offer(one.group.step, begun, count, expected, count * expected)
+    left = [
+        max(expected - (one.under_way[s].tokens if s in one.under_way else 0), 0.1 * expected)
+        for s in one.group.samples
+        if s not in one.ended
+    ]
+    return Offer(one.group.step, begun, len(left), max(left, default=0.0), sum(left))
 
 
 def _priority(one: _Open) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
+from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home import Begun, Home, Key, Work
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.workers.frames import pieces_of, progress_of
@@ -80,7 +81,8 @@ class HomeSampler:
         with self._lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
             self._requests[key] = request
-            group = Begun(key, request.turn, request.samples, order, request, size)
+            expected = max(request.prompt.expected_length, 1.0)
+            group = Begun(key, request.turn, request.samples, order, request, size, expected)
             self.home.begin(group, pieces)
 
     def round(self) -> list[tuple[Key, list[Episode]]]:
@@ -162,9 +164,11 @@ class HomeSampler:
         _tell_differing(self.home, worker)
         return dropped
 
-    def ask(self, worker: str, held: int, room: int) -> list[tuple[Key, GroupRequest, Progress]]:
+    def ask(
+        self, worker: str, held: int, room: int, report: Report | None = None
+    ) -> list[tuple[Key, GroupRequest, Progress]]:
         """Gives a worker that holds a version requests for so many responses."""
-        given = self.home.ask(worker, held, room, time.monotonic())
+        given = self.home.ask(worker, held, room, time.monotonic(), report)
         return [_request(work) for work in given]
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
+from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
 from distflow_jax.flow.workers.wire import Refused, Unreachable
@@ -58,7 +59,8 @@ class Worker:
         responses at a time; `cache`: as of Scheduler.load; `ended`: where it puts responses."""
         self._sampler, self._ended = sampler, ended
         self._pull, self._pace, self._slots, self._cache = pull, pace, slots, cache
-        self._shared = Shared(version=sampler.version, newest=links.newest)
+        times = SlotTimes(slots)
+        self._shared = Shared(version=sampler.version, newest=links.newest, times=times)
         self._talk = Talk(links, joining, self._shared, orphan_seconds=pace.orphan)
         self._open: dict[Key, GroupRequest] = {}
         self._pulling: tuple[int, Links, Future[Any]] | None = None
@@ -114,14 +116,17 @@ class Worker:
         for key, _ in ended:
             del self._open[key]
             self.groups += 1
-        calls = sampler.counts.generate_calls
+        counts = sampler.counts
+        calls = counts.generate_calls
         with shared.lock:
             shared.calls += calls - self._calls
             self._calls = calls
             for key, episodes in ended:
                 shared.goes[key] = Progress({e.response.sample: e for e in episodes})
             coming = sum(work.request.sampling.num_samples for work in shared.came)
-            shared.room = max(0, self._slots - self._under_way() - coming)
+            under_way = self._under_way()
+            shared.times.round(under_way, counts.tokens)
+            shared.room = max(0, self._slots - under_way - coming)
             if self._open:
                 shared.asked = 0
             if time.monotonic() >= self._next_save and self._open and shared.saves is None:

@@ -8,6 +8,7 @@ import threading
 import time
 
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Joining, Links
@@ -47,6 +48,7 @@ class Shared:
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
+    times: SlotTimes = dataclasses.field(default_factory=SlotTimes)
     rejoined: bool = False  # the run was started again
     over: bool = False  # the run has ended, or the worker shall end
 
@@ -131,9 +133,11 @@ class Talk:
         for caller in callers[first:] + callers[:first]:
             with shared.lock:
                 room, held = shared.room, shared.version
+                report = shared.times.report(room).facts()
             if shared.over or held < 0:
                 room = 0
-            answer = self._call(caller, "ask", Frame({"version": held, "room": room}))
+            told = {"version": held, "room": room, "report": report}
+            answer = self._call(caller, "ask", Frame(told))
             if answer is None:
                 return False
             work = work_of(answer)

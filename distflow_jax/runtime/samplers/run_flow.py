@@ -263,7 +263,9 @@ def _producer(
     writers = {task.node.id: task.layout for task in plan.tasks}
     kind: Callable[..., Producer] = Producer
     if config.flow.workers:
-        kind = functools.partial(HomeProducer, given_up=given_up)
+        kind = functools.partial(
+            HomeProducer, given_up=given_up, trainers=processes.process_count()
+        )
     return kind(
         sampler,
         admission,

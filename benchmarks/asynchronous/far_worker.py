@@ -1,0 +1,156 @@
+"""What every worker outside the job does: it joins one run after the other."""
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from asynchronous.engine import DecodeCosts, SimulatedEngine
+from asynchronous.far_cells import FarCell
+from asynchronous.lanes import Lane, wait_until
+from asynchronous.marked_run import own_cpu_seconds
+from streaming_model import EXPOSED, SLOT_STEP, STEP, Costs
+
+from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
+from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.workers.agreement import shared_tables
+from distflow_jax.flow.workers.doors import read_doors
+from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
+from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.models.parameters import abstract_params, param_shardings
+from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.notebook import load_config
+from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import config_table, settle
+from distflow_jax.planning.sizes import Sizes, derive_sizes
+from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.sampler import SamplerState
+
+START_SECONDS = 300.0  # for trainers to open their doors
+
+
+class RowLengths:
+    """Lengths of responses by prompt and row."""
+
+    def __init__(self, cell: FarCell):
+        self._cell = cell
+        self.rows: dict[int, int] = {}  # by counter
+        self._known: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, counter: int, sample: int) -> int:
+        """Tokens of a response."""
+        with self._lock:
+            if counter not in self._known:
+                self._known[counter] = self._cell.drawn(counter, self.rows[counter])
+            return int(self._known[counter][sample])
+
+
+class SimulatedSampler(EpisodeSampler):
+    """An EpisodeSampler whose swaps take seconds of its devices."""
+
+    def __init__(self, *given: Any, lane: Lane, lengths: RowLengths, swap: float, **options: Any):
+        """`swap`: seconds for which it does not decode; the rest as EpisodeSampler."""
+        super().__init__(*given, **options)
+        self._lane, self._row_lengths, self._swap = lane, lengths, swap
+
+    def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
+        """Adds a request."""
+        self._row_lengths.rows[request.prompt.counter] = request.prompt.row
+        super().submit(key, request, progress)
+
+    def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
+        """Swaps the weights."""
+        self._lane.run("swap", self._swap)
+        super().load(params, version, cache=cache)
+
+
+def join_runs(cells: Sequence[FarCell], folder: pathlib.Path, number: int) -> None:
+    """Samples for the runs of all cells that have a worker of this number, one after the other."""
+    for cell in cells:
+        place = folder / cell.name
+        if not isinstance(cell, FarCell) or number >= len(cell.speeds):
+            continue
+        end = time.monotonic() + START_SECONDS * (1 + len(cells))
+        while read_doors(place) is None and time.monotonic() < end:
+            time.sleep(0.2)
+        _sample(cell, place, number)
+
+
+def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
+    config = load_config(cell.config, cell.settings()).config
+    config, graph = settle(config)
+    source = open_model(config.model.source, **config.model.options())
+    tables = shared_tables(config_table(config), processes.code_table(), source.tokenizer)
+    joining = Joining(str(place), f"worker-{number}-{os.getpid()}", tables)
+    links = joining.first()
+    if links is None:
+        return
+    own = dataclasses.replace(config, mesh=MeshConfig())
+    sizes = derive_sizes(own, source.config, Machine.current(), graph)
+    lane, lengths, speed = Lane(cell.devices), RowLengths(cell), cell.speeds[number]
+    engine = SimulatedEngine(
+        source.config,
+        sizes.engine,
+        mesh_lib.sampler_mesh(1, submesh=sizes.sampler_submesh),
+        stop_ids=source.tokenizer.stop_ids,
+        token=source.tokenizer.encode("7")[0],
+        lane=lane,
+        costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
+        lengths=lengths,
+    )
+    swap, ended = Costs.of(cell.lengths).swap, collections.deque[Response]()
+    state = SamplerState(_weights(), links.first_version, engine.init_decode_state())
+    sampler = SimulatedSampler(
+        *(engine, state),
+        on_response=ended.append,
+        lane=lane,
+        lengths=lengths,
+        swap=EXPOSED * swap,
+    )
+    began, cpu = time.perf_counter(), own_cpu_seconds()
+    worker = Worker(
+        *(sampler, links, joining, _Pull(source, sizes, (1 - EXPOSED) * swap)),
+        Pace(config.flow.save_seconds, 60.0),
+        slots=sizes.engine.slots,
+        cache=config.flow.cache,
+        ended=ended,
+    )
+    worker.serve()
+    seconds = time.perf_counter() - began
+    found = {
+        "seconds": seconds,
+        "cpu": (own_cpu_seconds() - cpu) / seconds,
+        "busy": dict(lane.busy),
+    }
+    (place / f"far-{number}.json").write_text(json.dumps(found))
+
+
+class _Pull:
+    """Pulls the real weights, which are few, and takes the seconds of many."""
+
+    def __init__(self, source: ModelSource, sizes: Sizes, seconds: float):
+        shardings = param_shardings(source.config, mesh_lib.replica_mesh(1, jax.devices()[:1]))
+        self._target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
+        self._seconds = seconds
+
+    def __call__(self, links: Links, version: int) -> Any:
+        end = time.perf_counter() + self._seconds
+        WeightPull(links.callers).pull(version, self._target, 60.0, links.incarnation)
+        wait_until(end)
+        return _weights()
+
+
+def _weights() -> Any:
+    return {"weights": jnp.zeros(())}

@@ -1,0 +1,1 @@
+"""Ranking: expected response lengths of prompts that were never answered."""

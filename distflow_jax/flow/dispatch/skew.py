@@ -1,0 +1,165 @@
+"""Dispatch by expected lengths and measured times: a pure function over plain numbers.
+
+A worker that asks gets some of the groups that may begin. Three rules say which:
+
+- longest: the longest expected first, as many as the worker has slots for.
+- paced: the same, but at most as many as keep the end of the step earliest. A worker that decodes
+  half as fast takes half as much, and leaves the rest to others.
+- skewed: paced, and the longest expected fifth of a step is for the workers whose decode steps are
+  the shortest: of equal workers those with the fewest active slots. Others get it last.
+
+The end of a step is predicted by the seconds of a decode step that each worker has measured, and
+the tokens that are expected. Nothing waits for ever: a worker without an active slot always gets
+something. Zhong et al. 2025 (StreamRL, arxiv.org/abs/2504.15930), sec. 5, give long responses to
+instances with small batches.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from distflow_jax.flow.dispatch.decode_pace import Pace, step_seconds
+
+DISPATCHES = ("longest", "paced", "skewed")
+LONG_SHARE = 0.2  # of a step's groups
+NEAR = 1.01  # ends that differ by less count as equal: then more is given
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """A group that may begin, as numbers."""
+
+    step: int  # that trains it
+    begun: bool  # some of its tokens are known
+    responses: int  # that have not ended
+    length: float  # expected tokens that the longest of these lacks
+    tokens: float  # expected tokens that all of them lack
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A worker, as numbers."""
+
+    slots: int
+    active: int  # of the slots
+    longest: float  # expected tokens that the longest of its responses lacks
+    tokens: float  # expected tokens that all of them lack
+    pace: Pace
+
+    def seconds(self, more: float = 0.0) -> float:
+        """Seconds of a decode step with `more` active slots than now, at most all."""
+        return step_seconds(self.pace, min(self.slots, self.active + more))
+
+
+def choose(
+    offers: Sequence[Offer], room: int, asker: str, fleet: Mapping[str, Load], dispatch: str
+) -> list[int]:
+    """Places of the offers that a worker gets, in order, each once.
+
+    `offers`: groups that the worker may answer, in the order of steps and expected lengths. `room`:
+    responses that it has slots for; the last group may exceed it. `fleet`: all workers by name,
+    the one that asks among them.
+    """
+    order = list(range(len(offers)))
+    if dispatch == "skewed" and not _is_swiftest(asker, fleet, offers):
+        long = _longest_fifth(offers)
+        order.sort(key=lambda i: (offers[i].step, not offers[i].begun, i in long))
+    fitting = _fitting([offers[i].responses for i in order], room)
+    if dispatch != "longest" and len(fleet) > 1:
+        most = _most(offers, order[:fitting], asker, fleet)
+        begun = sum(1 for i in order[:fitting] if offers[i].begun)
+        fitting = min(fitting, max(most, begun))
+    return order[:fitting]
+
+
+def _fitting(responses: Sequence[int], room: int) -> int:
+    """How many groups find room, the last one in part."""
+    for place, count in enumerate(responses):
+        if room <= 0:
+            return place
+        room -= count
+    return len(responses)
+
+
+def _longest_fifth(offers: Sequence[Offer]) -> set[int]:
+    """Places of the longest expected fifth of the first step; none where all are expected equal."""
+    first = [i for i, offer in enumerate(offers) if offer.step == offers[0].step]
+    count = math.ceil(LONG_SHARE * len(first))
+    first.sort(key=lambda i: (-offers[i].length, i))
+    if len(first) <= count or offers[first[0]].length <= offers[first[-1]].length:
+        return set()
+    return set(first[:count])
+
+
+def _is_swiftest(asker: str, fleet: Mapping[str, Load], offers: Sequence[Offer]) -> bool:
+    """Whether the one that asks decodes a group's responses in the shortest steps, of all that have
+    a free slot."""
+    more = offers[0].responses if offers else 0
+    free = {name: load for name, load in fleet.items() if load.active < load.slots}
+    seconds = {n: (load.seconds(more), load.active, n) for n, load in free.items()}
+    return asker not in seconds or seconds[asker] == min(seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """Several groups together."""
+
+    responses: int
+    longest: float  # tokens
+    tokens: float
+
+
+NOTHING = _Sum(0, 0.0, 0.0)
+
+
+def _most(
+    offers: Sequence[Offer], order: Sequence[int], asker: str, fleet: Mapping[str, Load]
+) -> int:
+    """How many of the groups in `order` keep the predicted end earliest."""
+    if not order:
+        return 0
+    own, others = fleet[asker], [load for name, load in fleet.items() if name != asker]
+    given, ends = set(order), []
+    mine = _added([offers[i] for i in order], NOTHING)
+    rest = _added((o for i, o in enumerate(offers) if i not in given), NOTHING)[-1]
+    left = _added(reversed([offers[i] for i in order]), rest)[::-1]
+    for more, others_more in zip(mine, left, strict=True):
+        ends.append(max(_end(own, more), _end_of_all(others, others_more)))
+    earliest = min(ends)
+    most = max(count for count, end in enumerate(ends) if end <= NEAR * earliest)
+    return max(most, 1) if not own.active else most
+
+
+def _added(offers: Iterable[Offer], first: _Sum) -> list[_Sum]:
+    """`first`, and then with one group after the other."""
+    sums = [first]
+    for offer in offers:
+        last = sums[-1]
+        longest = max(last.longest, offer.length)
+        sums.append(_Sum(last.responses + offer.responses, longest, last.tokens + offer.tokens))
+    return sums
+
+
+def _end(load: Load, more: _Sum) -> float:
+    """Seconds until one worker has ended what it has, and `more`."""
+    active = min(load.slots, load.active + more.responses)
+    if not active:
+        return 0.0
+    tokens = (load.tokens + more.tokens) / active
+    return load.seconds(active - load.active) * max(load.longest, more.longest, tokens)
+
+
+def _end_of_all(loads: Sequence[Load], more: _Sum) -> float:
+    """Seconds until several workers have ended what they have, and `more`, which they share."""
+    free = sum(load.slots - load.active for load in loads)
+    share = min(1.0, more.responses / free) if free else 0.0
+    rate, end, swiftest = 0.0, 0.0, math.inf
+    for load in loads:
+        added = share * (load.slots - load.active)
+        seconds = load.seconds(added)
+        rate += (load.active + added) / seconds
+        end, swiftest = max(end, load.longest * seconds), min(swiftest, seconds)
+    tokens = more.tokens + sum(load.tokens for load in loads)
+    if more.responses:
+        end = max(end, more.longest * swiftest)
+    return max(end, tokens / rate if rate else math.inf if tokens else 0.0)
