@@ -77,8 +77,8 @@ class HomeDoor:
             if text := difference(name, ours, theirs):
                 raise Refused(text)
         with self._lock:
-            if not self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS):
-                raise Refused("the trainers are starting; try again")
+            # an answer without the homes means that the trainers are starting: try again
+            self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS)
             self._sampler.home.heard(worker, time.monotonic())
             return Frame({**self._facts, **self._state(worker)})
 

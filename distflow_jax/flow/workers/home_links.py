@@ -13,10 +13,15 @@ from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 
 JOIN_SECONDS = 10.0  # for the trainers' answer
+TELL_SECONDS = 60.0  # between two words on trainers that do not answer
 CALL_SECONDS = 30.0
 TRY_SECONDS = 0.5  # between two tries
 
 log = logging.getLogger("distflow_jax")
+
+
+class NobodyAnswers(ValueError):
+    """No trainer answers in time: a wrong address, or trainers that are not there."""
 
 
 @dataclasses.dataclass
@@ -56,18 +61,21 @@ class Joining:
         self._join, self._name, self._tables = join, name, tables
         self._given = addresses(join)
 
-    def first(self, seconds: float = JOIN_SECONDS) -> Links | None:
-        """Links to the homes; None if the run has ended. ValueError with the address of a home that
-        does not answer in time, or the reason for which it refuses."""
-        links, why = self._joined(seconds)
+    def first(
+        self, seconds: float = JOIN_SECONDS, stopped: Callable[[], bool] = lambda: False
+    ) -> Links | None:
+        """Links to the homes; None if the run has ended. NobodyAnswers, with its address, where a
+        home does not answer in time, or before `stopped()`; ValueError with the reason for which it
+        refuses."""
+        links, why = self._joined(seconds, stopped)
         if why:
-            raise ValueError(why)
+            raise NobodyAnswers(why)
         return links
 
     def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
         """Links to the homes of a run that was started again, or answers again.
 
-        None after `stopped()`, or if the run has ended. ValueError if nobody answers in time.
+        None after `stopped()`, or if the run has ended. NobodyAnswers if none answers in time.
         """
         end = time.monotonic() + seconds
         while True:
@@ -78,11 +86,14 @@ class Joining:
             if stopped():
                 return None
             if left <= 0:
-                raise ValueError(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+                raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
 
-    def _joined(self, seconds: float) -> tuple[Links | None, str]:
+    def _joined(
+        self, seconds: float, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Links | None, str]:
         """(links or None after the end of the run, "" or why there are none)."""
         end, why = time.monotonic() + seconds, ""
+        told = time.monotonic()
         while True:
             doors = None if self._given else read_doors(self._join)
             if doors is not None and doors.ended:
@@ -94,12 +105,16 @@ class Joining:
                 )
             for address in homes:
                 try:
-                    links = self._meet(address, max(TRY_SECONDS, end - time.monotonic()))
+                    left = min(JOIN_SECONDS, end - time.monotonic())
+                    links = self._meet(address, max(TRY_SECONDS, left))
                     return links, ""
                 except Unreachable as error:
                     why = f"no trainer answers at {error}"
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or stopped():
                 return None, why
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                log.warning("%s; waiting for %.0f s more", why, end - told)
             time.sleep(TRY_SECONDS)
 
     def _meet(self, address: str, seconds: float) -> Links:
@@ -131,7 +146,10 @@ class Joining:
             answer = caller.call("hello", sent, max(TRY_SECONDS, end - time.monotonic()))
         except Refused as error:
             raise ValueError(f"{caller.address}: {error}") from error
-        return Frame.of_bytes(answer).facts
+        facts = Frame.of_bytes(answer).facts
+        if "homes" not in facts:
+            raise Unreachable(f"{caller.address}: the trainers are starting")
+        return facts
 
 
 def leave(links: Links) -> None:

@@ -20,7 +20,7 @@ from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import addresses, check_listen
-from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
@@ -39,7 +39,7 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.weight_relay import Relay
-from distflow_jax.watchdog.exit_codes import EXIT_DONE
+from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
 PULL_SECONDS = 600.0  # for a version of the weights to come
@@ -53,16 +53,18 @@ def run_worker(
     stop: StopSignal,
     *,
     chosen: Collection[str] = (),
+    join_seconds: float,
     orphan_seconds: float,
     foreign: EngineChoice | None = None,
     listen: str = "",
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
+    EXIT_PREEMPTED: it was stopped before. `join_seconds`: for the trainers' first answer.
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
     program that samples; None: one of ours. `listen`: HOST:PORT where other workers get the weights
-    that this one has pulled; "": nowhere. Raises ValueError for user errors, and if trainers do
-    not answer for `orphan_seconds`.
+    that this one has pulled; "": nowhere. Raises ValueError for user errors, and NobodyAnswers if
+    trainers do not answer in time, or later for `orphan_seconds`.
     """
     if listen:
         check_listen("--listen", listen)
@@ -83,7 +85,7 @@ def run_worker(
     table = config_table(config)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     joining = Joining(join, name, shared_tables(table, processes.code_table(), source.tokenizer))
-    links = joining.first()
+    links = joining.first(join_seconds, stop.is_set)
     if links is None:
         log.info("the run has ended")
         return EXIT_DONE
@@ -97,7 +99,7 @@ def run_worker(
             opened = _own_engine(config, graph, source, relay)
         else:
             opened = _foreign_engine(foreign, config, graph, source, files, relay)
-        first = _first_weights(joining, links, opened.pull)
+        first = _first_weights(joining, links, opened.pull, join_seconds)
         if first is None:
             return EXIT_DONE
         links, weights = first
@@ -124,10 +126,12 @@ def run_worker(
     print(f"ended after {worker.groups} groups", flush=True)
     if relay is not None:
         print(f"other workers got {relay.shelf.bytes_served} bytes of weights", flush=True)
-    return EXIT_DONE
+    return EXIT_DONE if worker.finished else EXIT_PREEMPTED
 
 
-def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, Any] | None:
+def _first_weights(
+    joining: Joining, links: Links, pull: Pull, seconds: float
+) -> tuple[Links, Any] | None:
     """(links, weights of their first version); None if the run has ended.
 
     Trainers that go on meanwhile have newer ones. ValueError for weights that do not come.
@@ -137,13 +141,14 @@ def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, A
             return links, pull(links, links.first_version)
         except (Refused, Unreachable) as error:
             links.close()
-            again = joining.first()
+            again = joining.first(seconds)
             if again is None:
                 return None
             before = (links.incarnation, links.first_version)
             if (again.incarnation, again.first_version) == before:
                 again.close()
-                raise ValueError(f"the weights did not come: {error}") from error
+                kind = NobodyAnswers if isinstance(error, Unreachable) else ValueError
+                raise kind(f"the weights did not come: {error}") from error
             links = again
 
 
