@@ -288,6 +288,7 @@ WORKER = Subcommand(
             "The run's folder, or HOST:PORT of a trainer; further ones after commas.",
             required=True,
         ),
+        number("join_seconds", 9.0, "Time for the trainers' first answer.", 0.0),
         number(
             "orphan_seconds",
             600.0,
@@ -328,9 +329,11 @@ WORKER = Subcommand(
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as
 rollout.num_slots and mesh.rollout_tensor, may differ. With HOST:PORT the run's
-token comes from DISTFLOW_TOKEN. The worker ends with the run, and after SIGTERM
-once the trainers have what it sampled. See docs/workers.md; engines of other
-programs are in docs/foreign_engines.md.""",
+token comes from DISTFLOW_TOKEN. See docs/workers.md; engines of other programs
+are in docs/foreign_engines.md.
+
+Exit code 0: the run has ended. 75: SIGTERM came, and the trainers have what was
+sampled, or no trainer answers; start it again. 2: a user error.""",
     "worker_command",
 )
 

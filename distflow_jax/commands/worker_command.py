@@ -4,8 +4,11 @@ from types import SimpleNamespace
 
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.user_error import user_error
+from distflow_jax.flow.workers.home_links import NobodyAnswers, Patience
 from distflow_jax.runtime.samplers.foreign_engines import read_engine
 from distflow_jax.runtime.samplers.run_worker import run_worker
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 
@@ -13,14 +16,18 @@ def main(options: SimpleNamespace) -> int:
     """Joins a run and samples for it until it ends; returns the exit code."""
     config = from_config_dict(Config, options.config)
     foreign = read_engine(options.engine, options.engine_settings)
-    with stop_on_sigterm() as stop:
-        return run_worker(
-            config,
-            options.join,
-            stop,
-            chosen=options.chosen,
-            orphan_seconds=options.orphan_seconds,
-            foreign=foreign,
-            listen=options.listen,
-            nodes=options.nodes,
-        )
+    try:
+        with stop_on_sigterm() as stop:
+            return run_worker(
+                config,
+                options.join,
+                stop,
+                Patience(options.join_seconds, options.orphan_seconds),
+                chosen=options.chosen,
+                foreign=foreign,
+                listen=options.listen,
+                nodes=options.nodes,
+            )
+    except NobodyAnswers as error:
+        user_error(str(error))
+        return EXIT_PREEMPTED  # they may come back

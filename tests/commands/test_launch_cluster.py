@@ -333,7 +333,7 @@ def test_the_commands_of_the_page_run(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = commands_in((ROOT / "docs" / "clusters.md").read_text())
     assert [script for script, *_ in commands] == [
-        f"scripts/launch/{name}.py" for name in ("slurm", "gke", "gke", "tpu_vm")
+        f"scripts/launch/{name}.py" for name in ("slurm", "gke", "gke", "slurm", "gke", "tpu_vm")
     ]
     for script, *arguments in commands:
         assert NAMED[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0

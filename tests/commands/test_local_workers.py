@@ -7,7 +7,8 @@ import time
 import pytest
 
 from distflow_jax.commands.launch.local import parse_arguments
-from distflow_jax.commands.launch.local_workers import LocalWorkers, worker_command
+from distflow_jax.commands.launch.local_workers import LocalWorkers
+from distflow_jax.commands.launch.worker_group import worker_command
 
 
 def test_the_command_of_a_worker_is_that_of_the_run_without_what_is_the_trainers():

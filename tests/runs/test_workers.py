@@ -390,7 +390,7 @@ def test_a_worker_of_another_config_and_one_that_nobody_answers_are_refused(tmp_
         json.dumps({"incarnation": "x", "homes": ["127.0.0.1:1"], "ended": False})
     )
     alone = worker(started, folder)
-    assert alone.end() == 2
+    assert alone.end() == EXIT_PREEMPTED
     assert "no trainer answers at 127.0.0.1:1" in alone.output()
 
 

@@ -10,6 +10,7 @@ from support.tiny_model import TINY, random_params
 from configs import tiny, vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.flow.workers.home_links import Patience
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
@@ -48,7 +49,7 @@ def test_the_second_worker_gets_all_weights_from_the_first(tmp_path):
 
 def test_an_address_that_is_none_is_refused_before_the_run_is_joined():
     with pytest.raises(ValueError, match=r"--listen must be HOST:PORT, got '9100'"):
-        run_worker(Config(), "runs/none", None, orphan_seconds=1.0, listen="9100")
+        run_worker(Config(), "runs/none", None, Patience(1.0, 1.0), listen="9100")
 
 
 def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
@@ -57,7 +58,7 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
     config = from_config_dict(Config, override(vision_tiny.get_config(), settings))
     foreign = read_engine("openai:http://127.0.0.1:1", "")
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 gets token ids alone, .* --engine=own"):
-        run_worker(config, "runs/none", None, orphan_seconds=1.0, foreign=foreign)
+        run_worker(config, "runs/none", None, Patience(1.0, 1.0), foreign=foreign)
 
 
 @pytest.mark.parametrize(
@@ -76,4 +77,4 @@ def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, chang
     config = from_config_dict(Config, override(tiny.get_config(), flags))
     listen = changed.get("listen", "")
     with pytest.raises(ValueError, match=message):
-        run_worker(config, "runs/none", None, orphan_seconds=1.0, nodes=nodes, listen=listen)
+        run_worker(config, "runs/none", None, Patience(1.0, 1.0), nodes=nodes, listen=listen)

@@ -9,7 +9,9 @@ right to write there. For GPU nodes give --gpu=TYPE, --nodes and --gpus_per_node
 and --topology.
 When a pod exits with another code than 0, all are restarted, at most --max_restarts times: after a
 crash, and after a SIGTERM (75, with a checkpoint saved). A user error (2) ends the run.
-The cluster needs JobSet 0.6 or later.
+--workers=N starts N workers of a run with flow.workers too, as a Job with nodes of their own. A
+worker that crashes, or finds no trainer, is started again by itself.
+The cluster needs JobSet 0.6 or later, and Kubernetes 1.29 for workers.
 """
 
 import argparse
@@ -19,7 +21,8 @@ import re
 
 import yaml
 
-from distflow_jax.commands.launch import hosts
+from distflow_jax.commands.launch import gke_workers, hosts
+from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.parallel import job
 
@@ -76,6 +79,7 @@ def make_parser(program: str = "distflow launch gke") -> argparse.ArgumentParser
         default=300,
         help="time between SIGTERM and SIGKILL, for a step and a checkpoint (default 300)",
     )
+    gke_workers.add_flags(parser)
     return parser
 
 
@@ -86,6 +90,8 @@ def parse_arguments(
     options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
     check(options)
+    gke_workers.check_group(options, TPUS)
+    options.worker = group_command(options)
     return options
 
 
@@ -110,7 +116,7 @@ def check(options: argparse.Namespace) -> None:
     if not re.fullmatch(r"[^\s\"']+", options.image):
         raise ValueError(f"--image takes no spaces or quotes, got {options.image!r}")
     hosts.variables(options.env)
-    hosts.one_line("the command", options.python, *options.command)
+    hosts.one_line("the command", options.python, *options.command, *options.worker_flag)
     check_workdir(options.command, volumes(options))
 
 
@@ -179,7 +185,8 @@ def verbatim(text: str) -> str:
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """The variables that the manifest sets, equal in all pods."""
-    mine = {job.GRACE: str(options.grace_seconds)} | hosts.variables(options.env)
+    mine = {job.GRACE: str(options.grace_seconds)} | gke_workers.tls_variables(options)
+    mine |= hosts.variables(options.env)
     if num_hosts(options) * options.slices == 1:
         return mine | {"DISTFLOW_DISTRIBUTED": "off"}
     if options.tpu:
@@ -209,39 +216,42 @@ def pod_template(options: argparse.Namespace) -> dict:
         resources = {"nvidia.com/gpu": options.gpus_per_node}
     if options.spot:
         nodes["cloud.google.com/gke-spot"] = "true"
+    template = shared_template(options)
+    container = template["containers"][0]
+    template["nodeSelector"] = nodes
+    # no shell: SIGTERM goes to process 1, which must be the script
+    container["command"] = [verbatim(word) for word in (options.python, *options.command)]
+    container["env"] = [
+        {"name": name, "value": verbatim(value)} for name, value in environment(options).items()
+    ]
+    container["resources"] = {"limits": resources}
+    gke_workers.mount_tls(options, template, None)
+    if options.slices > 1:  # the hosts' network is faster between slices
+        template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return template
+
+
+def shared_template(options: argparse.Namespace) -> dict:
+    """Parts of a pod that both groups have: all but nodes, command and variables."""
     # NCCL's buffers go to /dev/shm, which has 64 MiB by default
     volume_list = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for i, (claim, path) in enumerate(volumes(options).items()):
         volume_list.append({"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{i}", "mountPath": path})
-    container = {
-        "name": "main",
-        "image": options.image,
-        # no shell: SIGTERM goes to process 1, which must be the script
-        "command": [verbatim(word) for word in (options.python, *options.command)],
-        "env": [
-            {"name": name, "value": verbatim(value)} for name, value in environment(options).items()
-        ],
-        "resources": {"limits": resources},
-        "volumeMounts": mounts,
-    }
+    container = {"name": "main", "image": options.image, "volumeMounts": mounts}
     if options.secret:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in options.secret]
     if options.directory:
         container["workingDir"] = options.directory
-    template = {
+    return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace_seconds,
-        "nodeSelector": nodes,
         # the root of a new volume belongs to root, and the image's user is another
         "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": volume_list,
     }
-    if options.slices > 1:  # the hosts' network is faster between slices
-        template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return template
 
 
 def manifest(options: argparse.Namespace) -> dict:
@@ -257,6 +267,8 @@ def manifest(options: argparse.Namespace) -> dict:
         "template": {"spec": pod_template(options)},
     }
     metadata = {"name": options.name, "namespace": options.namespace}
+    if options.workers:
+        metadata["labels"] = {gke_workers.LABEL: options.name}
     if options.tpu:  # each slice gets a node pool for itself
         pool = "cloud.google.com/gke-nodepool"
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": pool}
@@ -299,11 +311,15 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 
 
 def main(arguments: list[str], program: str = "distflow launch gke") -> int:
-    """Submits the JobSet, or prints it; returns the exit code."""
+    """Submits the JobSet, and the Job of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
-    text = yaml.safe_dump(manifest(options), sort_keys=False, width=10_000)
+    parts, shown = [manifest(options)], run_hosts(options)
+    if options.workers:
+        parts += gke_workers.worker_parts(options, shared_template(options), TPUS)
+        shown += gke_workers.worker_hosts(options)
+    text = "---\n".join(yaml.safe_dump(part, sort_keys=False, width=10_000) for part in parts)
     if options.dry_run:
-        print(f"{text}\n{hosts.describe(run_hosts(options), 'in the pods')}")
+        print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
         return 0
     return hosts.submit(["kubectl", "create", "--filename=-"], text)
 

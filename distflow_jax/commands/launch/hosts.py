@@ -141,8 +141,20 @@ def describe(hosts: Sequence[Host], where: str) -> str:
 
 def submit(command: Sequence[str], text: str | None = None) -> int:
     """Runs a cluster's own program with `text` as its input; returns its exit code."""
+    return _run(command, text).returncode
+
+
+def submitted(command: Sequence[str], text: str) -> tuple[int, str]:
+    """(exit code, output without spaces at its ends) of a cluster's own program; see `submit`."""
+    done = _run(command, text, stdout=subprocess.PIPE)
+    return done.returncode, done.stdout.strip()
+
+
+def _run(
+    command: Sequence[str], text: str | None, stdout: int | None = None
+) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, input=text, text=True, check=False).returncode
+        return subprocess.run(command, input=text, text=True, check=False, stdout=stdout)
     except FileNotFoundError:
         raise ValueError(
             f"{command[0]} is not installed here; run this where it is, or print its input with "

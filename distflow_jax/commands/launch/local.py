@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable
 
 from distflow_jax.commands.launch import hosts
-from distflow_jax.commands.launch.local_workers import LocalWorkers, worker_command
+from distflow_jax.commands.launch.local_workers import LocalWorkers
+from distflow_jax.commands.launch.worker_group import worker_command
 from distflow_jax.parallel import job
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"

@@ -6,36 +6,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 DOORS = "doors.json"  # of a run's folder: where the trainers answer
 LOOK_SECONDS = 0.2
 LEAVE_SECONDS = 10.0  # after the run for workers to end by themselves, and again after SIGTERM
-_NOT_THEIRS = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
-
-
-def worker_command(command: Sequence[str]) -> list[str]:
-    """The interpreter's arguments of a worker, from those of a training run.
-
-    ValueError where they are no training run, or name no folder.
-    """
-    trains = [i for i, word in enumerate(command) if word == "train" or word.endswith("train.py")]
-    if not trains:
-        raise ValueError("--workers needs a training run after --: train, or scripts/train.py")
-    place, kept, workdir = trains[0], [], ""
-    words = iter(command[place + 1 :])
-    for word in words:
-        name, equals, value = word.lstrip("-").partition("=")
-        if not word.startswith("-") or name not in _NOT_THEIRS:
-            kept.append(word)
-            continue
-        value = value if equals else next(words, "")
-        workdir = value if name == "workdir" else workdir
-    if not workdir:
-        raise ValueError("--workers needs the run's --workdir, where workers find the trainers")
-    first = command[place]
-    script = "worker" if first == "train" else first.removesuffix("train.py") + "worker.py"
-    return [*command[:place], script, *kept, f"--join={workdir}"]
 
 
 class LocalWorkers:

@@ -9,6 +9,8 @@ mount.
 and exit with 75, and the job is requeued under its number and resumes.
 `scancel --signal=TERM JOB` does the same at any time; `scancel JOB` ends the run without a
 checkpoint.
+--workers=N submits N workers of a run with flow.workers too, as an array of jobs with nodes of
+their own. They begin after the trainers, and outlive a restart of these.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import re
 import shlex
 import sys
 
-from distflow_jax.commands.launch import hosts
+from distflow_jax.commands.launch import hosts, slurm_workers
+from distflow_jax.commands.launch.slurm_workers import worker_script
+from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.parallel import job
 
 # Longest time between the ends of two processes: srun's exit code is the highest of theirs, and the
@@ -72,6 +76,7 @@ def make_parser(program: str = "distflow launch slurm") -> argparse.ArgumentPars
         metavar="LINE",
         help="a line of shell to run first, such as --setup='module load cuda'",
     )
+    slurm_workers.add_flags(parser)
     return parser
 
 
@@ -84,6 +89,7 @@ def parse_arguments(
     options.directory = options.directory or os.getcwd()
     options.command = hosts.python_command(options)
     check(options)
+    options.worker = group_command(options)
     return options
 
 
@@ -98,15 +104,24 @@ def check(options: argparse.Namespace) -> None:
             f"--grace_seconds={options.grace_seconds} must be above 0 and below --time="
             f"{options.time} ({limit} seconds)"
         )
+    hosts.at_least(0, worker_gpus=options.worker_gpus, worker_cpus=options.worker_cpus)
+    hosts.at_least(0, worker_retries=options.worker_retries)
+    longest = seconds(options.worker_time or options.time, "--worker_time")
+    if longest <= options.grace_seconds:
+        raise ValueError(
+            f"--worker_time={options.worker_time} must be above --grace_seconds="
+            f"{options.grace_seconds}"
+        )
     # a header ends at the end of its line, and is split at spaces
-    for name in ("partition", "account", "job_name", "log", "directory"):
+    for name in ("partition", "account", "job_name", "log", "directory", "worker_partition"):
         if re.search(r"[\s\"'\\]", getattr(options, name)):
             raise ValueError(f"--{name} takes no spaces or quotes, got {getattr(options, name)!r}")
-    for option in options.option:
-        if not re.fullmatch(r"--[a-z][-a-z]*(=[^\s\"'\\]+)?", option):
-            raise ValueError(f"--option must be --NAME=VALUE without spaces, got {option!r}")
+    for flag in ("option", "worker_option"):
+        for option in getattr(options, flag):
+            if not re.fullmatch(r"--[a-z][-a-z]*(=[^\s\"'\\]+)?", option):
+                raise ValueError(f"--{flag} must be --NAME=VALUE without spaces, got {option!r}")
     hosts.one_line("--setup", *options.setup)
-    hosts.one_line("the command", options.python, *options.command)
+    hosts.one_line("the command", options.python, *options.command, *options.worker_flag)
     for name in (*job.VARIABLES, job.DISTRIBUTED):
         if os.environ.get(name):
             raise ValueError(
@@ -117,11 +132,11 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.command[0]} does not exist in {options.directory}")
 
 
-def seconds(time: str) -> int:
+def seconds(time: str, flag: str = "--time") -> int:
     """Seconds of Slurm's time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if parts is None:
-        raise ValueError(f"--time must read like 04:00:00 or 2-12, got {time!r}")
+        raise ValueError(f"{flag} must read like 04:00:00 or 2-12, got {time!r}")
     days, *rest = parts.groups()
     first, second, third = (int(x or 0) for x in rest)
     if days is None and rest[2] is None:  # M or M:S
@@ -129,10 +144,21 @@ def seconds(time: str) -> int:
     return ((int(days or 0) * 24 + first) * 60 + second) * 60 + third
 
 
+def shared_header(options: argparse.Namespace) -> dict[str, object]:
+    """The options of sbatch that trainers and workers have alike."""
+    return {
+        "account": options.account or None,
+        "chdir": options.directory,
+        # to the processes, not to this script (B:TERM), which would pass SIGTERM on to srun, and
+        # srun would kill the processes
+        "signal": f"TERM@{options.grace_seconds}",
+    }
+
+
 def script(options: argparse.Namespace) -> str:
     """The batch script for sbatch."""
     whole = not options.cpus_per_node
-    header = {
+    header = shared_header(options) | {
         "job-name": options.job_name,
         "nodes": options.nodes,
         "ntasks-per-node": 1,
@@ -141,12 +167,7 @@ def script(options: argparse.Namespace) -> str:
         "mem": 0 if whole else None,
         "time": options.time,
         "partition": options.partition or None,
-        "account": options.account or None,
         "output": options.log,
-        "chdir": options.directory,
-        # to the processes, not to this script (B:TERM), which would pass SIGTERM on to srun, and
-        # srun would kill the processes
-        "signal": f"TERM@{options.grace_seconds}",
     }
     lines = ["#!/bin/bash"]
     lines += [f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None]
@@ -187,14 +208,21 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 
 
 def main(arguments: list[str], program: str = "distflow launch slurm") -> int:
-    """Submits the job, or prints it; returns the exit code."""
+    """Submits the job, and that of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
     text = script(options)
+    where = "on the nodes (Slurm chooses their names and the number of the job)"
+    if not options.workers:
+        if options.dry_run:
+            print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
+            return 0
+        return hosts.submit(["sbatch"], text)
+    workers = worker_script(options, shared_header(options))
     if options.dry_run:
-        where = "on the nodes (Slurm chooses their names and the number of the job)"
-        print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
+        shown = [*run_hosts(options), *slurm_workers.worker_hosts(options)]
+        print(f"{slurm_workers.submission(text, workers)}\n{hosts.describe(shown, where)}")
         return 0
-    return hosts.submit(["sbatch"], text)
+    return slurm_workers.submit(text, workers)
 
 
 def run(arguments: list[str] | None = None, program: str = "distflow launch slurm") -> None:

@@ -89,8 +89,8 @@ class HomeDoor:
         if nodes is not None:
             self._check_nodes(nodes, frame)
         with self._lock:
-            if not self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS):
-                raise Refused("the trainers are starting; try again")
+            # an answer without the homes means that the trainers are starting: try again
+            self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS)
             if nodes is None:
                 self._sampler.home.heard(worker, time.monotonic())
             else:

@@ -45,6 +45,7 @@ class NodeService:
 
     Attributes:
       served: nodes of groups that were run.
+      finished: whether the run has ended.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class NodeService:
         self._runs = ThreadPoolExecutor(1, thread_name_prefix="served-nodes")
         self._news, self._over = threading.Event(), False
         self._first = 0  # home that is asked first, another one each time
-        self.served = 0
+        self.served, self.finished = 0, False
 
     def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Serves until the run has ended, or `stopped()`; what was run is brought.
@@ -88,6 +89,7 @@ class NodeService:
                     self._news.wait(ASK_SECONDS)
             with contextlib.suppress(Unreachable, Refused):
                 self._bring(stopped)
+            self.finished = self._over and not stopped()
         finally:
             self._runs.shutdown(wait=False, cancel_futures=True)
             leave(self._links)

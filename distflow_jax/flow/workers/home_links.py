@@ -12,15 +12,34 @@ from distflow_jax.flow.workers.frames import Frame, checked
 from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 
-JOIN_SECONDS = 9.0  # for the trainers' answer
 START_THEM = (
     "start the trainers first, with flow.workers=True; if they run on another host, check "
     "flow.listen, its port and the firewall"
 )
+JOIN_SECONDS = 9.0  # for the trainers' first answer
+ANSWER_SECONDS = 9.0  # of one home
+TELL_SECONDS = 60.0  # between two words on trainers that do not answer
 CALL_SECONDS = 30.0
 TRY_SECONDS = 0.5  # between two tries
 
 log = logging.getLogger("distflow_jax")
+
+
+class NobodyAnswers(ValueError):
+    """No trainer answers in time: a wrong address, or trainers that are not there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Seconds for which a worker waits for trainers.
+
+    Attributes:
+      join: for their first answer.
+      orphan: for one of trainers that answered before.
+    """
+
+    join: float
+    orphan: float
 
 
 @dataclasses.dataclass
@@ -68,33 +87,39 @@ class Joining:
         self._tables: Mapping[str, Any] = {**tables, **({"nodes": list(nodes)} if nodes else {})}
         self._given = addresses(join)
 
-    def first(self, seconds: float = JOIN_SECONDS) -> Links | None:
-        """Links to the homes; None if the run has ended. ValueError with the address of a home that
-        does not answer in time, or the reason for which it refuses."""
-        links, why = self._joined(seconds)
+    def first(
+        self, seconds: float = JOIN_SECONDS, stopped: Callable[[], bool] = lambda: False
+    ) -> Links | None:
+        """Links to the homes; None if the run has ended. NobodyAnswers, with its address, where a
+        home does not answer in time, or before `stopped()`; ValueError with the reason for which it
+        refuses."""
+        links, why = self._joined(seconds, stopped)
         if why:
-            raise ValueError(f"{why}; {START_THEM}")
+            raise NobodyAnswers(f"{why}; {START_THEM}")
         return links
 
     def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
         """Links to the homes of a run that was started again, or answers again.
 
-        None after `stopped()`, or if the run has ended. ValueError if nobody answers in time.
+        None after `stopped()`, or if the run has ended. NobodyAnswers if none answers in time.
         """
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
-            links, why = self._joined(min(JOIN_SECONDS, max(left, TRY_SECONDS)))
+            links, why = self._joined(min(ANSWER_SECONDS, max(left, TRY_SECONDS)))
             if not why:
                 return links
             if stopped():
                 return None
             if left <= 0:
-                raise ValueError(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+                raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
 
-    def _joined(self, seconds: float) -> tuple[Links | None, str]:
+    def _joined(
+        self, seconds: float, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Links | None, str]:
         """(links or None after the end of the run, "" or why there are none)."""
         end, why = time.monotonic() + seconds, ""
+        told = time.monotonic()
         while True:
             doors = None if self._given else read_doors(self._join)
             if doors is not None and doors.ended:
@@ -105,11 +130,14 @@ class Joining:
             for place, address in enumerate(homes):
                 left = (end - time.monotonic()) / (len(homes) - place)
                 try:
-                    return self._meet(address, max(TRY_SECONDS, left)), ""
+                    return self._meet(address, max(TRY_SECONDS, min(ANSWER_SECONDS, left))), ""
                 except Unreachable as error:
                     why = f"no trainer answers at {error}"
-            if time.monotonic() >= end - TRY_SECONDS:
+            if time.monotonic() >= end - TRY_SECONDS or stopped():
                 return None, why
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                log.warning("%s; waiting for %.0f s more", why, end - told)
             time.sleep(TRY_SECONDS)
 
     def _meet(self, address: str, seconds: float) -> Links:
@@ -141,7 +169,10 @@ class Joining:
             answer = caller.call("hello", sent, max(TRY_SECONDS, end - time.monotonic()))
         except Refused as error:
             raise ValueError(f"{caller.address}: {error}") from error
-        return Frame.of_bytes(answer).facts
+        facts = Frame.of_bytes(answer).facts
+        if "homes" not in facts:
+            raise Unreachable(f"{caller.address}: the trainers are starting")
+        return facts
 
 
 def leave(links: Links) -> None:

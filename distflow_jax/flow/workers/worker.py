@@ -68,6 +68,7 @@ class Worker:
         self._next_save, self._calls = 0.0, 0
         self._lost = 0  # pulls in a row that failed
         self.groups = 0  # that were answered whole
+        self.finished = False  # the run has ended
 
     def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Samples until the run has ended, or `stopped()`; homes then get what was sampled.
@@ -84,6 +85,7 @@ class Worker:
                     with shared.lock:
                         shared.lock.wait(IDLE_SECONDS)
             with shared.lock:
+                self.finished = shared.over
                 shared.goes = self._progress() | shared.goes
         finally:
             shared.over = True

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
-from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.dispatch.fleet import Fleet
+from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer

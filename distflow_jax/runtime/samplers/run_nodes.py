@@ -15,7 +15,7 @@ from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.host_nodes import NodesAhead
 from distflow_jax.flow.served_nodes.node_checks import check_nodes
 from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
-from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.home_links import Joining, Patience
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
@@ -83,15 +83,18 @@ def read_nodes(
 
 
 def join_for_nodes(
-    joining: Joining, units: Mapping[str, ServedUnit], orphan_seconds: float
+    joining: Joining,
+    units: Mapping[str, ServedUnit],
+    patience: Patience,
+    stopped: Callable[[], bool],
 ) -> NodeService | None:
     """The service of a worker's host nodes, by their ids; None if the run has ended."""
-    links = joining.first()
+    links = joining.first(patience.join, stopped)
     if links is None:
         log.info("the run has ended")
         return None
     print(f"ready: runs {', '.join(units)} for {len(links.callers)} trainers", flush=True)
-    return NodeService(links, joining, units, orphan_seconds=orphan_seconds)
+    return NodeService(links, joining, units, orphan_seconds=patience.orphan)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.homes.home_door import NODE_TABLE
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import addresses, check_listen
-from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
@@ -44,7 +44,7 @@ from distflow_jax.runtime.samplers.run_nodes import (
     serving,
 )
 from distflow_jax.runtime.samplers.weight_relay import Relay
-from distflow_jax.watchdog.exit_codes import EXIT_DONE
+from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
 PULL_SECONDS = 600.0  # for a version of the weights to come
@@ -56,19 +56,20 @@ def run_worker(
     config: Config,
     join: str,
     stop: StopSignal,
+    patience: Patience,
     *,
     chosen: Collection[str] = (),
-    orphan_seconds: float,
     foreign: EngineChoice | None = None,
     listen: str = "",
     nodes: Sequence[str] = (),
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
+    EXIT_PREEMPTED: it was stopped before.
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
     program that samples; None: one of ours. `listen`: HOST:PORT where other workers get the weights
     that this one has pulled; "": nowhere. `nodes`: ids of those that it runs; (): all that sample.
-    Raises ValueError for user errors, and if trainers do not answer for `orphan_seconds`.
+    Raises ValueError for user errors, and NobodyAnswers if trainers do not answer in time.
     """
     if listen:
         check_listen("--listen", listen)
@@ -95,13 +96,13 @@ def run_worker(
     table = config_table(config)
     tables = shared_tables(table, processes.code_table(), source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    asked = _Asked(config, graph, source, foreign, listen, join, orphan_seconds)
+    asked = _Asked(config, graph, source, foreign, listen, join, patience)
     if served is None or not served.units:
         return _sample(asked, Joining(join, name, tables), name, stop.is_set)
     with contextlib.ExitStack() as files:
         units = served.open(files)
         joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
-        service = join_for_nodes(joining, units, orphan_seconds)
+        service = join_for_nodes(joining, units, patience, stop.is_set)
         if service is None:
             return EXIT_DONE
         if served.samples:
@@ -109,7 +110,7 @@ def run_worker(
             return _sample(asked, Joining(join, name, tables), name, ended)
         service.serve(stop.is_set)
     print(f"ended after {service.served} nodes of groups", flush=True)
-    return EXIT_DONE
+    return EXIT_DONE if service.finished else EXIT_PREEMPTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +123,12 @@ class _Asked:
     foreign: EngineChoice | None
     listen: str
     join: str
-    orphan_seconds: float
+    patience: Patience
 
 
 def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool]) -> int:
     """Samples until the run has ended, or `ended()`; returns the exit code."""
-    links = joining.first()
+    links = joining.first(asked.patience.join, ended)
     if links is None:
         log.info("the run has ended")
         return EXIT_DONE
@@ -142,7 +143,7 @@ def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool
             opened = _own_engine(config, graph, source, relay)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files, relay)
-        worker = _make_worker(config, joining, links, opened, asked.orphan_seconds)
+        worker = _make_worker(config, joining, links, opened, asked.patience)
         if worker is None:
             return EXIT_DONE
         try:
@@ -152,10 +153,12 @@ def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool
     print(f"ended after {worker.groups} groups", flush=True)
     if relay is not None:
         print(f"other workers got {relay.shelf.bytes_served} bytes of weights", flush=True)
-    return EXIT_DONE
+    return EXIT_DONE if worker.finished else EXIT_PREEMPTED
 
 
-def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, Any] | None:
+def _first_weights(
+    joining: Joining, links: Links, pull: Pull, seconds: float
+) -> tuple[Links, Any] | None:
     """(links, weights of their first version); None if the run has ended.
 
     Trainers that go on meanwhile have newer ones. ValueError for weights that do not come.
@@ -165,13 +168,14 @@ def _first_weights(joining: Joining, links: Links, pull: Pull) -> tuple[Links, A
             return links, pull(links, links.first_version)
         except (Refused, Unreachable) as error:
             links.close()
-            again = joining.first()
+            again = joining.first(seconds)
             if again is None:
                 return None
             before = (links.incarnation, links.first_version)
             if (again.incarnation, again.first_version) == before:
                 again.close()
-                raise ValueError(f"the weights did not come: {error}") from error
+                kind = NobodyAnswers if isinstance(error, Unreachable) else ValueError
+                raise kind(f"the weights did not come: {error}") from error
             links = again
 
 
@@ -186,10 +190,10 @@ class _Opened:
 
 
 def _make_worker(
-    config: Config, joining: Joining, links: Links, opened: _Opened, orphan_seconds: float
+    config: Config, joining: Joining, links: Links, opened: _Opened, patience: Patience
 ) -> Worker | None:
     """A worker with the first weights; None if the run has ended."""
-    first = _first_weights(joining, links, opened.pull)
+    first = _first_weights(joining, links, opened.pull, patience.join)
     if first is None:
         return None
     links, weights = first
@@ -199,7 +203,7 @@ def _make_worker(
         links,
         joining,
         opened.pull,
-        Pace(config.flow.save_seconds, orphan_seconds),
+        Pace(config.flow.save_seconds, patience.orphan),
         slots=opened.slots,
         cache=config.flow.cache,
         ended=ended,

@@ -1,0 +1,93 @@
+"""Workers of a run as a second group of hosts: their command, and the flags of cluster launchers.
+
+The group is a job of its own, so that it outlives a restart of the trainers and may grow or end
+without them. Each host has one worker, which joins by the run's folder.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+
+from distflow_jax.commands.launch import hosts
+from distflow_jax.parallel import job
+
+_NOT_THEIRS = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
+JOIN_SECONDS = 1800  # for trainers that are started, or started again
+LISTEN = "config.flow.listen"
+_LOOPBACK = ("", "127.0.0.1", "localhost", "[::1]")
+
+
+def worker_command(command: Sequence[str]) -> list[str]:
+    """The interpreter's arguments of a worker, from those of a training run.
+
+    ValueError where they are no training run, or name no folder.
+    """
+    trains = [i for i, word in enumerate(command) if word == "train" or word.endswith("train.py")]
+    if not trains:
+        raise ValueError("--workers needs a training run after --: train, or scripts/train.py")
+    place, kept, workdir = trains[0], [], ""
+    words = iter(command[place + 1 :])
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("-") or name not in _NOT_THEIRS:
+            kept.append(word)
+            continue
+        value = value if equals else next(words, "")
+        workdir = value if name == "workdir" else workdir
+    if not workdir:
+        raise ValueError("--workers needs the run's --workdir, where workers find the trainers")
+    first = command[place]
+    script = "worker" if first == "train" else first.removesuffix("train.py") + "worker.py"
+    return [*command[:place], script, *kept, f"--join={workdir}"]
+
+
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the second group that all clusters have."""
+    add = parser.add_argument
+    add("--workers", type=int, default=0, help="workers that sample, of a run with flow.workers")
+    add(
+        "--worker_flag",
+        action="append",
+        default=[],
+        metavar="--NAME=VALUE",
+        help="a further flag of each worker, such as --worker_flag=--listen=0.0.0.0:0",
+    )
+
+
+def group_command(options: argparse.Namespace) -> list[str]:
+    """The interpreter's arguments of a worker of the cluster; [] without workers.
+
+    ValueError for a run that workers on other hosts cannot join.
+    """
+    hosts.at_least(0, workers=options.workers)
+    if not options.workers:
+        return []
+    for flag in options.worker_flag:
+        if not re.fullmatch(r"--[a-z][\w.]*(=.*)?", flag):
+            raise ValueError(f"--worker_flag must be --NAME=VALUE, got {flag!r}")
+    command = worker_command(options.command)
+    listen = _value(command, LISTEN)
+    if listen.rpartition(":")[0] in _LOOPBACK:
+        raise ValueError(
+            f"workers on other hosts cannot reach trainers at {listen or '127.0.0.1:0'}: give the "
+            f"run --{LISTEN}=0.0.0.0:0, or an address of their network"
+        )
+    if _value(command, "config.flow.workers").lower() not in ("true", "1"):
+        raise ValueError("--workers needs a run with --config.flow.workers=True")
+    waits = [f"--{name}={JOIN_SECONDS}" for name in ("join_seconds", "orphan_seconds")]
+    return [*command, *waits, *options.worker_flag]
+
+
+def worker_variables(options: argparse.Namespace, own: Mapping[str, str]) -> dict[str, str]:
+    """Variables of each worker, a job of one process wherever it runs."""
+    return {job.DISTRIBUTED: "off", **own, **hosts.variables(options.env)}
+
+
+def _value(command: Sequence[str], name: str) -> str:
+    """The last value of a flag, "" without it."""
+    pattern = re.compile(rf"--?{re.escape(name)}(?:=(.*))?")
+    found = ""
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if match := pattern.fullmatch(word):
+            found = after if match[1] is None else match[1]
+    return found
