@@ -1,4 +1,4 @@
-"""Workers as a second group of hosts, on Slurm and on GKE: jobs submitted, and jobs started again."""
+"""Workers as a second group of hosts, on Slurm and on GKE: what is submitted, and started again."""
 
 import json
 import os
