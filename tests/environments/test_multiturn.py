@@ -368,8 +368,8 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     [
         (Turn(reward=float("nan")), "a reward of nan"),
         (Turn([400]), "ids from 400 to 400, the vocabulary 320"),
-        (Turn([[1]]), "text or token ids"),
-        (Turn([0.5]), "text or token ids"),
+        (Turn([[1]]), "text, token ids"),
+        (Turn([0.5]), "text, token ids"),
         ("text", "returned 'text' .str., not a Turn"),
     ],
 )
@@ -388,7 +388,7 @@ def test_environments_are_tried_before_the_run():
         check(f"{__name__}:Faulty", where="reset", how="raise")
     with pytest.raises(ValueError, match="not reset within rollout.environment_seconds=0.5"):
         check(f"{__name__}:Faulty", where="reset", how="hang")
-    with pytest.raises(ValueError, match="an observation must be text or token ids, got 7"):
+    with pytest.raises(ValueError, match="an observation must be text, token ids"):
         check(f"{__name__}:Faulty", where="reset", how="return")
     with pytest.raises(ValueError, match="environment_kwargs={'wher': 1} do not fit .*Faulty"):
         check(f"{__name__}:Faulty", wher=1)

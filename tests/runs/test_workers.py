@@ -314,7 +314,8 @@ import time
 
 def score(data_source, solution_str, ground_truth, extra_info=None, pattern=""):
     time.sleep(0.05)
-    return len(solution_str) + int(ground_truth) / 1000
+    # no special token, which the log has and the function does not get, has a digit
+    return sum(map(str.isdigit, solution_str)) + int(ground_truth) / 1000
 """
 
 
@@ -349,7 +350,7 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_p
     responses = logged(folder)
     assert len(responses) == count * PROMPTS * SAMPLES // 2
     for line in responses.values():
-        known = len(line["response"]) + int(line["ground_truth"]) / 1000
+        known = sum(map(str.isdigit, line["response"])) + int(line["ground_truth"]) / 1000
         assert line["score"] == pytest.approx(known, abs=1e-4)
     measured = read_metrics(folder / "metrics.jsonl")
     assert all(metrics["reward/errors"] == 0 for metrics in measured)
