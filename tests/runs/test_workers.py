@@ -94,9 +94,10 @@ def started():
     """Processes that end with the test."""
     processes = []
     yield processes
+    for process in processes:  # a launcher passes SIGTERM on, and has sessions for its processes
+        process.kill(signal.SIGTERM)
     for process in processes:
-        process.kill()
-        process.process.wait(60)
+        process.end(90)
 
 
 def settings(flags):
