@@ -10,6 +10,8 @@ import time
 import pytest
 from support.paths import ROOT
 
+from distflow_jax.commands.launch import local
+
 LAUNCHER = ROOT / "scripts" / "launch_local.py"
 
 
@@ -132,6 +134,19 @@ def test_a_child_that_goes_on_in_time_ends_nothing(tmp_path):
     assert "is stopped by SIGSTOP" in wait_for_lines(process, 1)[0]
     os.kill(pid, signal.SIGCONT)
     assert finish(process) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="macOS has it from Python 3.13 on")
+def test_a_child_that_ends_while_it_is_looked_at_is_not_stopped():
+    """Linux has no child to report on, once it is a zombie: the launcher once died of that."""
+
+    class NotYetSeen(subprocess.Popen):
+        def poll(self):
+            return None
+
+    with NotYetSeen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert local.stopped_by(process) == 0
 
 
 CHECKPOINT = """

@@ -156,7 +156,10 @@ def stopped_by(process: subprocess.Popen) -> int:
     """The signal that has stopped a child process; 0 if it is not stopped, or that is unknown."""
     if process.poll() is not None or not hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
         return 0
-    state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    try:
+        state = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # it ended since the poll: Linux knows no child that could still stop
     return state.si_status if state else 0
 
 

@@ -44,7 +44,12 @@ def worker_command(command: Sequence[str]) -> list[str]:
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the second group that all clusters have."""
     add = parser.add_argument
-    add("--workers", type=int, default=0, help="workers that sample, of a run with flow.workers")
+    add(
+        "--workers",
+        type=int,
+        default=0,
+        help="workers that sample, of a run with flow.workers (default 0)",
+    )
     add(
         "--worker_flag",
         action="append",
