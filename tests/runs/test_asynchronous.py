@@ -127,14 +127,24 @@ def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
     assert not unexplained_metrics(tmp_path)
 
 
-@pytest.mark.parametrize("lags", [(2, 0), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
-def test_a_run_goes_on_with_another_lag(tmp_path, lags):
-    """Groups that were sampled ahead are sampled again: every prompt trains once."""
+@pytest.mark.parametrize(
+    "lags",
+    [(2, 0), *(pytest.param(x, marks=pytest.mark.slow) for x in [(0, 2), (2, 1)])],
+    ids=str,
+)
+def test_a_run_goes_on_with_another_lag(tmp_path, caplog, lags):
+    """Without a lag groups that were sampled ahead are sampled again, with a smaller one they are
+    trained on: every prompt trains once, and the log says which it is."""
     for lag, steps in zip(lags, (3, STEPS), strict=True):
         flags = (f"flow.max_lag={lag}", f"training.steps={steps}", "eval.every=0")
         assert run.train_here(config_of(*flags, *SHARED), tmp_path) == 0
     _, uids = check_ages(tmp_path, max(lags))
     check_batches(uids)
+    told = "the checkpoint of step 3 holds samples that flow.max_lag=2 began"
+    said = [text for text in caplog.messages if text.startswith(told)]
+    assert len(said) == (lags[0] > lags[1])
+    if lags[0] > lags[1]:
+        assert ("are trained on in their steps" if lags[1] else "they are dropped") in said[0]
 
 
 def check_evaluations(folder, config):

@@ -26,11 +26,12 @@ SMALL = (
 ENOUGH = 50  # calls of one step of 8 x 4 responses, and some of the next
 
 
-def run_until_it_ends(folder, name, *flags, processes=1):
+def run_until_it_ends(folder, name, *flags, processes=1, devices=1, script="scripts/train.py"):
     kwargs = json.dumps({"calls": str(folder / "calls"), "enough": ENOUGH})
     keys = (*SMALL, f"reward.function={FUNCTIONS}:{name}", f"reward.kwargs={kwargs}", *flags)
-    launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=1"]
-    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder / 'run'}"]
+    launch = ["scripts/launch_local.py", f"--processes={processes}"]
+    launch.append(f"--devices_per_process={devices}")
+    train = [script, "--config=configs/tiny.py", f"--workdir={folder / 'run'}"]
     done = subprocess.run(
         [sys.executable, *launch, "--", *train, *(f"--config.{key}" for key in keys)],
         cwd=ROOT,
@@ -66,6 +67,32 @@ def test_a_reward_that_hangs_is_named_with_its_group(tmp_path, processes):
     if processes == 2:
         assert f"at step {step} in node 'wait_for_samples: other processes'" in text
     assert re.search(rf"watchdog {process}: .*in reward\b", text)  # the stack of the thread
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path):
+    """On devices of its own; steps whose groups it has finished are trained."""
+    deadlines = ("health.dead_seconds=30", "health.stuck_seconds=45")
+    part = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
+    code, text = run_until_it_ends(
+        *(tmp_path, "raises_later", *deadlines, *part),
+        f"reward.kwargs={{'calls': '{tmp_path / 'calls'}', 'enough': 1000000}}",
+        devices=2,
+        script="tests/support/hung_sampler.py",
+    )
+    assert code not in (0, 75)
+    found = re.search(
+        r"no progress since [\d:]+: process 0 stuck at step (\d) in node "
+        r"'wait_for_samples: rollout of prompt (\d+)'",
+        text,
+    )
+    told = [line for line in text.splitlines() if "progress" in line or "is at step" in line]
+    assert found, told
+    step, prompt = map(int, found.groups())
+    assert step >= 3 and step - 1 == prompt // 8
+    assert steps_of(tmp_path) == list(range(1, step))
+    assert re.search(r"watchdog 0: .*in hanging\b", text)  # the stack of the sampler's thread
 
 
 @pytest.mark.slow

@@ -14,17 +14,18 @@ import time
 
 import pytest
 from support import haste
+from support.delayed_train import REWARD
 from support.paths import ROOT
 
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 PROMPTS, STEPS = 8, 6
+SOAK_KILLS = 20
 SMALL = [
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     f"data.prompts_per_step={PROMPTS}",
     "rollout.num_slots=24",
-    f"training.steps={STEPS}",
     "training.optimizer.lr=0.003",
     "algorithm.correction=token_tis",
     "eval.every=0",
@@ -35,26 +36,37 @@ SMALL = [
 ]
 # each process trains on two devices, and samples on a third
 PART = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"]
+SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 WAVES = ("flow.waves=counter", "flow.wave_prompts=3")
 LAUNCHER_GRACE = 60.0
 
 
 class Job:
-    """A run of several processes, in its folder."""
+    """A run of several processes, in its folder.
 
-    def __init__(self, folder, flags, processes=2):
-        self.folder = folder
+    Its sampler, trainer and reward are late at random with `DELAYS` in `environment`, see
+    support/delayed_train.py; support/killed_train.py tells of `KILL_AT`.
+    """
+
+    def __init__(self, folder, flags, processes=2, *, steps=STEPS, environment=()):
+        self.folder, environment = folder, dict(environment)
         launch = [
             *("scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=3"),
             *(f"--grace_seconds={LAUNCHER_GRACE:g}", "--"),
         ]
-        train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
-        settings = [f"--config.{setting}" for setting in [*SMALL, *PART, *flags]]
+        program = "tests/support/killed_train.py" if environment else "scripts/train.py"
+        train = [program, "--config=configs/tiny.py", f"--workdir={folder}"]
+        if "DELAYS" in environment:
+            reward = folder.parent / "reward.py"
+            reward.write_text(REWARD)
+            flags = [*flags, f"reward.function={reward}:digits", "reward.kwargs={}"]
+        flags = [*SMALL, *PART, f"training.steps={steps}", *flags]
+        settings = [f"--config.{setting}" for setting in flags]
         self._log = (folder.parent / f"{folder.name}.log").open("a")
         self.process = subprocess.Popen(
             [sys.executable, *launch, *train, *settings],
             cwd=ROOT,
-            env=haste.environment(),
+            env=haste.environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -71,8 +83,13 @@ class Job:
         """SIGKILL to one of its processes, any; the launcher ends the others."""
         with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
             children = file.read().split()
+        assert children, self.output()
         os.kill(int(draw.choice(children)), signal.SIGKILL)
-        self.process.wait(LAUNCHER_GRACE + 60)
+        self.await_death()
+
+    def await_death(self):
+        """Waits for a job of which one process was killed."""
+        assert self.process.wait(LAUNCHER_GRACE + 300) == 128 + signal.SIGKILL, self.output()
         self._log.close()
 
     def end(self):
@@ -105,10 +122,10 @@ def records(folder):
     return found
 
 
-def check(folder, lag):
+def check(folder, lag, steps=STEPS):
     """Every counter is trained once, in its step; no token is too old; the ledger adds up."""
     found = records(folder)
-    assert sorted(found) == list(range(1, STEPS + 1))
+    assert sorted(found) == list(range(1, steps + 1))
     for step, rows in found.items():
         counters = sorted(counter for row in rows for counter in row["counters"])
         assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
@@ -135,16 +152,25 @@ def check_tokens(folder):
     return tokens
 
 
-def run_with_kills(folder, flags, draw, kills, processes=(2,)):
+def steps_for(kills):
+    """Steps of a run that is killed so often: each start makes at least one of them."""
+    return max(STEPS, 2 * kills + 2) if kills == SOAK_KILLS else STEPS
+
+
+def run_with_kills(folder, flags, draw, kills, processes=(2,), environment=()):
     """Runs to the end; `processes`: their number at each start, in turn."""
-    starts = 0
+    starts, steps = 0, steps_for(kills)
     while True:
-        job = Job(folder, flags, processes[starts % len(processes)])
+        given = dict(environment)
+        if "DELAYS" in given:
+            given["DELAYS"] += f" {starts}"
+        number = processes[starts % len(processes)]
+        job = Job(folder, flags, number, steps=steps, environment=given)
         if starts == kills:
             assert job.end() == 0, job.output()
             return job
         done = max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
-        job.await_step(min(STEPS - 1, done + draw.choice((1, 2))))
+        job.await_step(min(steps - 1, done + draw.choice((1, 2))))
         # at once: between the update and the end of the checkpoint; or anywhere in later steps
         time.sleep(draw.choice((0.0, draw.uniform(0, 1))))
         job.kill(draw)
@@ -153,17 +179,30 @@ def run_with_kills(folder, flags, draw, kills, processes=(2,)):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The folder of a run that nobody killed, by its lag and flags; made when needed."""
+    """The folder of a run that nobody killed, by its settings; made when needed."""
     made = {}
 
-    def make(lag, flags=()):
-        if (lag, flags) not in made:
-            folder = made[lag, flags] = tmp_path_factory.mktemp("undisturbed") / f"lag{lag}"
-            job = Job(folder, [f"flow.max_lag={lag}", "flow.swap=boundary", *flags])
+    def make(flags, *, processes=2, steps=STEPS):
+        key = (*flags, processes, steps)
+        if key not in made:
+            folder = made[key] = tmp_path_factory.mktemp("undisturbed") / "run"
+            job = Job(folder, flags, processes, steps=steps)
             assert job.end() == 0, job.output()
-        return made[lag, flags]
+        return made[key]
 
     return make
+
+
+def boundary(lag, *flags):
+    return (f"flow.max_lag={lag}", "flow.swap=boundary", *flags)
+
+
+def assert_equal(folder, wanted, steps=STEPS):
+    """Metrics and samples, bit for bit."""
+    assert lasting(folder) == lasting(wanted)
+    for step in range(1, steps + 1):
+        samples = [path / "samples" / f"{step}.jsonl" for path in (folder, wanted)]
+        assert samples[0].read_text() == samples[1].read_text()
 
 
 @pytest.mark.multiprocess
@@ -173,33 +212,90 @@ def undisturbed(tmp_path_factory):
         (1, 3, ()),
         pytest.param(2, 3, (), marks=pytest.mark.slow),
         pytest.param(1, 3, WAVES, marks=pytest.mark.slow),
-        pytest.param(2, 20, (), marks=pytest.mark.soak),
-        pytest.param(2, 20, WAVES, marks=pytest.mark.soak),
+        pytest.param(2, SOAK_KILLS, (), marks=pytest.mark.soak),
+        pytest.param(2, SOAK_KILLS, WAVES, marks=pytest.mark.soak),
     ],
 )
 def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills, waves):
     """The samples that older weights began are in the checkpoint: nothing depends on the kills, in
     the middle of a step's waves either."""
-    wanted, folder = undisturbed(lag, waves), tmp_path / "killed"
-    flags = [f"flow.max_lag={lag}", "flow.swap=boundary", *waves]
+    flags, steps = boundary(lag, *waves), steps_for(kills)
+    wanted, folder = undisturbed(flags, steps=steps), tmp_path / "killed"
     run_with_kills(folder, flags, random.Random(lag), kills)
-    assert lasting(folder) == lasting(wanted)
-    for step in range(1, STEPS + 1):
-        samples = [path / "samples" / f"{step}.jsonl" for path in (folder, wanted)]
-        assert samples[0].read_text() == samples[1].read_text()
-    check(folder, lag)
-    tokens = check(wanted, lag)
+    assert_equal(folder, wanted, steps)
+    check(folder, lag, steps)
+    tokens = check(wanted, lag, steps)
     assert tokens["lost"] == 0 and tokens["sampled"] == tokens["trained"]
+
+
+TURNS = (
+    "rollout.environment=configs/examples/second_try.py:SecondTry",
+    "rollout.max_response_length=48",
+    "rollout.turn_length=12",
+    "rollout.max_turns=3",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("processes", [(2,), (2, 1), (1, 2)], ids=str)
-def test_a_killed_run_with_swaps_in_flight(tmp_path, processes):
-    """With any number of processes after the restart."""
-    folder = tmp_path / "killed"
-    run_with_kills(folder, ["flow.max_lag=2"], random.Random(sum(processes)), 3, processes)
-    check(folder, 2)
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        (boundary(1, "dag=dapo"), 2),
+        (boundary(2, "dag=ppo"), 2),
+        (boundary(1), 4),
+        (boundary(1, *TURNS), 2),
+        (("flow.max_lag=0",), 2),
+    ],
+    ids=str,
+)
+def test_other_graphs_and_numbers_of_processes_end_bit_equal(
+    undisturbed, tmp_path, flags, processes
+):
+    """A region's verdicts, a critic, turns, four processes, and samplers that do not run ahead."""
+    wanted, folder = undisturbed(flags, processes=processes), tmp_path / "killed"
+    run_with_kills(folder, flags, random.Random(str(flags)), 3, (processes,))
+    assert_equal(folder, wanted)
+    assert check_tokens(folder) == check_tokens(wanted) or "flow.max_lag=0" in flags
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("place", ["finish:3", "wave:4", "wave:8"])
+def test_a_kill_between_waves_or_within_an_optimizer_step_leaves_no_trace(
+    undisturbed, tmp_path, place
+):
+    """Gradients of an unfinished step are gone, its groups are not, and none trains twice. A step
+    has three waves, so that the fourth is the first of step 2, and the eighth amid step 3."""
+    flags = boundary(1, *WAVES)
+    wanted, folder = undisturbed(flags), tmp_path / "killed"
+    for process in ("0", "1"):
+        job = Job(folder, flags, environment={"KILL_AT": place, "KILL_PROCESS": process})
+        job.await_death()
+    job = Job(folder, flags)
+    assert job.end() == 0, job.output()
+    assert_equal(folder, wanted)
+    check(folder, 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("processes", "kills", "flags"),
+    [
+        pytest.param((2,), 3, (), marks=pytest.mark.slow),
+        pytest.param((2, 1), 3, (), marks=pytest.mark.slow),
+        pytest.param((1, 2), 3, (), marks=pytest.mark.slow),
+        pytest.param((2, 1), 3, SHARED, marks=pytest.mark.slow),
+        pytest.param((2, 1), SOAK_KILLS, (), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_a_killed_run_with_swaps_in_flight(tmp_path, processes, kills, flags):
+    """With any number of processes after the restart, and all of them late at random."""
+    folder, draw = tmp_path / "killed", random.Random(sum(processes))
+    flags, late = ["flow.max_lag=2", *flags], {"DELAYS": "1"}
+    run_with_kills(folder, flags, draw, kills, processes, late)
+    check(folder, 2, steps_for(kills))
 
 
 @pytest.mark.slow
@@ -209,8 +305,7 @@ def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path, processes):
     """Steps differ in size, and checkpoints hold the prompts that no step has trained."""
     folder, lag = tmp_path / "killed", 2
     flags = [f"flow.max_lag={lag}", "flow.round_tokens=300", "rollout.max_response_length=24"]
-    shared = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}"]
-    run_with_kills(folder, [*flags, *shared], random.Random(7 * len(processes)), 3, processes)
+    run_with_kills(folder, [*flags, *SHARED], random.Random(7 * len(processes)), 3, processes)
     found = records(folder)
     assert sorted(found) == list(range(1, STEPS + 1))
     trained = collections.Counter(
@@ -230,8 +325,8 @@ def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path, processes):
 @pytest.mark.multiprocess
 def test_sigterm_leaves_a_complete_checkpoint(undisturbed, tmp_path):
     """The samples that it owes are finished: the run goes on from there, bit for bit."""
-    wanted, folder = undisturbed(2), tmp_path / "stopped"
-    flags = ["flow.max_lag=2", "flow.swap=boundary", "checkpoint.every=100"]
+    wanted, folder = undisturbed(boundary(2)), tmp_path / "stopped"
+    flags = boundary(2, "checkpoint.every=100")
     job = Job(folder, flags)
     job.await_step(3)
     job.process.send_signal(signal.SIGTERM)
@@ -242,4 +337,4 @@ def test_sigterm_leaves_a_complete_checkpoint(undisturbed, tmp_path):
     job = Job(folder, flags)
     assert job.end() == 0, job.output()
     check(folder, 2)
-    assert lasting(folder) == lasting(wanted)
+    assert_equal(folder, wanted)

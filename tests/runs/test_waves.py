@@ -139,10 +139,17 @@ def check_equal(ours, theirs):
         ),
         ("", ("mesh.pipeline=2",)),
         ("", ("mesh.context=2",)),
+        (
+            "",
+            (
+                "algorithm.kl_coef=0.1",
+                "mesh.roles={'ROLLOUT': {'devices': '2:3'}, 'REFERENCE': {'devices': '3:4'}}",
+            ),
+        ),
     ],
     ids=[
         *("grpo", "two_mini_batches", "ppo", "two_epochs", "adapters", "mixture"),
-        *("adapters_of_a_mixture", "pipeline", "context"),
+        *("adapters_of_a_mixture", "pipeline", "context", "reference_apart"),
     ],
 )
 def test_waves_train_what_the_step_at_once_trains(tmp_path, monkeypatch, waits, how):

@@ -152,6 +152,22 @@ SIZES = [
         "'actor_train' takes its ratio against a policy that sampled nothing: set",
     ),
     (
+        "dag=sft ; flow.max_lag=1",
+        "flow.max_lag=1 needs a node that samples, and dag 'sft' trains on the data's own answers; "
+        "use 0",
+    ),
+    (
+        "dag=dpo ; flow.max_lag=1",
+        "flow.max_lag=1 needs a node that samples, and dag 'dpo' trains on the data's own answers; "
+        "use 0",
+    ),
+    (
+        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.cache=recompute ; "
+        "rollout.environment=calculator",
+        "flow.cache='recompute' reads responses again, which rollout.environment='calculator' does "
+        "not allow; use cache='keep'",
+    ),
+    (
         "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.swap=boundary",
         "flow.swap='boundary' needs samplers with devices of their own, and they share the",
     ),
@@ -222,6 +238,11 @@ SIZES = [
     (
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=3",
         "flow.wave_rows=3 is not divisible by training.micro_batch_rows=4; use 4",
+    ),
+    (
+        f"{_OWN} ; flow.waves=ready ; flow.wave_rows=6 ; mesh.pipeline=2",
+        "flow.wave_rows=6 is not divisible by training.micro_batch_rows x "
+        "training.pipeline_microbatches=4 x 2=8; use 8",
     ),
     (
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=4 ; rollout.num_samples=16",

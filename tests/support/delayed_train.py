@@ -36,10 +36,15 @@ def late(method, draw: random.Random, share: float):
     return waiting
 
 
-if __name__ == "__main__":
+def delay_all() -> None:
+    """Has this process's decode calls, steps and weight syncs wait, if DELAYS is set."""
     if seed := os.environ.get("DELAYS"):
         draw = random.Random(f"{seed} {os.getpid()}")
         RolloutEngine.generate = late(RolloutEngine.generate, draw, 0.2)
         for name in ("run_step", "sync_weights"):
             setattr(run.Run, name, late(getattr(run.Run, name), draw, 1.0))
+
+
+if __name__ == "__main__":
+    delay_all()
     run_script("train")
