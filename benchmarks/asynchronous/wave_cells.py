@@ -19,7 +19,7 @@ from asynchronous.lanes import Lane
 from asynchronous.marked_run import MarkedRun
 from asynchronous.simulated_run import SimulatedSync, simulated_engine
 
-from distflow_jax.coordinator import field_moves
+from distflow_jax.coordinator.assignment import Shares
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -66,7 +66,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (processes, "all_gather_ragged", "gather"),
     (WavePlanner, "learn", "plan"),
     (WavePlanner, "next", "plan"),
-    (field_moves, "assign_rows", "plan"),
+    (Shares, "make", "plan"),
     (Coordinator, "get", "pack"),
     (Program, "__call__", "launch"),
     (WaveSteps, "_size_of", "launch"),

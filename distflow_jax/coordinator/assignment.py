@@ -33,6 +33,19 @@ class PackingPlan:
     images: PatchSizes | None = None  # of the patches beside a row; None: the model has no tower
 
 
+@dataclasses.dataclass(frozen=True)
+class StepLengths:
+    """Lengths of N sequences over all processes, int64 [N] each.
+
+    Counters rise, and responses of a group stand in their order.
+    """
+
+    counter: np.ndarray  # of the prompt
+    home: np.ndarray  # the process that sampled the sequence
+    prompt: np.ndarray  # tokens
+    response: np.ndarray  # tokens
+
+
 def data_ranks(layout: Layout) -> int:
     """Data ranks of a mesh layout: groups of devices that hold different rows."""
     return rules.data_ranks(dict(layout.axes))
@@ -55,21 +68,9 @@ class Shares:
     minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
 
     @classmethod
-    def make(
-        cls,
-        plan: PackingPlan,
-        counter: np.ndarray,
-        home: np.ndarray,
-        prompt: np.ndarray,
-        response: np.ndarray,
-        *,
-        processes: int,
-    ) -> "Shares":
-        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result.
-
-        All are int64 [N]: `counter` of the prompt (rising, responses of a group in their order),
-        `home` process, tokens of `prompt` and `response`.
-        """
+    def make(cls, plan: PackingPlan, step: StepLengths, *, processes: int) -> "Shares":
+        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
+        counter, home, prompt, response = step.counter, step.home, step.prompt, step.response
         ranks = data_ranks(plan.primary)
         _, first, group = np.unique(counter, return_index=True, return_inverse=True)
         member = np.arange(len(counter)) - first[group]  # those of a prompt follow each other

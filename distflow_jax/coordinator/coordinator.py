@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from distflow_jax.batch import Rows, Samples, TokenColumn
 from distflow_jax.coordinator import field_moves
-from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.layout import (
@@ -92,9 +92,13 @@ class Coordinator:
         """Starts a step with the loader's columns, see FieldStore.of_step."""
         self.use(FieldStore.of_step(self._writers, given, processes.process_index()))
 
-    def use(self, store: FieldStore) -> None:
-        """Continues with the fields of `store`, whose responses are not packed yet."""
-        self.store = store
+    def use(self, store: FieldStore, known: StepLengths | None = None) -> None:
+        """Continues with the fields of `store`, whose responses are not packed yet.
+
+        `known`: their lengths on all processes, where every process knows them already, so that
+        none are gathered.
+        """
+        self.store, self._known = store, known
         self._shares: Shares | None = None
 
     @property
@@ -158,7 +162,8 @@ class Coordinator:
     def shares(self) -> Shares:
         """The step's assignment of sequences to rows. The first access packs, collectively."""
         if self._shares is None:
-            self._shares = field_moves.assign_rows(self.store, self._packing)
+            lengths = self._known or field_moves.gathered_lengths(self.store)
+            self._shares = Shares.make(self._packing, lengths, processes=processes.process_count())
         return self._shares
 
     def entries(self, source: str | None, field: str, layout: Layout) -> list[Any]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Prompt, Rows, Sequences, TokenColumn
 from distflow_jax.coordinator import column_codec
-from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
+from distflow_jax.coordinator.assignment import Shares, StepLengths, data_ranks
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
 from distflow_jax.images import turn_images
@@ -29,8 +29,8 @@ from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
 from distflow_jax.resharding.rows_all_to_all import Row, RowsAllToAll
 
 
-def assign_rows(store: FieldStore, plan: PackingPlan) -> Shares:
-    """Assigns the responses of all processes to rows. Three integers of each are all-gathered."""
+def gathered_lengths(store: FieldStore) -> StepLengths:
+    """The lengths of the responses of all processes: three integers of each are all-gathered."""
     prompt, response = (store.columns[name] for name in ("prompt", "response"))
     mine = np.stack(
         [
@@ -45,8 +45,7 @@ def assign_rows(store: FieldStore, plan: PackingPlan) -> Shares:
     table = np.concatenate(tables).astype(np.int64)
     order = np.argsort(table[:, 0], kind="stable")  # responses of a prompt are in order
     counter, prompt, response = table[order].T
-    count = processes.process_count()
-    return Shares.make(plan, counter, home[order], prompt, response, processes=count)
+    return StepLengths(counter, home[order], prompt, response)
 
 
 # -- host to mesh ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from distflow_jax.coordinator.coordinator import Coordinator, work_of
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, run_units
+from distflow_jax.flow.waves.group_facts import step_lengths
 from distflow_jax.flow.waves.wave_planner import Wave
 from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -197,7 +198,7 @@ class WaveSteps:
         rehearse: Rehearse | None,
     ) -> None:
         coordinator, found = self._coordinator, self._found
-        coordinator.use(store)
+        coordinator.use(store, step_lengths(wave.groups))  # the wave's facts say them
         found.sizes.append(self._size_of(wave))
         measured = run_units(
             *(self._units, wave.step, self._runners, states, coordinator, span),

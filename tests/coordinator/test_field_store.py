@@ -7,7 +7,7 @@ from support.tiny_model import prompt_of
 
 from distflow_jax.batch import ONE_NUMBER
 from distflow_jax.coordinator import field_moves
-from distflow_jax.coordinator.assignment import PackingPlan
+from distflow_jax.coordinator.assignment import PackingPlan, Shares
 from distflow_jax.coordinator.coordinator import Coordinator, repartitions
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.first_fit import RowLimits
@@ -49,7 +49,7 @@ def edge(field, source, start, end):
 )
 def test_a_field_that_was_packed_resharded_and_unpacked_is_what_it_was(field, source, column):
     store = store_of()
-    shares = field_moves.assign_rows(store, PLAN)
+    shares = Shares.make(PLAN, field_moves.gathered_lengths(store), processes=1)
     meshes = {m.layout: role_mesh(m) for m in (MESH, WIDE)}
     there = edge(field, source, HOST, MESH.layout)
     packed = field_moves.pack(store, shares, there, meshes[MESH.layout], column)
@@ -63,7 +63,7 @@ def test_a_field_that_was_packed_resharded_and_unpacked_is_what_it_was(field, so
 
 def test_rows_hold_every_response_once():
     store = store_of()
-    shares = field_moves.assign_rows(store, PLAN)
+    shares = Shares.make(PLAN, field_moves.gathered_lengths(store), processes=1)
     rows = field_moves.pack_rows(store, shares, MESH.layout, role_mesh(MESH))
     valid = np.asarray(rows.valid)
     members = zip(np.asarray(rows.group)[valid], np.asarray(rows.member)[valid], strict=True)

@@ -6,7 +6,7 @@ from support.seeing import MODELS, seeing_prompt, seeing_samples, sizes_of
 from support.tiny_model import rows_of, sequences_of
 
 from distflow_jax.batch import RowShape
-from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
 from distflow_jax.images.patch_chunks import chunks_for
@@ -62,7 +62,8 @@ def test_rows_that_several_processes_hold_are_counted_by_one():
     layout = Layout("mesh", (("data", 2), ("fsdp", 1), ("tensor", 4)))
     plan = PackingPlan(RowLimits(64, 4, False), 1, 2, {layout: 1}, layout)
     uid = np.arange(2)
-    of = [Shares.make(plan, uid, uid, uid + 3, uid + 3, processes=n) for n in (1, 2, 8)]
+    lengths = StepLengths(uid, uid, uid + 3, uid + 3)
+    of = [Shares.make(plan, lengths, processes=n) for n in (1, 2, 8)]
     counts = [[shares.counts_rows(p) for p in range(shares.processes)] for shares in of]
     assert counts == [[True], [True] * 2, [True, False, False, False] * 2]
 

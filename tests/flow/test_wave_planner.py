@@ -17,7 +17,7 @@ from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
 from distflow_jax.flow.lag_rule import Admission, Rule
-from distflow_jax.flow.waves.group_facts import GroupFacts, lengths_of
+from distflow_jax.flow.waves.group_facts import GroupFacts, lengths_of, step_lengths
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_room import WaveRoom
 from distflow_jax.layout import Layout
@@ -136,13 +136,10 @@ def place(case, wave):
     packing = PackingPlan(case.limits, 1, case.rule.groups, {layout: rows // case.ranks}, layout)
     assert data_ranks(layout) == case.ranks
     lengths = lengths_of(wave.groups, case.processes, case.processes)
-    counter = np.array([g.counter for g in wave.groups for _ in g.responses], np.int64)
-    shares = Shares.make(
-        packing, counter, lengths.site, lengths.prompt, lengths.response, processes=case.processes
-    )
+    shares = Shares.make(packing, step_lengths(wave.groups), processes=case.processes)
     (mini,) = shares.minis
     placed = sorted(n for row in mini.rows for n in row)
-    assert placed == list(range(len(counter)))
+    assert placed == list(range(len(lengths)))
     busiest = max(np.bincount(mini.rank, minlength=case.ranks), default=0)
     assert busiest <= packing.rows[layout]
     least = -(-rows_needed(lengths, case.limits) // case.ranks)

@@ -8,7 +8,7 @@ from support.tiny_model import TINY, random_samples, rows_of
 from support.training_programs import MINI_BATCHES, MIXTURE, MODEL, ROWS, TOKENS, trace
 
 from distflow_jax.batch import RowShape
-from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
@@ -86,10 +86,12 @@ def test_pairs_of_packed_rows_are_those_that_their_masks_let_through(shared, win
     limits = RowLimits(shape.tokens, shape.sequences, shared, 0)
     shares = Shares.make(
         PackingPlan(limits, 1, 5, {layout: shape.rows}, layout),
-        np.array([p.counter for p in samples.prompt]),
-        np.zeros(len(samples), np.int64),
-        np.array([len(p.tokens) for p in samples.prompt]),
-        np.array([len(r) for r in samples.response]),
+        StepLengths(
+            np.array([p.counter for p in samples.prompt]),
+            np.zeros(len(samples), np.int64),
+            np.array([len(p.tokens) for p in samples.prompt]),
+            np.array([len(r) for r in samples.response]),
+        ),
         processes=1,
     )
     assert shares.pairs(window) == int(np.asarray(seen).sum())

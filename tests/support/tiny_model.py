@@ -22,7 +22,7 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
-from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -144,10 +144,12 @@ def rows_of(
             rows={layout: shape.rows // ranks},
             primary=layout,
         ),
-        counter,
-        np.zeros(len(counter), np.int64),
-        np.array([len(p.tokens) for p in samples.prompt]),
-        np.array([len(r) for r in samples.response]),
+        StepLengths(
+            counter,
+            np.zeros(len(counter), np.int64),
+            np.array([len(p.tokens) for p in samples.prompt]),
+            np.array([len(r) for r in samples.response]),
+        ),
         processes=1,
     )
     placement: Placement = shares.placement(layout, 0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.coordinator.assignment import StepLengths
 from distflow_jax.coordinator.first_fit import Lengths
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.layout import VERSION
@@ -69,6 +70,15 @@ def lengths_of(groups: Sequence[GroupFacts], sites: int, processes: int) -> Leng
         group=np.repeat(np.arange(len(groups), dtype=np.int64), counts),
         site=np.repeat(np.array(site, np.int64), counts),
     )
+
+
+def step_lengths(groups: Sequence[GroupFacts]) -> StepLengths:
+    """Lengths of the groups' sequences by which rows are assigned; counters must rise."""
+    counts = [len(group.responses) for group in groups]
+    facts = np.array([(g.counter, g.home, g.prompt) for g in groups], np.int64).reshape(-1, 3)
+    counter, home, prompt = np.repeat(facts, counts, axis=0).T
+    response = np.array([n for group in groups for n in group.responses], np.int64)
+    return StepLengths(counter, home, prompt, response)
 
 
 def _span(versions: np.ndarray) -> tuple[int, int]:

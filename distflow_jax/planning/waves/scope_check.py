@@ -25,7 +25,7 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
-from distflow_jax.coordinator.assignment import PackingPlan, Shares
+from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.field_store import take
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Task
@@ -141,7 +141,7 @@ class RandomFields:
             np.array([len(x) for x in part]) for part in (sequences.prompt, sequences.response)
         ]
         home = np.zeros(len(chosen), np.int64)
-        shares = Shares.make(self._packing, group, home, *lengths, processes=1)
+        shares = Shares.make(self._packing, StepLengths(group, home, *lengths), processes=1)
         placement = shares.placement(_LAYOUT, 0)
         fields: dict[str, Any] = {}
         for inside, field in task.node.reads.items():
