@@ -25,7 +25,8 @@ seconds of generation for a step's rewards: a step may take at most 1.05 of that
 With --real the models compute on this machine, each process on a core of its own, with a learning
 rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
 the number of cores; the share of that bound is printed. A model passes if no schedule that runs
-ahead is slower than the synchronous one.
+ahead is slower than the synchronous one. With --rounds each schedule runs so often, in turn: the
+machine drifts, and the run with the median seconds counts.
 
 With --workers samplers are programs outside the job, which join it over the real wire. "equal":
 workers with the devices of a cell take at most 1.05 of its seconds. "uneven": a worker and one that
@@ -153,6 +154,7 @@ def parse_arguments() -> argparse.Namespace:
         help="other jobs run on the machine: judge by the CPU-seconds of the run alone",
     )
     parser.add_argument("--real", default="", help=f"instead: models of {', '.join(MODELS)}")
+    parser.add_argument("--rounds", type=int, default=1, help="of --real: runs of each, in turn")
     parser.add_argument("--budget", action="store_true", help="instead: rollouts with a budget")
     parser.add_argument(
         "--workers", default="", help=f"instead: samplers outside the job, of {', '.join(FAR)}"
@@ -424,10 +426,15 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     print(REAL_HEADER, flush=True)
     for model in args.real:
         chosen = (("synchronous", 0), ("shared", 1), ("in_flight", 1))
-        cells = [RealCell(model, name, lag, args.steps, args.warmup) for name, lag in chosen]
+        cells = [
+            RealCell(model, name, lag, args.steps, args.warmup, number)
+            for number in range(args.rounds)
+            for name, lag in chosen
+        ]
         with run_folder(args) as folder:
             run_job(cells, folder)
-            found = [Window(c, folder).common(c) for c in cells]
+            windows = [Window(cell, folder).common(cell) for cell in cells]
+        found = [median_of(windows[i :: len(chosen)]) for i in range(len(chosen))]
         for x in found:
             x["share"] = x["own_cpu"] * os.cpu_count() / min(PROCESSES, os.cpu_count())
             x["speed"] = found[0]["seconds"] / x["seconds"]
@@ -439,6 +446,11 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
             )
         results += found
     return results, all(x["speed"] >= 1 for x in results)
+
+
+def median_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run of one kind whose steps took the median of the rounds' seconds."""
+    return sorted(rounds, key=lambda x: x["seconds"])[len(rounds) // 2]
 
 
 def compare_budgets(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:

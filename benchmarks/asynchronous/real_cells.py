@@ -22,6 +22,7 @@ class RealCell:
     lag: int
     steps: int  # that are timed
     warmup: int  # before them
+    round: int = 0  # number of the run, of several of a kind
 
     @property
     def config(self) -> str:
@@ -31,7 +32,7 @@ class RealCell:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.model}-{self.schedule}-{self.lag}"
+        return f"{self.model}-{self.schedule}-{self.lag}-{self.round}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key. Samplers are at work until the last timed step ends.
