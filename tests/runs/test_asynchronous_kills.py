@@ -256,7 +256,9 @@ def test_other_graphs_and_numbers_of_processes_end_bit_equal(
     wanted, folder = undisturbed(flags, processes=processes), tmp_path / "killed"
     run_with_kills(folder, flags, random.Random(str(flags)), 3, (processes,))
     assert_equal(folder, wanted)
-    assert check_tokens(folder) == check_tokens(wanted) or "flow.max_lag=0" in flags
+    if "flow.max_lag=0" not in flags:  # which keeps no account
+        ours, theirs = check_tokens(folder), check_tokens(wanted)
+        assert all(ours[name] == theirs[name] for name in ("trained", "filtered"))
 
 
 @pytest.mark.slow
