@@ -1,16 +1,24 @@
-"""Groups per second through the homes of workers, and CPU-seconds of a group.
+"""Groups per second through the homes of workers, and CPU-seconds of a group, beside a peer.
 
 python benchmarks/queues.py                                   # 1, 2, 4 homes; 1, 4, 16, 64 clients
 python benchmarks/queues.py --homes 1 --clients 4 --seconds=3 # a quick look
+python benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
 
 A group is 8 responses with tokens and log-probs of uneven lengths (lognormal, 200 tokens in the
-mean, 1,024 at most). A client claims a group at a home (ask), and puts its responses there (bring);
-the home's own task reads and frees them. Each home is a process, as a trainer is; clients are
-threads of up to 16 processes, and each asks the homes in turn. Versions and margins go with them.
+mean, 1,024 at most). A client asks a home for a prompt and puts a group there (ask, bring). Then it
+runs a second task on a group that any client has put: it claims the group (ask), reads its tokens
+and log-probs, and brings a score for each response, upon which the home frees the group (give).
+Each home is a process, as a trainer is; clients are threads of up to 16 processes, and each asks
+the homes in turn. Versions and margins go with what is put.
+
+The peer (benchmarks/peers/queue_peer.py, in an environment of its own) is TransferQueue, with a
+controller and two storage units as processes: a client puts a group, a second task claims one
+(get_meta), reads it (get_data) and frees it (clear_samples).
 
 Prints a line per cell: groups per second, CPU-ms of a group in all processes and in the busiest
-server, milliseconds of a client's cycle (median, 99th percentile). All processes share this
-machine: with few cores rates say what a group costs, not how far servers scale.
+server, milliseconds of a client's cycle (median, 99th percentile). Then a line per goal for 64
+clients, and exit code 1 if one is missed. All processes share this machine: with few cores rates
+say what a group costs, not how far servers scale.
 """
 
 import argparse
@@ -19,6 +27,8 @@ import json
 import multiprocessing
 import pathlib
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,23 +38,38 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.plan import Unit
+from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.served_nodes.node_frames import (
+    NodeResult,
+    read_result,
+    result_frame,
+    task_frame,
+    work_of_task,
+)
+from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
 from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.workers.wire import Caller, Door
+from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 
+PEER, PEER_NAME = pathlib.Path(__file__).parent / "peers" / "queue_peer.py", "TransferQueue"
 SAMPLES, MEAN, MOST = 8, 200, 1024
 MOST_PROCESSES = 16
 TOKEN = b"a token of thirty-two bytes or so"
 RUN = "benchmark"
-NODE = "rollout"
+NODE, TASK = "rollout", "reward"
 WARM_SECONDS = 1.0
 START_SECONDS = 180.0
+IDLE_SECONDS = 0.001  # between two questions for a second task where none is there
+GOAL_CLIENTS, GOAL_RATE, GOAL_CPU, GOAL_BUSIEST = 64, 5.0, 0.2, 0.35
 
 
 def arguments() -> argparse.Namespace:
@@ -53,13 +78,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured, per cell")
     parser.add_argument("--json", help="file for the cells")
+    parser.add_argument("--peer-python", help="Python of the peer's environment; default: no peer")
     return parser.parse_args()
 
 
 def lengths(draw: np.random.Generator) -> np.ndarray:
-    """Tokens of the responses of one group, [8]."""
+    """Tokens of the responses of one group, [8]; benchmarks/peers/queue_peer.py draws alike."""
     drawn = draw.lognormal(np.log(MEAN) - 0.5, 1.0, SAMPLES)
     return np.clip(drawn, 1, MOST).astype(int)
+
+
+def second_task() -> Unit:
+    """The node that clients run on a group that is there."""
+    nodes = [
+        Node(NODE, "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response", "logp"]),
+        Node(TASK, "REWARD", "COMPUTE", [NODE], ["response", "logp"], ["score"]),
+    ]
+    host = dict.fromkeys(("ROLLOUT", "REWARD"), Layout("host"))
+    units = plan(Graph("queue", nodes), host, ("uid", "prompt")).units
+    return next(unit for unit in units if unit.name == TASK)
 
 
 # -- a home, as a process -------------------------------------------------------------------------
@@ -70,11 +107,11 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_lag=1)
     home = Home(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
-    sampler = HomeSampler(home, lock)
+    tasks = NodeTasks([TASK], lease_seconds=60.0)
+    sampler, unit = HomeSampler(home, lock, tasks=tasks), second_task()
     answers = HomeDoor(sampler, lock, {}, {"incarnation": RUN})
     door = Door("127.0.0.1:0", TOKEN, answers.methods())
-    prompt, freed, tokens = np.arange(64, dtype=np.int32), 0, 0
-    counter = place
+    prompt, freed, counter = np.arange(64, dtype=np.int32), 0, place
 
     def submit() -> None:
         nonlocal counter
@@ -83,6 +120,23 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
         sampler.submit((counter, NODE), GroupRequest(asked, sampling, turn=1))
         counter += homes
 
+    def hand_over(number: int, episodes: list[Episode]) -> None:
+        responses = [episode.response for episode in episodes]
+        columns = [[r.tokens for r in responses], [r.logp for r in responses]]
+
+        def free(result: NodeResult) -> None:
+            nonlocal freed
+            freed += len(result.values[0]) == SAMPLES
+            with lock:
+                tasks.forget([number])
+            submit()
+
+        key = (number, TASK)
+        content = task_frame(key, unit, columns)
+        task = NodeTask(key, content, lambda frame: read_result(frame, unit, SAMPLES), free)
+        with lock:
+            tasks.begin(task)
+
     for _ in range(waiting):
         submit()
     pipe.send(door.port)
@@ -90,10 +144,8 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     while True:
         with lock:
             lock.wait_for(lambda: sampler.has_news, 0.05)
-        for _, episodes in sampler.round():
-            tokens += sum(len(e.response.tokens) + int(e.response.logp[-1]) for e in episodes)
-            freed += 1
-            submit()
+        for (number, _), episodes in sampler.round():
+            hand_over(number, episodes)
         if pipe.poll():
             word = pipe.recv()
             if word == "close":
@@ -109,9 +161,25 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
 
 
 def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> None:
-    """Answers groups until the pipe says stop; then sends {seconds of cycles, CPU-seconds}."""
+    """Puts and reads groups until the pipe says stop; sends [seconds of cycles, CPU-seconds]."""
     cycles: list[tuple[float, float]] = []
-    over = threading.Event()
+    over, unit = threading.Event(), second_task()
+    inputs = {TASK: [(edge.source, edge.field) for edge in unit.inputs]}
+
+    def run_second(caller: Caller) -> None:
+        facts = {"incarnation": RUN, "nodes": [TASK]}
+        while not over.is_set():
+            asked = Frame({**facts, "room": 1}).to_bytes()
+            answer = Frame.of_bytes(caller.call("ask", asked, 60))
+            if "task" not in answer.facts:
+                time.sleep(IDLE_SECONDS)
+                continue
+            work = work_of_task(answer, inputs)
+            tokens, logps = work.values
+            score = [len(t) + float(p[-1]) for t, p in zip(tokens, logps, strict=True)]
+            found = result_frame(work.key, unit, [np.array(score, np.float32)], {})
+            caller.call("give", found.joined(facts).to_bytes(), 60)
+            return
 
     def client(number: int, name: str) -> None:
         draw = np.random.default_rng(number)
@@ -128,6 +196,7 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
                 found = {key: answered(request, bodies[turn % len(bodies)])}
                 facts = {"incarnation": RUN, "calls": 1, "goes_on": False}
                 caller.call("bring", samples_frame(facts, found).to_bytes(), 60)
+                run_second(caller)
                 cycles.append((time.monotonic(), time.monotonic() - began))
         for caller in callers:
             caller.close()
@@ -249,6 +318,38 @@ def cell(
     }
 
 
+def run_peer(python: str, *flags: str) -> dict[str, Any]:
+    """The last line that the peer prints."""
+    done = subprocess.run(
+        [python, str(PEER), *flags], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_peer(python: str, clients: int, seconds: float) -> dict[str, Any]:
+    """A cell of the peer."""
+    found = run_peer(python, f"--clients={clients}", f"--seconds={seconds}")
+    return cell(
+        PEER_NAME, clients, *(found[n] for n in ("seconds", "groups", "servers", "clients"))
+    )
+
+
+def goals(cells: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """(sentence, whether it is met) for each goal that the cells of 64 clients decide."""
+    at = {one["name"]: one for one in cells if one["clients"] == GOAL_CLIENTS}
+    peer, found = at.pop(PEER_NAME, None), []
+    for name, one in at.items() if peer else ():
+        rate = one["groups_per_second"] / peer["groups_per_second"]
+        found.append((f"{name}: {rate:.2f} times the peer's groups per second", rate >= GOAL_RATE))
+        cpu = one["cpu_ms"] / peer["cpu_ms"]
+        found.append((f"{name}: {cpu:.3f} of the peer's CPU-seconds per group", cpu <= GOAL_CPU))
+    if {"homes 1", "homes 4"} <= at.keys():
+        busy = at["homes 4"]["cpu_ms_busiest"] / at["homes 1"]["cpu_ms_busiest"]
+        text = f"busiest process of 4 homes: {busy:.3f} of that of 1 home, per group"
+        found.append((text, busy <= GOAL_BUSIEST))
+    return found
+
+
 def main() -> None:
     """Measures all cells and prints them."""
     options = arguments()
@@ -258,11 +359,20 @@ def main() -> None:
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     for clients in options.clients:
         found = [measure(homes, clients, options.seconds) for homes in options.homes]
+        if options.peer_python:
+            found.append(measure_peer(options.peer_python, clients, options.seconds))
         for one in found:
             print("| " + " | ".join(str(one[name]) for name in columns) + " |", flush=True)
         cells += found
+    if options.peer_python:
+        taken = run_peer(options.peer_python, "--mixing")["prompts_of_a_group"]
+        print(f"\nthe peer's sampler of groups took samples of these prompts for one: {taken}")
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(cells, indent=1) + "\n")
+    decided = goals(cells)
+    for text, met in decided:
+        print(f"{'met' if met else 'MISSED'}: {text}")
+    sys.exit(not all(met for _, met in decided))
 
 
 if __name__ == "__main__":

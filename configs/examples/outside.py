@@ -47,10 +47,9 @@ def main(workdir: str, overrides: dict) -> None:
                 one = SamplingParams(1, trainer.sampling.limit, trainer.sampling.temperature)
                 scheduler.submit(GroupRequest(prompt, one, first_sample=sample))
             while scheduler.busy:
-                done = scheduler.step()
-                uid = [(r.prompt.counter, r.sample) for r in done]
-                tokens, logp = [r.tokens for r in done], [r.logp for r in done]
-                if done:
+                if done := scheduler.step():
+                    uid = [(r.prompt.counter, r.sample) for r in done]
+                    tokens, logp = [r.tokens for r in done], [r.logp for r in done]
                     columns = {"uid": uid, "response": tokens, "rollout_logp": logp}
                     trainer.put_experience_data(columns)
     trainer.close()

@@ -332,8 +332,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/workers/{alive,expired,second}",
-            "with flow.workers, at the first trainer: workers heard of lately; leases that ended "
-            "without a result and second results of a response, since the trainers started",
+            "with flow.workers, at the first trainer: workers heard of lately that bring what they "
+            "get; leases that ended without a result and second results of a response, since the "
+            "trainers started",
             "expired rises while workers live: raise flow.lease_seconds",
         ),
         Metric(

@@ -1,6 +1,7 @@
 """Homes of groups that workers answer: cases by hand, and a model with random faults.
 
 In the model a worker samples, runs a second node on groups whose samples are complete, or both.
+Another one may claim all that it can get, before the others do, and give nothing.
 """
 
 import collections
@@ -93,6 +94,81 @@ def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once(
     assert home.counts.unknown == 1
 
 
+ALL = 10**9  # room of a worker that wants everything
+
+
+@pytest.mark.parametrize("report", [None, Report(ALL, 0)], ids=["says_nothing", "has_slots"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, report):
+    """It asks before the other one, as soon as its leases have ended."""
+    home, now = home_of(exact=exact), 0.0
+    for counter in range(8):
+        home.begin(group(counter), {})
+    assert len(home.ask("greedy", 0, ALL, now, report)) == 8  # nobody else is there
+    assert counters(home.ask("honest", 0, 4, now)) == []
+    greedy, honest = [], []
+    for counter in range(8, 408):
+        home.begin(group(counter), {})
+        now += LEASE / 5
+        home.expire(now)
+        greedy += [(now, c) for c in counters(home.ask("greedy", 0, ALL, now, report))]
+        for one in counters(home.ask("honest", 0, 4, now)):
+            assert not home.bring("honest", (one, "gen"), {s: piece([0]) for s in (0, 1)}, now)
+            honest.append(one)
+    assert len(honest) + home.num_open == 408 and home.num_open <= 1
+    times, given = zip(*greedy, strict=True)
+    assert len(set(given)) == len(given)  # no group twice
+    waits = [(b - a) / LEASE for a, b in zip(times, times[1:], strict=False)]
+    assert [round(wait) for wait in waits] == [3, 5, 9, 17, 33][: len(waits)]
+    assert home.standings.lapsed == ["greedy"]  # told once
+    assert home.standings.giving(home.workers) == {"honest"}
+
+
+def test_a_new_worker_holds_its_share_and_one_that_has_finished_twice_that():
+    home = home_of()
+    for counter in range(40):
+        home.begin(group(counter), {})
+    for name in "abcd":
+        home.heard(name, 0.0)
+    assert len(home.ask("a", 0, ALL, 0.0)) == 10  # of 40 for four
+    assert home.ask("a", 0, ALL, 0.0) == []
+    for counter in range(8):
+        home.bring("a", (counter, "gen"), {s: piece([0]) for s in (0, 1)}, 1.0)
+    assert len(home.ask("a", 0, ALL, 1.0)) == 16 - 2
+    assert len(home.ask("b", 0, ALL, 1.0, Report(3, 0))) == 3  # twice its slots
+
+
+def test_news_without_a_token_prolong_no_lease_for_ever():
+    home = home_of()
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    now = 0.0
+    while home.bring("a", (0, "gen"), {0: piece([0], whole=False)}, now):
+        now += LEASE / 2
+        home.expire(now)
+        assert now <= 32 * LEASE, "a lease never ends"
+    assert now >= 30 * LEASE
+    assert home.standings.giving(home.workers) == set()
+    home.heard("b", now)
+    assert home.ask("a", 0, 8, now) == []
+    assert counters(home.ask("b", 0, 8, now)) == [0]
+
+
+def test_a_worker_that_was_silent_has_its_groups_back_by_what_it_brings():
+    home = home_of()
+    for counter in range(4):
+        home.begin(group(counter), {})
+    home.ask("a", 0, 8, 0.0)
+    home.expire(LEASE)
+    assert not home.standings.gives("a") and not home.workers
+    assert not home.bring("a", (3, "gen"), {}, LEASE)  # it has nothing
+    assert home.bring("a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
+    assert home.standings.gives("a")
+    assert home.ask("a", 0, 8, LEASE) == []  # it holds a group, and has finished none
+    home.bring("a", (0, "gen"), {s: piece([0]) for s in (0, 1)}, LEASE)
+    assert len(home.ask("a", 0, 8, LEASE)) == 2  # twice what it has finished
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
     home = home_of(exact=exact)
@@ -164,13 +240,15 @@ def score_of(pieces):
 class Job:
     """Trainer processes, workers, and messages between them that are late, lost or repeated.
 
-    With `scored` a group is complete once a worker has run the node "score" on it.
+    With `scored` a group is complete once a worker has run the node "score" on it. With `greedy`
+    one worker claims all that it can get, before the others, and gives nothing.
     """
 
-    def __init__(self, seed, *, exact, processes, scored=False):
+    def __init__(self, seed, *, exact, processes, scored=False, greedy=False):
         self.random = random.Random(seed)
         self.exact, self.processes, self.scored = exact, processes, scored
-        self.num_scored = 0
+        self.greedy, self.num_claimed = greedy, 0
+        self.num_scored = self.num_steps = 0
         self.rule = Rule(GROUPS, LAG)
         self.now, self.names = 0.0, 0
         self.incarnation = 0
@@ -297,6 +375,18 @@ class Job:
                 self.deliver(message)
                 del worker["scoring"][key]
 
+    def claim(self):
+        """Takes everything, whatever it is."""
+        for home, tasks in zip(self.homes, self.tasks, strict=True):
+            report = self.random.choice([None, Report(ALL, 0)])
+            given = home.ask("greedy", home.wanted()[0], ALL, self.now, report)
+            self.num_claimed += len(given)
+            while tasks.ask("greedy", ["score"], self.now) is not None:
+                self.num_claimed += 1
+            if self.random.random() < 0.1:
+                for work in given:
+                    home.bring("greedy", work.group.key, {}, self.now)
+
     def ask(self, name):
         worker, place = self.workers[name], self.random.randrange(self.processes)
         if worker["kind"] == "scores":
@@ -353,7 +443,7 @@ class Job:
             return
         home = self.homes[key[0] % self.processes]
         if key[1] == "score":
-            self.tasks[key[0] % self.processes].bring(key, pieces)
+            self.tasks[key[0] % self.processes].bring(name, key, pieces, self.now)
             return
         goes_on = home.bring(name, key, pieces, self.now, goes_on=goes_on)
         if worker is not None and not goes_on:
@@ -409,6 +499,7 @@ class Job:
             assert admission.finish(step) == cut
         self.trained[step] = cut.kept
         self.step = step
+        self.num_steps += 1
         for place in self.random.sample(range(self.processes), self.processes):
             self.homes[place].publish(step)
 
@@ -449,6 +540,8 @@ class Job:
         self.now += 0.3 * self.random.random()
         for home in (*self.homes, *self.tasks):
             home.expire(self.now)
+        if self.greedy:
+            self.claim()
         name = self.random.choice(sorted(self.workers)) if self.workers else None
         if name is not None:
             acts = [self.ask, self.decode, self.bring, self.take_weights]
@@ -474,25 +567,31 @@ class Job:
             self.restart()
 
     def check_history(self):
-        """Every counter below the position was trained once, or given up."""
+        """Every counter below the position was trained once, but for those that were given up."""
         trained = [c for step in sorted(self.trained) for c in self.trained[step]]
         assert sorted(self.trained) == list(range(1, self.step + 1))
         assert len(trained) == len(set(trained)), "a counter was trained twice"
         assert trained == sorted(trained)
+        position = self.admissions[0].position
+        gaps = set(range(position)) - set(trained)
+        assert gaps == {counter for counter in self.lost if counter < position}
 
 
 def _whole(pieces):
     return len(pieces) == SAMPLES and all(p.whole for p in pieces.values())
 
 
-def run_model(events, seed, *, scored=False):
+def run_model(events, seed, *, scored=False, greedy=False):
     for number, (exact, processes) in enumerate([(False, 1), (False, 3), (True, 1), (True, 2)]):
-        job = Job(seed + number, exact=exact, processes=processes, scored=scored)
+        options = {"exact": exact, "processes": processes, "scored": scored, "greedy": greedy}
+        job = Job(seed + number, **options)
         for _ in range(events // 4):
             job.tick()
         job.check_history()
         assert sum(home.counts.differing for home in job.homes) == 0
         job.join("both")
+        assert job.num_steps > events / 4000
+        assert not greedy or job.num_claimed > 0
         if scored:
             assert job.num_scored > events / 400
         before = job.step
@@ -512,7 +611,13 @@ def test_random_faults_of_workers_that_run_a_second_node_lose_and_repeat_nothing
     run_model(60_000, seed=3, scored=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scored", [False, True], ids=["sampling", "and_a_second_node"])
-def test_a_million_random_faults_lose_and_repeat_nothing(scored):
-    run_model(1_000_000, seed=2, scored=scored)
+def test_others_train_on_beside_a_worker_that_claims_everything(scored):
+    run_model(40_000, seed=4, scored=scored, greedy=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("greedy", [False, True], ids=["honest", "one_is_greedy"])
+@pytest.mark.parametrize("scored", [False, True], ids=["sampling", "and_a_second_node"])
+def test_a_million_random_faults_lose_and_repeat_nothing(scored, greedy):
+    run_model(1_000_000, seed=2, scored=scored, greedy=greedy)

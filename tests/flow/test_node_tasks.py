@@ -31,13 +31,13 @@ def test_the_first_result_counts_whoever_brings_it_and_a_second_one_is_counted()
     tasks.expire(LEASE)
     assert tasks.counts.expired == 1 and not tasks.workers
     assert tasks.ask("b", ["score"], LEASE).key == (0, "score")
-    assert tasks.bring((0, "score"), "a's")  # its lease is over, and it was the first
-    assert not tasks.bring((0, "score"), "b's")
+    assert tasks.bring("a", (0, "score"), "a's", LEASE)  # its lease is over, and it was the first
+    assert not tasks.bring("b", (0, "score"), "b's", LEASE)
     ((task, result),) = tasks.take()
     assert (task.key, result, tasks.take()) == ((0, "score"), "a's", [])
     assert (tasks.counts.given, tasks.counts.second) == (2, 1)
     tasks.forget([0])
-    assert not tasks.bring((0, "score"), "late")
+    assert not tasks.bring("b", (0, "score"), "late", LEASE)
     assert (tasks.counts.second, tasks.counts.unknown) == (1, 1)
 
 
@@ -70,3 +70,23 @@ def test_the_only_worker_tries_again():
         assert tasks.ask("a", ["score"], 0.0).key == (0, "score")
         tasks.fail("a", (0, "score"), "no")
     assert tasks.given_up == {0: "no"}
+
+
+def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_node():
+    tasks = tasks_of(*((counter, "score") for counter in range(8)))
+
+    def claimed(worker, now):
+        return list(iter(lambda: tasks.ask(worker, ["score"], now), None))
+
+    tasks.heard("b", ["score"], 0.0)
+    assert len(claimed("a", 0.0)) == 4  # its share
+    given = claimed("b", 0.0)
+    assert len(given) == 4
+    for task in given:
+        assert tasks.bring("b", task.key, "a result", 1.0)
+    tasks.expire(LEASE)
+    assert claimed("a", LEASE) == [] and tasks.standings.lapsed == ["a"]
+    assert len(claimed("b", LEASE)) == 4
+    tasks.leave("b")
+    assert list(tasks.workers) == ["a"] and tasks.unserved() == ["score"]
+    assert len(claimed("a", 2 * LEASE)) == 1

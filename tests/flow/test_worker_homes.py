@@ -12,16 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.sockets import open_files, resident_bytes, settled, threads
 from support.tiny_model import prompt_of
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
 from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
+from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import Doors, addresses, read_doors
 from distflow_jax.flow.workers.frames import (
     Frame,
@@ -32,10 +36,11 @@ from distflow_jax.flow.workers.frames import (
     work_frame,
     work_of,
 )
-from distflow_jax.flow.workers.home_links import JOIN_SECONDS, Joining
+from distflow_jax.flow.workers.home_links import JOIN_SECONDS, Joining, leave
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.wire import Door
 from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 
 SAMPLES, GROUPS, LAG, TABLES = 2, 4, 1, {"config": {"seed": "1"}}
@@ -133,6 +138,32 @@ def test_the_first_key_that_differs_is_named():
     text = difference("config", ours, {"seed": "1", "rollout.top_k": "5"})
     assert text.startswith("config rollout.top_k is 5 at this worker and 0 at the trainers")
     assert "missing at this worker" in difference("code", {"run.py": "a"}, {})
+
+
+@contextlib.contextmanager
+def home_with(folder, tables):
+    """A home whose workers must have these tables."""
+    lock = threading.Condition()
+    home = Home(Rule(GROUPS, LAG), exact=False, version=0, lease_seconds=1.0, max_tries=2)
+    facts = {"incarnation": "one", "exact": False}
+    answers = HomeDoor(HomeSampler(home, lock), lock, tables, facts)
+    with contextlib.closing(Door("127.0.0.1:0", make_run_token(folder), answers.methods())) as door:
+        homes = (f"127.0.0.1:{door.port}",)
+        answers.meet(homes)
+        Doors("one", homes).write(folder)
+        yield home
+
+
+def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
+    tokenizer = Tokenizer.byte_level(300)
+    unlike = dataclasses.replace(tokenizer, chat_template="{{ messages[0].content }}")
+    ours, other = (shared_tables({}, {}, one) for one in (tokenizer, unlike))
+    with home_with(tmp_path, ours) as home:
+        with pytest.raises(ValueError, match="tokenizer of the model is .* at this worker and"):
+            Joining(str(tmp_path), "w", other).first()
+        assert not home.workers
+        Joining(str(tmp_path), "w", ours).first().close()
+        assert "w" in home.workers
 
 
 def test_doors_are_written_whole_and_read_back(tmp_path):
@@ -271,7 +302,8 @@ class Trainers:
                 max_tries=2,
                 differs=differs,
             )
-            self.samplers.append(HomeSampler(home, lock))
+            tasks = NodeTasks(["score"], lease_seconds=1.0)
+            self.samplers.append(HomeSampler(home, lock, tasks=tasks))
             facts = {"incarnation": incarnation, "exact": exact}
             self.answers.append(HomeDoor(self.samplers[-1], lock, TABLES, facts))
             self.doors.append(Door("127.0.0.1:0", token, self.answers[-1].methods()))
@@ -424,6 +456,57 @@ def test_a_prompt_on_which_workers_fail_is_given_up_and_the_next_takes_its_place
         trainers.close()
     assert trainers.given_up == {5}
     assert trainers.trained[2] == (4, 6, 7, 8) and trainers.trained[3] == (9, 10, 11, 12)
+
+
+def tables_of(trainers):
+    """Entries of every table of a home and its door, by owner and name."""
+    sampler, answers = trainers.samplers[0], trainers.answers[0]
+    home, tasks = sampler.home, sampler.tasks
+    owners = [answers, sampler, home, home.fleet, home.standings, tasks, tasks.standings]
+    kinds = (dict, set, list)
+    return [{n: len(v) for n, v in vars(one).items() if isinstance(v, kinds)} for one in owners]
+
+
+def joined(folder, count):
+    """Workers join, claim what they can get, and leave or vanish, one after the other; returns
+    threads, files and resident bytes afterwards."""
+    trainers = Trainers(folder, exact=False, processes=1)
+    (sampler,), (lock,), before = trainers.samplers, trainers.locks, tables_of(trainers)
+    for number in range(count):
+        nodes = ["score"] if number % 4 == 0 else []
+        links = Joining(str(folder), f"w{number}", TABLES, nodes).first()
+        told = {"version": 0, "room": 4, "report": Report(4, 0).facts()}
+        links.call(links.callers[0], "ask", Frame(told | ({"nodes": nodes} if nodes else {})))
+        if number % 2:
+            leave(links)
+        links.close()
+    with lock:
+        now = time.monotonic()
+        for late in (0.0, 2.0, 100.0):  # leases of a second
+            sampler.home.expire(now + late)
+            sampler.tasks.expire(now + late)
+        sampler.home.standings.lapsed.clear()  # the home's thread tells of them
+    assert tables_of(trainers) == before
+    assert settled(lambda: trainers.doors[0].peers, 0) == 0
+    trainers.close()
+    return settled(threads, 1), open_files(), resident_bytes()
+
+
+def test_workers_that_join_and_leave_leave_nothing_at_a_home(tmp_path):
+    joined(tmp_path, 3)
+    before = settled(threads, 1), open_files()
+    after = joined(tmp_path, 60)
+    assert after[0] <= before[0] and settled(open_files, before[1]) <= before[1]
+
+
+@pytest.mark.slow
+def test_two_thousand_workers_that_join_and_leave_leave_nothing_at_a_home(tmp_path):
+    """Neither tables, threads, files nor memory (flow/homes/home.py, flow/homes/home_door.py)."""
+    joined(tmp_path, 400)
+    before = settled(threads, 1), open_files(), resident_bytes()
+    after = joined(tmp_path, 2000)
+    assert after[0] <= before[0] and settled(open_files, before[1]) <= before[1]
+    assert after[2] < 1.02 * before[2]
 
 
 @pytest.mark.slow

@@ -48,6 +48,19 @@ def test_columns_of_a_group_at_its_largest():
     assert waiting.total == waiting.groups * sum(waiting.columns.values())  # and no buffers
 
 
+@pytest.mark.parametrize("swap, buffers", [("boundary", 3), ("in_flight", 2)])
+def test_trainers_keep_all_versions_that_workers_may_need(swap, buffers):
+    """With boundary those of max_lag + 1 steps: a worker that joins answers by any of them."""
+    workers = ("flow.workers=True", "eval.dataset=", "eval.every=0", f"flow.swap={swap}")
+    run = planned(*workers)
+    waiting = run.waiting
+    assert run.config.flow.max_lag == 2 and waiting.buffers == buffers and waiting.buffer > 0
+    groups = waiting.groups * sum(waiting.columns.values())
+    assert waiting.total == groups + buffers * waiting.buffer
+    (row,) = [line for line in waiting.describe().splitlines() if line.startswith("weights ")]
+    assert row.split()[1] == str(buffers)
+
+
 def test_images_of_prompts_that_wait():
     """As large as those of the loader's largest prompt; a run on text has no such column."""
     assert "images" not in planned().waiting.columns

@@ -61,6 +61,15 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
         run_worker(config, "runs/none", None, Patience(1.0, 1.0), foreign=foreign)
 
 
+@pytest.mark.parametrize("nodes", [(), ("rollout", "reward")])
+def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_joins(nodes):
+    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    settings = [*flags, "eval.dataset=", "eval.every=0", "rollout.cache_tokens=64"]
+    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    with pytest.raises(ValueError, match=r"rollout\.cache_tokens 64 leaves .* use at least"):
+        run_worker(config, "runs/none", None, Patience(1.0, 1.0), nodes=nodes)
+
+
 @pytest.mark.parametrize(
     "nodes, changed, message",
     [

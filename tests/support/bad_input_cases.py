@@ -271,6 +271,10 @@ SIZES = [
     ),
     (_WORKERS, "flow.workers=True leaves no sampler to the trainers that could evaluate: set"),
     (
+        f"{_WORKERS} ; eval.dataset= ; rollout.environment=calculator",
+        "flow.workers=True answers in one turn, and rollout.environment='calculator' answers in",
+    ),
+    (
         f"{_WORKERS} ; eval.dataset= ; dag=dapo ; flow.swap=boundary",
         "has rounds with flow.swap='boundary', which workers do not make: use swap='in_flight'",
     ),

@@ -65,6 +65,12 @@ class Fleet:
         if report is not None:
             self.reports[worker], self._held[worker] = report, held
 
+    def keep(self, alive: Collection[str]) -> None:
+        """Forgets the workers that do not live."""
+        if self.reports.keys() - alive:
+            self.reports = {w: r for w, r in self.reports.items() if w in alive}
+            self._held = {w: self._held[w] for w in self.reports}
+
     def chosen(
         self,
         asker: str,
@@ -77,8 +83,11 @@ class Fleet:
 
         `given`: what workers have of this home; `alive`: the workers that live.
         """
-        self.reports = {w: r for w, r in self.reports.items() if w in alive}
-        reports = {w: r for w, r in self.reports.items() if r.slots and self._may_answer(w, asker)}
+        reports = {
+            w: r
+            for w, r in self.reports.items()
+            if r.slots and w in alive and self._may_answer(w, asker)
+        }
         if self._dispatch == "longest" or asker not in reports:
             return choose(offers, room, asker, {}, "longest")
         of_worker: dict[str, list[Offer]] = {name: [] for name in reports}

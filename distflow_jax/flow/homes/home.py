@@ -4,7 +4,8 @@ A worker asks a home for work and gets groups with a lease. It brings back respo
 of those under way. A lease that ends puts its group back, with the tokens that are known; with
 `exact` versions no token of an unfinished response is kept, so such a response begins anew. The
 first result of a response counts; a second one is dropped and counted. The rule of lag_rule.py says
-which group may begin, by the version that the asking worker holds.
+which group may begin, by the version that the asking worker holds. How much a worker may hold
+follows from what it has brought: dispatch/standings.py.
 
 Nothing here communicates, reads a clock, or looks into a token.
 """
@@ -15,9 +16,12 @@ from typing import Any
 
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
 from distflow_jax.flow.dispatch.skew import Offer
+from distflow_jax.flow.dispatch.standings import Standings
 from distflow_jax.flow.lag_rule import Rule
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
+SLOTS_TIMES = 2  # so many responses for each slot: some have ended, and are on their way
+FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 
 Key = tuple[int, str]  # counter of the prompt, id of the node
 
@@ -56,12 +60,29 @@ class _Open:
     under_way: dict[int, Piece] = dataclasses.field(default_factory=dict)
     worker: str = ""  # that has a lease; "": none
     until: float = 0.0  # end of the lease
+    last: str = ""  # worker that had the last lease
+    brought: int = 0  # tokens that this one has shown
+    moved: float = 0.0  # when these became more, or the lease began
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
+    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
     told: set[int] = dataclasses.field(default_factory=set)  # samples of which results differed
 
     def free(self) -> None:
         """Ends the lease."""
         self.worker, self.until = "", 0.0
+
+    def lease(self, worker: str, now: float, seconds: float) -> None:
+        """Begins a lease, or prolongs it."""
+        if self.last != worker:
+            self.last, self.brought = worker, self.tokens
+        if self.worker != worker:
+            self.worker, self.moved = worker, now
+        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
+
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return len(self.group.samples) - len(self.ended)
 
     @property
     def tokens(self) -> int:
@@ -107,6 +128,7 @@ class Home:
       given_up: prompts that no worker can answer, with the last failure of each; the caller takes
         them out.
       workers: those that were heard of within a lease's time, and when.
+      standings: which of them give what they got.
     """
 
     def __init__(
@@ -124,6 +146,7 @@ class Home:
         self.newest = version
         self._rule, self._exact, self._oldest = rule, exact, version
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
+        self.standings = Standings(lease_seconds)
         self._differs = differs
         self._open: dict[Key, _Open] = {}
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
@@ -194,22 +217,30 @@ class Home:
     ) -> list[Work]:
         """Gives a worker that holds a version groups with room for their responses, those that
         `fleet` chooses; a lease comes with each. Further ones wait for the next question where they
-        are too large for one answer. `report`: what the worker says of itself."""
+        are too large for one answer, or where the worker holds enough. `report`: what the worker
+        says of itself."""
         self.heard(worker, now)
         self.fleet.hear(worker, held, report)
         given: list[Work] = []
         if room <= 0:
             return given
-        size = 0
-        waiting = [o for o in self._open.values() if not o.worker and self._fits(o, worker, held)]
-        waiting.sort(key=_priority)
-        leased = ((o.worker, _offer(o)) for o in self._open.values() if o.worker)
-        chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, self.workers)
+        giving, groups = self.standings.giving(self.workers), self._open.values()
+        others, size = giving - {worker}, 0
+        most = self.standings.most(worker, sum(one.lacks for one in groups), len(others), now)
+        if report is not None and report.slots:
+            most = min(most, SLOTS_TIMES * report.slots)
+        room = min(room, most - sum(one.lacks for one in groups if one.worker == worker))
+        if room <= 0:
+            return given
+        waiting = [o for o in groups if not o.worker and self._fits(o, worker, held, others)]
+        waiting.sort(key=_priority, reverse=bool(others) and worker not in giving)
+        leased = ((o.worker, _offer(o)) for o in groups if o.worker)
+        chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, giving)
         for one in (waiting[place] for place in chosen):
             size += one.group.size
             if given and size > ANSWER_BYTES:
                 break
-            one.worker, one.until = worker, now + self._lease_seconds
+            one.lease(worker, now, self._lease_seconds)
             given.append(Work(one.group, {**one.under_way, **one.ended}))
         self.counts.given += len(given)
         return given
@@ -233,25 +264,30 @@ class Home:
     ) -> bool:
         """Takes what a worker knows of a group's responses; whether it has the group from now on.
 
-        With `goes_on` it would work on: that prolongs its lease, and a worker that has lost it gets
-        it back if nobody else has. Otherwise the group is for others.
+        With `goes_on` it would work on: that prolongs its lease, and a worker whose lease has ended
+        gets it back if it brings something and nobody else has it. Otherwise it is for others.
         """
         self.heard(worker, now)
         one = self._open.get(key)
         if one is None:
             self.counts.unknown += 1
             return False
+        lacked, brought = one.lacks, sum(piece.tokens for piece in pieces.values())
         for sample, piece in pieces.items():
             self._learn(one, sample, piece)
+        has = one.worker == worker
+        lost = not one.worker and worker in one.silent
+        if one.lacks < lacked or ((has or lost) and brought > one.brought):
+            self.standings.note(worker, lacked - one.lacks, now)
+            one.brought, one.moved = max(brought, one.brought), now
         if self._end_if_complete(one):
             return False
-        if one.worker not in ("", worker):
-            return False
-        if not goes_on:
+        if goes_on and (has or (lost and self.standings.gives(worker))):
+            one.lease(worker, now, self._lease_seconds)
+            return True
+        if has:
             one.free()
-            return False
-        one.worker, one.until = worker, now + self._lease_seconds
-        return True
+        return False
 
     def fail(self, worker: str, key: Key, why: str, now: float) -> None:
         """Notes that a worker cannot answer a group."""
@@ -275,29 +311,38 @@ class Home:
     def leave(self, worker: str) -> None:
         """Notes that a worker has gone: its groups are for others at once."""
         self.workers.pop(worker, None)
+        self.fleet.keep(self.workers)
         for one in self._open.values():
             if one.worker == worker:
                 one.free()
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose time is over."""
+        """Ends the leases whose time is over, and forgets workers that are gone."""
+        ended: dict[str, float] = {}
         for one in self._open.values():
             if one.worker and now >= one.until:
                 self.counts.expired += 1
+                since = one.until - self._lease_seconds
+                ended[one.worker] = max(since, ended.get(one.worker, since))
+                one.silent.add(one.worker)
                 one.free()
-        for worker, heard in list(self.workers.items()):
-            if now >= heard + self._lease_seconds:
-                del self.workers[worker]
+        for worker, since in ended.items():
+            self.standings.end(worker, since, now)
+        self.workers = {w: t for w, t in self.workers.items() if now < t + self._lease_seconds}
+        self.standings.keep(self.workers, now)
+        self.fleet.keep(self.workers)
 
     # -- one group --------------------------------------------------------------------------------
 
-    def _fits(self, one: _Open, worker: str, held: int) -> bool:
-        """Whether a worker that holds a version may answer a group, and no other one should."""
+    def _fits(self, one: _Open, worker: str, held: int, others: set[str]) -> bool:
+        """Whether a worker that holds a version may answer a group, and none of the others that
+        give what they get should."""
         version = self.version_of(one.group.step)
         if held > self.newest or (held != version if self._exact else held < version):
             return False
-        others = self.workers.keys() - one.failures.keys()
-        return worker not in one.failures or not others
+        if worker in one.silent and others and not self.standings.gives(worker):
+            return False
+        return worker not in one.failures or not others - one.failures.keys()
 
     def _learn(self, one: _Open, sample: int, piece: Piece) -> None:
         if sample not in one.group.samples:

@@ -130,7 +130,7 @@ class HomeDoor:
             task = tasks.find(key)
         result = None if task is None else task.read(frame)
         with self._lock:
-            tasks.bring(key, result)
+            tasks.bring(worker, key, result, time.monotonic())
             self._lock.notify_all()
             return Frame(self._state(worker))
 

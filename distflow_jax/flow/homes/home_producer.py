@@ -54,7 +54,9 @@ class HomeProducer(Producer):
         steps shorter; under `lock`."""
         home, tasks = self.sampler.home, self.sampler.tasks
         found = {
-            "alive": len(home.workers.keys() | tasks.workers.keys()),
+            "alive": len(
+                home.standings.giving(home.workers) | tasks.standings.giving(tasks.workers)
+            ),
             "expired": home.counts.expired + tasks.counts.expired,
             "second": home.counts.second + tasks.counts.second,
         }

@@ -98,6 +98,7 @@ class HomeThread:
                 with self._lock:
                     self._home.expire(time.monotonic())
                     self._tasks.expire(time.monotonic())
+                    self._tell_of_lapses()
                     news = self._producer.sampler.has_news
                 if news:
                     self._round()
@@ -106,9 +107,21 @@ class HomeThread:
                 if not self._producer.sampler.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
 
+    def _tell_of_lapses(self) -> None:
+        """Names workers that have lapsed, each once; under the lock."""
+        for standings in (self._home.standings, self._tasks.standings):
+            for worker in standings.lapsed:
+                log.warning(
+                    "worker %s has brought nothing of its groups for a lease, which are for others "
+                    "now; until it brings something it gets one at a time, and ever later",
+                    worker,
+                )
+            standings.lapsed.clear()
+
     def _unserved(self) -> list[str]:
-        """Nodes that groups wait for and no worker runs; under the lock."""
-        sampling = self._home.num_open > 0 and not self._home.workers
+        """Nodes that groups wait for, and no worker runs that gives what it got; under the lock."""
+        home = self._home
+        sampling = home.num_open > 0 and not home.standings.giving(home.workers)
         return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
 
     def _look_for_workers(self) -> None:
@@ -122,7 +135,7 @@ class HomeThread:
         elif now - self._told >= TELL_SECONDS:
             self._told = now
             log.warning(
-                "no worker%s has asked for %.0f s, and %d groups wait for one; start one: %s%s",
+                "no worker%s was at work for %.0f s, and %d groups wait for one; start one: %s%s",
                 f" that runs node {missing[0]!r}" if served else "",
                 *(now - self._alone_since, groups, self._how),
                 f" --nodes={missing[0]}" if served else "",

@@ -3,7 +3,7 @@
 A task is open from the moment that all fields which the node reads are there. A worker that serves
 the node gets it with a lease; the first result counts, whoever brings it and whether its lease has
 ended or not. A second one is dropped and counted. No weights are involved, so any worker may run
-any task, again too.
+any task, again too. How many a worker may hold follows from its results: dispatch/standings.py.
 
 Nothing here communicates, reads a clock, or looks into a result.
 """
@@ -11,6 +11,8 @@ Nothing here communicates, reads a clock, or looks into a result.
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from distflow_jax.flow.dispatch.standings import Standings
 
 Key = tuple[int, str]  # counter of the prompt, id of the node
 
@@ -33,6 +35,7 @@ class _Open:
     worker: str = ""  # that has a lease; "": none
     until: float = 0.0  # end of the lease
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
+    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
 
     def free(self) -> None:
         """Ends the lease."""
@@ -65,6 +68,7 @@ class NodeTasks:
       given_up: prompts that no worker can run a node on, with the last failure of each; the caller
         takes them out.
       workers: those that were heard of within a lease's time.
+      standings: which of them give what they got.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class NodeTasks:
         self.given_up: dict[int, str] = {}
         self.workers: dict[str, _Server] = {}
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
+        self.standings = Standings(lease_seconds)
         self._open: dict[Key, _Open] = {}
         self._results: list[tuple[NodeTask, Any]] = []
         self._done: set[Key] = set()  # of groups that are not forgotten
@@ -113,8 +118,9 @@ class NodeTasks:
         return bool(self._results or self.given_up)
 
     def unserved(self) -> list[str]:
-        """Nodes that tasks wait for and no worker serves."""
-        served = {node for server in self.workers.values() for node in server.nodes}
+        """Nodes that tasks wait for and no worker serves that gives what it got."""
+        giving = self.standings.giving(self.workers)
+        served = {node for worker in giving for node in self.workers[worker].nodes}
         return sorted({node for _, node in self._open} - served)
 
     def num_open(self, node: str) -> int:
@@ -124,22 +130,29 @@ class NodeTasks:
     # -- the workers' side ------------------------------------------------------------------------
 
     def ask(self, worker: str, nodes: Collection[str], now: float) -> NodeTask | None:
-        """Gives a worker a task of one of its nodes, that of the lowest counter, with a lease."""
+        """Gives a worker a task of one of its nodes, that of the lowest counter, with a lease; none
+        to one that holds enough."""
         self.heard(worker, nodes, now)
-        waiting = [
-            one
-            for key, one in self._open.items()
-            if key[1] in nodes and not one.worker and self._fits(one, worker)
-        ]
+        able = [one for key, one in self._open.items() if key[1] in nodes]
+        others = {
+            name
+            for name in self.standings.giving(self.workers)
+            if name != worker and not self.workers[name].nodes.isdisjoint(nodes)
+        }
+        most = self.standings.most(worker, len(able), len(others), now)
+        if sum(one.worker == worker for one in able) >= most:
+            return None
+        waiting = [one for one in able if not one.worker and self._fits(one, worker, others)]
         if not waiting:
             return None
-        one = min(waiting, key=lambda entry: entry.task.key)
+        last = bool(others) and not self.standings.gives(worker)
+        one = (max if last else min)(waiting, key=lambda entry: entry.task.key)
         one.worker, one.until = worker, now + self._lease_seconds
         self.counts.given += 1
         return one.task
 
-    def bring(self, key: Key, result: Any) -> bool:
-        """Takes the result of a task; whether it counts."""
+    def bring(self, worker: str, key: Key, result: Any, now: float) -> bool:
+        """Takes the result of a task from a worker; whether it counts."""
         one = self._open.pop(key, None)
         if one is None:
             if key in self._done:
@@ -147,6 +160,7 @@ class NodeTasks:
             else:
                 self.counts.unknown += 1
             return False
+        self.standings.note(worker, 1, now)
         self._done.add(key)
         self._results.append((one.task, result))
         return True
@@ -174,17 +188,26 @@ class NodeTasks:
                 one.free()
 
     def expire(self, now: float) -> None:
-        """Ends the leases whose time is over."""
+        """Ends the leases whose time is over, and forgets workers that are gone."""
+        ended: dict[str, float] = {}
         for one in self._open.values():
             if one.worker and now >= one.until:
                 self.counts.expired += 1
+                since = one.until - self._lease_seconds
+                ended[one.worker] = max(since, ended.get(one.worker, since))
+                one.silent.add(one.worker)
                 one.free()
-        late = [w for w, s in self.workers.items() if now >= s.heard + self._lease_seconds]
-        for worker in late:
-            del self.workers[worker]
+        for worker, since in ended.items():
+            self.standings.end(worker, since, now)
+        end = now - self._lease_seconds
+        self.workers = {name: one for name, one in self.workers.items() if one.heard > end}
+        self.standings.keep(self.workers, now)
 
-    def _fits(self, one: _Open, worker: str) -> bool:
-        """Whether a worker should run a task: one that failed on it only if no other one could."""
+    def _fits(self, one: _Open, worker: str, others: set[str]) -> bool:
+        """Whether a worker should run a task: one that failed on it, or gave nothing, only if none
+        of the others that give what they get could."""
         node = one.task.key[1]
-        able = {name for name, server in self.workers.items() if node in server.nodes}
+        able = {name for name in others if node in self.workers[name].nodes}
+        if worker in one.silent and able and not self.standings.gives(worker):
+            return False
         return worker not in one.failures or not able - one.failures.keys()

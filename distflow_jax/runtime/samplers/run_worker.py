@@ -88,6 +88,8 @@ def run_worker(
             "sample with --engine=own"
         )
     served = read_nodes(nodes, config, graph, source) if nodes else None
+    if served is None or served.samples:
+        own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
     if served is not None and not served.samples and (listen or foreign):
         raise ValueError(
             f"--nodes={','.join(nodes)} names no node that samples, and "

@@ -1,0 +1,116 @@
+"""What the thread of a home says of workers that are missing, or give nothing, by our clock."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+
+import pytest
+from support.tiny_model import prompt_of
+
+from distflow_jax.dag.graph import Node
+from distflow_jax.flow.homes import home_thread
+from distflow_jax.flow.homes.home import Home
+from distflow_jax.flow.homes.home_producer import HomeProducer
+from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.home_thread import HomeThread
+from distflow_jax.flow.homes.refills import Refills
+from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.producer import SamplingNode
+from distflow_jax.flow.saved_samples import SavedSamples
+from distflow_jax.layout import Layout
+from distflow_jax.rollout.requests import SamplingParams
+
+LEASE, STARVED = 10.0, 100.0
+NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Counting(HomeProducer):
+    """Counts the rounds of its thread."""
+
+    rounds = 0
+
+    def admit(self):
+        self.rounds += 1
+        super().admit()
+
+
+@pytest.fixture
+def waiting(monkeypatch, caplog):
+    """(home, thread, after): two steps of two groups wait; `after(seconds)` is the log then."""
+    clock, lock = Clock(), threading.Condition()
+    monkeypatch.setattr(home_thread, "time", clock)
+    home = Home(Rule(2, 1), exact=False, version=0, lease_seconds=LEASE, max_tries=2)
+    prompts = [dataclasses.replace(prompt_of(c + 1, [1, 2]), counter=c) for c in range(4)]
+    batches = [prompts[:2], prompts[2:]]
+    producer = Counting(
+        HomeSampler(home, lock),
+        Refills(Rule(2, max_lag=1)),
+        [SamplingNode(NODE, SamplingParams(2, 4), None)],
+        lambda: batches.pop(0) if batches else None,
+        writers={None: Layout("host"), "gen": Layout("host")},
+        num_samples=2,
+        lock=lock,
+        saved=SavedSamples(),
+    )
+    thread = HomeThread(
+        producer,
+        lambda: None,
+        lambda params, version: None,
+        starved_seconds=STARVED,
+        how="distflow worker --join=x",
+        leave=lambda: None,
+    )
+
+    def after(seconds):
+        clock.now += seconds
+        seen, end = producer.rounds, time.monotonic() + 20
+        while producer.rounds < seen + 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        thread.raise_error()
+        return [record.getMessage() for record in caplog.records]
+
+    after.clock = clock
+    with contextlib.closing(thread):
+        yield home, thread, after
+
+
+def test_trainers_without_a_worker_say_so_each_minute_until_one_comes(waiting):
+    home, thread, after = waiting
+    assert after(59.0) == []
+    (line,) = after(1.2)
+    assert line == (
+        "no worker was at work for 60 s, and 4 groups wait for one; start one: "
+        "distflow worker --join=x"
+    )
+    assert len(after(59.0)) == 1
+    assert "for 121 s" in after(1.2)[1]
+    assert thread.starved == ["gen"]
+    home.heard("w", after.clock.now)
+    assert len(after(1.0)) == 2 and thread.starved == []
+
+
+def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(waiting):
+    home, thread, after = waiting
+    after(0.0)
+    assert len(home.ask("w", 0, 100, 0.0)) == 4
+    (line,) = after(LEASE)
+    assert line.startswith("worker w has brought nothing of its groups for a lease, which are for")
+    for _ in range(30):
+        home.ask("w", 0, 100, after.clock.now)
+        lines = after(LEASE / 2)
+        assert home.workers
+    assert thread.starved == ["gen"]
+    told = [line for line in lines if "no worker was at work" in line]
+    assert len(told) == 2 and len(lines) == 3
