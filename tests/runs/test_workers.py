@@ -3,44 +3,42 @@
 Workers are real processes of scripts/worker.py. All is read from the files that trainers write.
 """
 
-import collections
 import json
 import os
+import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from support import haste
-from support.paths import ROOT
+from etils import epath
+from support.tiny_model import prompt_of
+from support.worker_runs import (
+    BOUNDARY,
+    PROMPTS,
+    SAMPLES,
+    WORKERS,
+    Process,
+    await_doors,
+    await_step,
+    check_ledger,
+    check_trained,
+    settings,
+    trainers,
+    worker,
+)
 
-from configs import tiny
-from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
-from distflow_jax.flow import producer
+from distflow_jax.checkpoint.additions import additions
+from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
-PROMPTS, SAMPLES, STEPS = 8, 4, 5
-SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    f"data.prompts_per_step={PROMPTS}",
-    "rollout.num_slots=24",
-    f"training.steps={STEPS}",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
-    "eval.dataset=",
-    "eval.every=0",
-    "observe.trackers=()",
-    "observe.report_every=0",
-    "checkpoint.every=1",
-    "flow.max_lag=1",
-)
+LIMIT = 16  # tokens of a response, of configs/tiny.py
+SEED = int(os.environ.get("DISTFLOW_WORKERS_SEED", "25"))  # of the moments
 SEEING = (
     "data.prompts_per_step=4",
     "rollout.num_samples=4",
@@ -51,42 +49,19 @@ SEEING = (
     "checkpoint.every=3",
     "flow.max_lag=1",
 )
-WORKERS = (
-    "flow.workers=True",
-    "flow.save_seconds=0.3",
-    "flow.lease_seconds=4",
-    "flow.starved_seconds=200",
-)
-BOUNDARY = ("flow.swap=boundary",)
 
+REWARD = """
+import pathlib, time
 
-class Process:
-    """A process of the run, whose output goes to a file."""
+HOLD = pathlib.Path(__file__).with_name("hold")
 
-    def __init__(self, log, command, devices=None):
-        self.log = log
-        with log.open("a") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=haste.environment(devices),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def end(self, seconds=300):
-        try:
-            return self.process.wait(seconds)
-        finally:
-            self.kill()
-
-    def kill(self, number=signal.SIGKILL):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
-
-    def output(self):
-        return self.log.read_text()[-4000:]
+def score(data_source, solution_str, ground_truth, extra_info=None, pattern=""):
+    time.sleep(0.05)
+    while HOLD.exists():
+        time.sleep(0.05)
+    # no special token, which the log has and the function does not get, has a digit
+    return sum(map(str.isdigit, solution_str)) + int(ground_truth) / 1000
+"""
 
 
 @pytest.fixture
@@ -100,67 +75,6 @@ def started():
         process.end(90)
 
 
-def settings(flags):
-    return [f"--config.{flag}" for flag in (*SMALL, *WORKERS, *flags)]
-
-
-def trainers(started, folder, flags=(), processes=1):
-    launch = ["scripts/launch_local.py", f"--processes={processes}", "--"]
-    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
-    log = folder.parent / f"{folder.name}.log"
-    started.append(Process(log, [*launch, *train, *settings(flags)]))
-    return started[-1]
-
-
-def worker(started, folder, flags=(), *, orphan=200, devices=1, own=()):
-    """A worker that joins once the trainers answer."""
-    end = time.monotonic() + 200
-    while not (folder / "doors.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    command = ["scripts/worker.py", "--config=configs/tiny.py", f"--join={folder}"]
-    log = folder.parent / f"worker{len(started)}.log"
-    command += [f"--orphan_seconds={orphan}", *own, *settings(flags)]
-    started.append(Process(log, command, devices))
-    return started[-1]
-
-
-def await_step(folder, step, process):
-    path, end = folder / "metrics.jsonl", time.monotonic() + 300
-    while not path.exists() or max((r["step"] for r in read_metrics(path)), default=0) < step:
-        assert time.monotonic() < end and process.process.poll() is None, process.output()
-        time.sleep(0.02)
-
-
-def records(folder):
-    """Lines of what all processes trained on."""
-    paths = sorted((folder / "groups").glob("*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
-def check_trained(folder, steps=STEPS, *, exact, lag=1):
-    """Every prompt trained once, in its step, whole, by the versions that may answer it."""
-    found = collections.Counter()
-    for line in records(folder):
-        for counter in line["counters"]:
-            assert counter // PROMPTS + 1 == line["step"]
-        found.update((uid[0], uid[1]) for uid in line["uid"])
-        for low, high in line["version"]:
-            if exact:
-                assert low == high == max(0, line["step"] - 1 - lag)
-            else:
-                assert line["step"] - 1 - lag <= low <= high <= line["step"] - 1
-    wanted = {(c, s) for c in range(PROMPTS * steps) for s in range(SAMPLES)}
-    assert set(found) == wanted and set(found.values()) == {1}
-
-
-def check_ledger(folder):
-    last = read_metrics(folder / "metrics.jsonl")[-1]
-    names = ("sampled", "trained", "filtered", "lost", "under_way")
-    sampled, *parts = (last[f"perf/tokens/{name}"] for name in names)
-    assert sampled == sum(parts) > 0
-
-
 def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
     folder = tmp_path / "run"
     job = trainers(started, folder)
@@ -171,52 +85,104 @@ def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
     check_ledger(folder)
 
 
-def responses_of(folder, monkeypatch, flags):
-    """{(counter, sample): response} of a run in this process."""
-    found, columns = {}, producer.written_columns
+def paced(folder):
+    """Settings of a reward that takes a second for a step, and is held up while a file is there."""
+    (folder / "mine.py").write_text(REWARD)
+    reward = f"reward.function={folder / 'mine.py'}:score"
+    return (reward, "reward.num_workers=1", "reward.timeout_seconds=300")
 
-    def kept(node, episodes):
-        found.update({(e.response.prompt.counter, e.response.sample): e.response for e in episodes})
-        return columns(node, episodes)
 
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *flags]))
-    with monkeypatch.context() as patch:
-        patch.setattr(producer, "written_columns", kept)
-        assert run.train_here(config, folder) == 0
+def come_and_go(started, folder, job, flags, count, draw):
+    """Starts `count` workers; another one joins and one of the first is killed, at moments drawn.
+
+    Rewards wait for the one that joins. A single one is killed after that. Returns the workers that
+    are left, the one that joined last.
+    """
+    first = [worker(started, folder, flags) for _ in range(count)]
+    victim, hold = draw.choice(first), folder.parent / "hold"
+    moments = {kind: (draw.randint(1, 3), draw.uniform(0, 1)) for kind in ("join", "kill")}
+    for kind in ["join", "kill"] if count == 1 else sorted(moments, key=moments.get):
+        step, delay = moments[kind]
+        await_step(folder, step, job)
+        time.sleep(delay)
+        assert job.process.poll() is None, job.output()
+        print(f"{kind} {delay:.3f} s after step {step}")
+        if kind == "kill":
+            victim.kill()
+            continue
+        hold.touch()
+        joined = worker(started, folder, flags, devices=2)
+        joined.await_ready()
+        hold.unlink()
+    return [*(one for one in first if one is not victim), joined]
+
+
+def groups_of(worker):
+    """Groups that a worker has answered, which has ended."""
+    return int(re.search(r"ended after (\d+) groups", worker.output())[1])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("swap", "count"),
+    [((), 2), (BOUNDARY, 1), (BOUNDARY, 2), (BOUNDARY, 4)],
+    ids=["in_flight", "one", "two", "four"],
+)
+def test_workers_that_come_and_go_at_random_moments_change_no_version(
+    tmp_path, started, swap, count
+):
+    draw = random.Random(seed := SEED + count)
+    folder, steps = tmp_path / "run", 10
+    print(f"seed {seed}")
+    flags = (*swap, *paced(tmp_path), f"training.steps={steps}")
+    job = trainers(started, folder, flags, processes=2)
+    left = come_and_go(started, folder, job, flags, count, draw)
+    assert job.end() == 0, job.output() + left[-1].output()
+    assert [one.end(90) for one in left] == [0] * count, left[-1].output()
+    print("groups of those that are left:", [groups_of(one) for one in left])
+    assert count > 1 or groups_of(left[0]) > 0
+    check_trained(folder, steps, exact=bool(swap))
+    check_ledger(folder)
+
+
+def saved_responses(folder):
+    """{(counter, sample): response} of all processes, of every step but the first.
+
+    With swaps at boundaries a checkpoint holds the groups of the step after it.
+    """
+    found = {}
+    for path in (folder / "checkpoints").iterdir():
+        saved = SavedSamples(additions(epath.Path(path)))
+        for counter in saved.counters:
+            assert counter // PROMPTS == int(path.name)
+            request = GroupRequest(prompt_of(counter, [1]), SamplingParams(SAMPLES, LIMIT))
+            progress = saved.take(counter, {"rollout": request})["rollout"]
+            found |= {(counter, s): e.response for s, e in progress.episodes.items()}
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_responses_of_workers_are_those_of_samplers_on_a_part(tmp_path, monkeypatch, started):
-    """Up to each one's first near-tie, as long as nothing is learned."""
-    still = ("training.optimizer.lr=0", *BOUNDARY)
-    part = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
-    before = responses_of(tmp_path / "part", monkeypatch, (*still, *part))
+def test_responses_of_workers_are_those_of_samplers_on_a_part(tmp_path, started):
+    """Up to each one's first near-tie, as long as nothing is learned, whoever dies or joins."""
+    draw, steps = random.Random(SEED), 20
+    print(f"seed {SEED}")
+    still = ("training.optimizer.lr=0", f"training.steps={steps + 1}", "checkpoint.keep=100")
+    still += BOUNDARY
+    part = ("flow.workers=False", "mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
+    alone = trainers(started, tmp_path / "part", (*still, *part), devices=3)
+    assert alone.end() == 0, alone.output()
     folder = tmp_path / "run"
-    folder.mkdir()
-    waiting = [
-        *(sys.executable, "-c"),
-        "import sys, time, pathlib, subprocess\n"
-        "while not pathlib.Path(sys.argv[1], 'doors.json').exists(): time.sleep(0.1)\n"
-        "sys.exit(subprocess.call([sys.executable, *sys.argv[2:]]))",
-        str(folder),
-        *("scripts/worker.py", "--config=configs/tiny.py", f"--join={folder}"),
-        *settings((*still, "mesh.devices=0:2")),
-    ]
-    workers = [
-        subprocess.Popen(waiting, cwd=ROOT, env=haste.environment(1), start_new_session=True)
-        for _ in range(2)
-    ]
-    try:
-        flags = (*still, *WORKERS, "mesh.devices=0:2")
-        after = responses_of(folder, monkeypatch, flags)
-        assert [one.wait(60) for one in workers] == [0, 0]
-    finally:
-        for one in workers:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-    assert before.keys() == after.keys() and len(before) == STEPS * PROMPTS * SAMPLES
+    still += paced(tmp_path)
+    job = trainers(started, folder, still, processes=2)
+    left = come_and_go(started, folder, job, still, 2, draw)
+    assert job.end() == 0, job.output() + left[-1].output()
+    assert [one.end(90) for one in left] == [0, 0], left[-1].output()
+    assert groups_of(left[-1]) > 0
+    check_trained(folder, steps + 1, exact=True)
+    before, after = saved_responses(tmp_path / "part"), saved_responses(folder)
+    assert before.keys() == after.keys() and len(before) == steps * PROMPTS * SAMPLES
     compared = 0
     for uid, response in before.items():
         ties = np.flatnonzero(response.margin < NEAR_TIE)
@@ -225,22 +191,6 @@ def test_responses_of_workers_are_those_of_samplers_on_a_part(tmp_path, monkeypa
         np.testing.assert_allclose(after[uid].logp[:end], response.logp[:end], atol=1e-4)
         compared += end
     assert compared > 0.8 * sum(len(r.tokens) for r in before.values())
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("flags", [(), BOUNDARY], ids=["in_flight", "boundary"])
-def test_a_killed_worker_and_one_that_joins_late_change_nothing(tmp_path, started, flags):
-    folder = tmp_path / "run"
-    job = trainers(started, folder, (*flags, "training.steps=8"), processes=2)
-    first = worker(started, folder, (*flags, "training.steps=8"))
-    await_step(folder, 2, job)
-    second = worker(started, folder, (*flags, "training.steps=8"), devices=2)
-    first.kill()
-    assert job.end() == 0, job.output() + second.output()
-    assert second.end(30) == 0, second.output()
-    check_trained(folder, 8, exact=bool(flags))
-    check_ledger(folder)
 
 
 @pytest.mark.slow
@@ -310,16 +260,6 @@ def test_workers_that_listen_get_weights_from_each_other(tmp_path, started):
     check_trained(folder, exact=False)
 
 
-REWARD = """
-import time
-
-def score(data_source, solution_str, ground_truth, extra_info=None, pattern=""):
-    time.sleep(0.05)
-    # no special token, which the log has and the function does not get, has a digit
-    return sum(map(str.isdigit, solution_str)) + int(ground_truth) / 1000
-"""
-
-
 def logged(folder):
     """Responses of samples/, those of the first process, by uid."""
     paths = sorted((folder / "samples").glob("*.jsonl"))
@@ -332,10 +272,8 @@ def logged(folder):
 @pytest.mark.parametrize("swap", [(), BOUNDARY], ids=["in_flight", "boundary"])
 def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_path, started, swap):
     """A worker samples and two others score (flow/served_nodes/), of which one gets SIGKILL."""
-    (tmp_path / "mine.py").write_text(REWARD)
     folder, count = tmp_path / "run", 6
-    reward = (f"reward.function={tmp_path / 'mine.py'}:score", "reward.num_workers=1")
-    flags = (*swap, *reward, f"training.steps={count}", "flow.worker_nodes=('reward',)")
+    flags = (*swap, *paced(tmp_path), f"training.steps={count}", "flow.worker_nodes=('reward',)")
     job = trainers(started, folder, flags, processes=2)
     sampler = worker(started, folder, flags[:-1])  # it need not know of the others
     one = worker(started, folder, flags, own=("--nodes=reward",))
@@ -394,6 +332,37 @@ def test_a_worker_of_another_config_and_one_that_nobody_answers_are_refused(tmp_
     alone = worker(started, folder)
     assert alone.end() == EXIT_PREEMPTED
     assert "no trainer answers at 127.0.0.1:1" in alone.output()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_worker_joins_by_an_address_with_the_run_s_token_over_tls(tmp_path, started):
+    """It knows no folder: one trainer names the other. Without the authorities nobody joins."""
+    folder, cert, key = tmp_path / "run", tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    token = {"DISTFLOW_TOKEN": "the token of this run, known to all"}
+    checked = token | {"DISTFLOW_TLS_CA": str(cert)}
+    own = checked | {"DISTFLOW_TLS_CERT": str(cert), "DISTFLOW_TLS_KEY": str(key)}
+    job = trainers(started, folder, processes=2, environment=own)
+    first, _ = await_doors(folder)
+    assert not (folder / "token").exists()
+    join = {"join": first, "own": ("--join_seconds=5",)}
+    plain = worker(started, folder, environment=token, **join)
+    assert plain.end() == EXIT_PREEMPTED, plain.output()
+    assert f"no trainer answers at {first}" in plain.output()
+    other = worker(started, folder, environment=checked | {"DISTFLOW_TOKEN": "x" * 32}, **join)
+    assert other.end() == 2 and "its token is another one" in other.output()
+    one = worker(started, folder, environment=checked, join=first)
+    assert job.end() == 0, job.output() + one.output()
+    assert one.end(90) == 0, one.output()
+    assert "for 2 trainers" in one.output()
+    check_trained(folder, exact=False)
 
 
 @pytest.mark.slow

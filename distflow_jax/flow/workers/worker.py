@@ -68,6 +68,7 @@ class Worker:
         self._next_save, self._calls = 0.0, 0
         self._lost = 0  # pulls in a row that failed
         self.groups = 0  # that were answered whole
+        self.loads, self.load_seconds = 0, 0.0  # of weights, in place of decoding
         self.finished = False  # the run has ended
 
     def serve(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -202,9 +203,11 @@ class Worker:
                     self._pulling = None
                 return
             self._pulling = None
+            began = time.monotonic()
             self._sampler.free_weights()
             self._sampler.load(future.result(), pulled, cache=self._cache)
-            self._lost = 0
+            self.loads, self._lost = self.loads + 1, 0
+            self.load_seconds += time.monotonic() - began
             with self._shared.lock:
                 self._shared.version, self._shared.asked = pulled, 0
         elif version is not None:

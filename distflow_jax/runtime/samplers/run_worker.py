@@ -152,7 +152,11 @@ def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool
             worker.serve(ended)
         except EngineError as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
-    print(f"ended after {worker.groups} groups", flush=True)
+    print(
+        f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
+        f"{worker.load_seconds:.3f} s",
+        flush=True,
+    )
     if relay is not None:
         print(f"other workers got {relay.shelf.bytes_served} bytes of weights", flush=True)
     return EXIT_DONE if worker.finished else EXIT_PREEMPTED

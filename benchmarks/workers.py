@@ -1,0 +1,399 @@
+"""Workers: seconds until one that joins answers, seconds that weights stop it, and 1 GB of weights.
+
+python benchmarks/workers.py                    # all three parts
+python benchmarks/workers.py --parts joins wire
+python benchmarks/workers.py --quick            # the smallest form; its numbers mean nothing
+
+joins   configs/tiny.py with one trainer. A worker fills a compilation cache and is killed; others
+        join after it, one at a time, with that cache. From the start of its process: until it has
+        the weights and its programs, and until the trainer's next step is done, which needs all
+        groups of the step. Goal: a first group, so a step at most, within 30 s.
+loads   configs/grpo_smollm2.py with one trainer and one worker. Seconds in which a load of weights
+        stops the worker's decoding: it waits for the decode call in flight, and takes the weights.
+        Goal: below 5 % of the median step.
+wire    A pull of weights from another process of this machine, by the wire (gRPC, with signed
+        frames), by plain sockets, and by sockets whose answers carry a digest, in turn; the same
+        chunks, threads and checksums. Medians. Goal: sockets are less than twice as fast.
+
+Prints a line per measurement, and exits with 1 if a goal is missed, but not with --quick.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import re
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import numpy as np
+
+from distflow_jax.flow.workers.weight_pull import WeightPull
+from distflow_jax.flow.workers.weight_shelf import WeightShelf
+from distflow_jax.flow.workers.wire import Caller, Door, Method
+from distflow_jax.report.run_writer import read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PARTS = ("joins", "loads", "wire")
+COMMON = (
+    "flow.workers=True",
+    "flow.max_lag=1",
+    "algorithm.correction=token_tis",
+    "eval.dataset=",
+    "observe.trackers=()",
+)
+JOIN_SECONDS, LOAD_SHARE, SOCKETS_RATIO = 30.0, 0.05, 2.0  # goals
+WAIT_SECONDS = 900.0  # for a step, whatever the machine does
+LEASE_SECONDS = 2.0  # after which a killed worker's groups are for others
+SKIPPED_STEPS = 2  # of `loads`, in which programs compile
+TENSOR = (2048, 4096)  # of float32: 32 MiB
+TOKEN = b"a token of thirty-two bytes or so"
+
+
+def arguments() -> argparse.Namespace:
+    """Arguments of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=3, help="of joins, and of pulls")
+    parser.add_argument("--steps", type=int, default=8, help="of loads")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of a pull")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", help="file for the numbers")
+    found = parser.parse_args()
+    if found.quick:
+        found.rounds, found.steps, found.megabytes = 1, SKIPPED_STEPS + 1, 64
+    return found
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run with one trainer in a new folder; its processes end with the block."""
+
+    def __init__(self, config: str, folder: pathlib.Path, settings: Sequence[str]):
+        cache = f"compilation_cache={folder.parent / 'programs'}"
+        flags = [f"--config.{flag}" for flag in (*COMMON, *settings, cache)]
+        self._common = [f"--config=configs/{config}", *flags]
+        self.folder, self._processes = folder, []
+        launch = ["scripts/launch_local.py", "--processes=1", "--", "scripts/train.py"]
+        self.trainers = self._start("trainers", [*launch, f"--workdir={folder}"])
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self._processes:  # the launcher passes it on
+            end(process, signal.SIGTERM)
+
+    def join(self, name: str) -> subprocess.Popen:
+        """Starts a worker, once the trainers answer."""
+        self.wait(lambda: (self.folder / "doors.json").exists())
+        return self._start(name, ["scripts/worker.py", f"--join={self.folder}"])
+
+    def log(self, name: str) -> str:
+        """Output of a process so far."""
+        return (self.folder.parent / f"{name}.log").read_text()
+
+    def rows(self) -> list[dict[str, float]]:
+        """Rows of the steps that are done."""
+        path = self.folder / "metrics.jsonl"
+        return [row for row in read_metrics(path) if row["step"]] if path.exists() else []
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Waits until something is true while the trainers run."""
+        end_ = time.monotonic() + WAIT_SECONDS
+        while not until():
+            if time.monotonic() > end_ or self.trainers.poll() is not None:
+                raise RuntimeError(f"the run does not go on:\n{self.log('trainers')[-3000:]}")
+            time.sleep(0.01)
+
+    def _start(self, name: str, command: list[str]) -> subprocess.Popen:
+        # it has precedence over the config's, and programs are to be compiled once here
+        found = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+        with (self.folder.parent / f"{name}.log").open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command, *self._common],
+                cwd=ROOT,
+                env={**found, "JAX_PLATFORMS": "cpu"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+
+def end(process: subprocess.Popen, number: int) -> None:
+    """Ends a process by a signal, and waits for it."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+    try:
+        process.wait(180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def measure_joins(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    """Seconds of workers that join, the first one with an empty cache."""
+    settings = ("training.steps=1000000", f"flow.lease_seconds={LEASE_SECONDS}")
+    found: dict[str, Any] = {"ready": [], "first_step": []}
+    with Run("tiny.py", folder / "joins", (*settings, "checkpoint.every=1000000")) as run:
+        for number in range(options.rounds + 1):
+            name = f"worker{number}"
+            run.wait(lambda: (run.folder / "doors.json").exists())
+            done, began = len(run.rows()), time.monotonic()
+            process = run.join(name)
+            run.wait(lambda name=name: "ready: " in run.log(name))
+            ready = time.monotonic() - began
+            run.wait(lambda done=done: len(run.rows()) > done)
+            first_step = time.monotonic() - began
+            end(process, signal.SIGKILL)
+            await_standstill(run)
+            kind = "an empty cache" if not number else "a warm cache"
+            print(f"joins | {kind} | ready {ready:.1f} s | first step {first_step:.1f} s")
+            if number:
+                found["ready"].append(ready)
+                found["first_step"].append(first_step)
+    return found | {"passed": max(found["first_step"]) <= JOIN_SECONDS}
+
+
+def await_standstill(run: Run) -> None:
+    """Waits until the trainers have trained on all that a killed worker brought."""
+    done, since = len(run.rows()), time.monotonic()
+    while time.monotonic() < since + 2 * LEASE_SECONDS:
+        time.sleep(0.1)
+        if len(run.rows()) > done:
+            done, since = len(run.rows()), time.monotonic()
+
+
+def measure_loads(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    """Seconds of a load of weights, as a share of a step."""
+    config = "tiny.py" if options.quick else "grpo_smollm2.py"
+    settings = (f"training.steps={options.steps}", "checkpoint.every=1000000")
+    with Run(config, folder / "loads", settings) as run:
+        worker = run.join("worker")
+        if run.trainers.wait(options.steps * WAIT_SECONDS) or worker.wait(60):
+            raise RuntimeError(run.log("trainers")[-3000:] + run.log("worker")[-3000:])
+        steps = [row["perf/time_per_step"] for row in run.rows()[SKIPPED_STEPS:]]
+        told = re.search(r"(\d+) loads of weights stopped it for ([\d.]+) s", run.log("worker"))
+    count, stopped, step = int(told[1]), float(told[2]), statistics.median(steps)
+    one = stopped / max(count, 1)
+    print(
+        f"loads | {config} | {count} loads of {1e3 * one:.1f} ms | step {step:.2f} s | "
+        f"{100 * one / step:.2f} % of a step"
+    )
+    passed = count > 0 and one <= LOAD_SHARE * step
+    return {"loads": count, "load_seconds": one, "step_seconds": step, "passed": passed}
+
+
+def measure_wire(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    """Seconds and CPU-seconds of a pull, by transport."""
+    count = max(1, options.megabytes * 1_000_000 // (4 * int(np.prod(TENSOR))))
+    size = count * 4 * int(np.prod(TENSOR)) / 1e6
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=run_shelf, args=(theirs, count), daemon=True)
+    server.start()
+    try:
+        ports = received(ours)
+        seconds: dict[str, list[float]] = {name: [] for name in ports}
+        cpu: dict[str, list[float]] = {name: [] for name in ports}
+        for number in range(options.rounds + 1):  # the first one is not counted
+            for name, port in ports.items():
+                ours.send("cpu")
+                before = received(ours) + time.process_time()
+                took = pull(name, port, count)
+                ours.send("cpu")
+                after = received(ours) + time.process_time()
+                if number or options.quick:
+                    seconds[name].append(took)
+                    cpu[name].append(after - before)
+    finally:
+        server.kill()
+        server.join()
+    for name in ports:
+        took, spent = statistics.median(seconds[name]), statistics.median(cpu[name])
+        print(
+            f"wire | {name} | {size:.0f} MB | {took:.2f} s | {size / took:.0f} MB/s | "
+            f"{spent:.2f} CPU-s | {[round(one, 2) for one in seconds[name]]}"
+        )
+    ratio = statistics.median(seconds[WIRE]) / statistics.median(seconds[SOCKETS])
+    print(f"wire | sockets are {ratio:.2f} times as fast")
+    return {"megabytes": size, "seconds": seconds, "cpu_seconds": cpu, "ratio": ratio} | {
+        "passed": ratio < SOCKETS_RATIO
+    }
+
+
+# -- transports -----------------------------------------------------------------------------------
+
+WIRE, SOCKETS, DIGESTS = "wire", "sockets", "sockets with digests"
+_HEAD = struct.Struct(">QQ")  # bytes of the method's name, and of the rest
+
+
+def exactly(connection: socket.socket, count: int) -> bytearray:
+    """So many bytes; OSError at the end of the connection."""
+    data = bytearray(count)
+    view, at = memoryview(data), 0
+    while at < count:
+        if not (more := connection.recv_into(view[at:])):
+            raise ConnectionError("the connection has ended")
+        at += more
+    return data
+
+
+class SocketDoor:
+    """Answers calls on connections of their own, each with a thread.
+
+    Attributes:
+      port: where it listens.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], *, digests: bool):
+        self._methods, self._digests = methods, digests
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError), connection:
+            while True:
+                name, size = _HEAD.unpack(exactly(connection, _HEAD.size))
+                method = exactly(connection, name).decode()
+                answer = self._methods[method]("", bytes(exactly(connection, size)))
+                digest = hashlib.sha256(answer).digest() if self._digests else b""
+                connection.sendall(_HEAD.pack(len(digest), len(answer)) + digest)
+                connection.sendall(answer)
+
+
+class SocketSource:
+    """Calls a SocketDoor, as Caller calls a Door.
+
+    Attributes:
+      address: HOST:PORT.
+    """
+
+    def __init__(self, address: str):
+        self.address, self._idle, self._open = address, [], []
+
+    def call(self, method: str, payload: bytes, seconds: float) -> bytes:
+        """The answer to one call; OSError without one."""
+        connection = self._idle.pop() if self._idle else self._connect()
+        connection.settimeout(seconds)
+        name = method.encode()
+        connection.sendall(_HEAD.pack(len(name), len(payload)) + name + payload)
+        proof, size = _HEAD.unpack(exactly(connection, _HEAD.size))
+        digest = exactly(connection, proof)
+        answer = exactly(connection, size)
+        if digest and hashlib.sha256(answer).digest() != bytes(digest):
+            raise OSError("the answer is damaged")
+        self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for connection in self._open:
+            connection.close()
+
+    def _connect(self) -> socket.socket:
+        host, _, port = self.address.rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._open.append(connection)
+        return connection
+
+
+def run_shelf(pipe: Connection, count: int) -> None:
+    """Serves so many tensors by all transports; sends {transport: port}, then CPU-seconds."""
+    draw, shelf = np.random.default_rng(0), WeightShelf("benchmark")
+    shelf.put(
+        0, {f"t{i}": jax.device_put(tensor(draw), jax.devices("cpu")[0]) for i in range(count)}
+    )
+    methods = shelf.methods()
+    door = Door("127.0.0.1:0", TOKEN, methods)
+    doors = {WIRE: door, SOCKETS: SocketDoor(methods, digests=False)}
+    doors[DIGESTS] = SocketDoor(methods, digests=True)
+    pipe.send({name: one.port for name, one in doors.items()})
+    while pipe.recv():
+        pipe.send(time.process_time())
+
+
+def tensor(draw: np.random.Generator) -> np.ndarray:
+    """Values that no transport could compress, [2048, 4096]."""
+    return draw.random(TENSOR, np.float32)
+
+
+def pull(transport: str, port: int, count: int) -> float:
+    """Seconds of one pull of all tensors."""
+    address = f"127.0.0.1:{port}"
+    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    shape = jax.ShapeDtypeStruct(TENSOR, np.float32, sharding=here)
+    target = {f"t{i}": shape for i in range(count)}
+    source = Caller(address, TOKEN, "pull") if transport == WIRE else SocketSource(address)
+    with contextlib.closing(source):
+        began = time.monotonic()
+        params = WeightPull([source]).pull(0, target, WAIT_SECONDS)
+        took = time.monotonic() - began
+    jax.tree.map(lambda x: x.delete(), params)
+    return took
+
+
+def received(pipe: Connection) -> Any:
+    """The next message of the other process."""
+    if not pipe.poll(WAIT_SECONDS):
+        raise RuntimeError("the process that serves weights does not answer; see its messages")
+    return pipe.recv()
+
+
+# -- all ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_folder() -> Iterator[pathlib.Path]:
+    """A folder that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="workers-") as name:
+        yield pathlib.Path(name)
+
+
+def main() -> int:
+    """Measures the parts; returns the exit code."""
+    options = arguments()
+    measures = {"joins": measure_joins, "loads": measure_loads, "wire": measure_wire}
+    found = {}
+    for part in options.parts:
+        with new_folder() as folder:
+            found[part] = measures[part](options, folder)
+        print(f"{part} | goal {'met' if found[part]['passed'] else 'missed'}", flush=True)
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if options.quick or all(one["passed"] for one in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

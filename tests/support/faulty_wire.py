@@ -1,0 +1,141 @@
+"""Faults of a network between workers and homes, drawn by a seed: on real sockets, in one process.
+
+A `Forwarder` breaks connections, with what is on its way in them. `Faults.caller` makes callers
+whose frames are lost, whose answers are lost, and which send frames twice, at once or later.
+"""
+
+import collections
+import contextlib
+import random
+import socket
+import threading
+import time
+
+from distflow_jax.flow.workers.wire import Caller, Unreachable
+
+LOST, UNANSWERED, TWICE, LATE = "lost", "unanswered", "twice", "late"
+SHARES = {LOST: 0.005, UNANSWERED: 0.01, TWICE: 0.05, LATE: 0.02}  # of the calls
+BREAKS = 0.0005  # share of the pieces with which a connection breaks
+DELAY_SECONDS = 0.002  # of a piece, at most
+
+
+class Faults:
+    """Faults of one network.
+
+    Attributes:
+      done: faults by kind.
+    """
+
+    def __init__(self, seed: int):
+        self._draw, self._lock = random.Random(seed), threading.Lock()
+        self._dead: set[str] = set()
+        self.done: collections.Counter[str] = collections.Counter()
+
+    def caller(self, address: str, token: bytes, name: str) -> Caller:
+        """A caller of a worker, in place of Caller."""
+        return _FaultyCaller(address, token, name, self)
+
+    def kill(self, name: str) -> None:
+        """Has a worker send nothing from now on, not that it leaves either."""
+        self._dead.add(name)
+
+    def is_dead(self, name: str) -> bool:
+        """Whether a worker was killed."""
+        return name in self._dead
+
+    def uniform(self, low: float, high: float) -> float:
+        """A number that is drawn."""
+        with self._lock:
+            return self._draw.uniform(low, high)
+
+    def draw(self, shares: dict[str, float]) -> str:
+        """A fault that happens now; "": none."""
+        with self._lock:
+            left = self._draw.random()
+            for kind, share in shares.items():
+                left -= share
+                if left < 0:
+                    self.done[kind] += 1
+                    return kind
+        return ""
+
+
+class _FaultyCaller(Caller):
+    """A caller of one worker, whose calls may fail on their way, or come twice."""
+
+    def __init__(self, address: str, token: bytes, name: str, faults: Faults):
+        super().__init__(address, token, name)
+        self._faults, self._worker = faults, name
+        self._later: tuple[str, bytes] | None = None  # a frame that will come once more
+
+    def call(self, method: str, payload: bytes, seconds: float) -> bytes:
+        """As Caller.call; a frame may be lost, or come twice."""
+        if self._faults.is_dead(self._worker):
+            raise Unreachable(f"{self.address}: this worker is dead")
+        fault = self._faults.draw(SHARES)
+        if self._later is not None and self._faults.uniform(0, 1) < 0.3:
+            late, self._later = self._later, None
+            super().call(*late, seconds)
+        if fault == LOST:
+            raise Unreachable(f"{self.address}: the frame is lost")
+        answer = super().call(method, payload, seconds)
+        if self._faults.is_dead(self._worker):
+            raise Unreachable(f"{self.address}: this worker has died")
+        if fault == UNANSWERED:
+            raise Unreachable(f"{self.address}: the answer is lost")
+        if fault == TWICE:
+            answer = super().call(method, payload, seconds)
+        if fault == LATE:
+            self._later = method, payload
+        return answer
+
+    def close(self) -> None:
+        """Ends the connection; a dead worker does not end its sessions before."""
+        if self._faults.is_dead(self._worker):
+            self._idle.clear()
+        super().close()
+
+
+class Forwarder:
+    """Forwards connections to a port of this machine, late, and breaks some of them.
+
+    Attributes:
+      port: where it listens.
+    """
+
+    def __init__(self, target: int, faults: Faults):
+        self._target, self._faults = target, faults
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Takes no connection any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:
+            with socket.create_connection(("127.0.0.1", self._target)) as server:
+                back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
+                back.start()
+                self._copy(client, server)
+                back.join()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(self._faults.uniform(0, DELAY_SECONDS))
+                if self._faults.draw({"broken": BREAKS}):
+                    break
+                target.sendall(data)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
