@@ -1,13 +1,19 @@
 """A run that sees: it trains on drawn pictures, compiles nothing later, and resumes bit for bit.
 
-A frozen tower stays as it was drawn."""
+A frozen tower stays as it was drawn. The placeholder of images is text where no image stands. An
+image is encoded once in each row that has its prompt."""
 
+import dataclasses
+import json
 import pathlib
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
+from support.picture_rows import PROSE, write_rows
+from support.seeing_models import CASES, drawn_params
 
 import distflow_jax as df
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -15,6 +21,10 @@ from distflow_jax.checkpoint.export import run_export
 from distflow_jax.commands import generate_command
 from distflow_jax.config.config_dict import override
 from distflow_jax.config.shipped import open_config
+from distflow_jax.coordinator import field_moves
+from distflow_jax.data.dataset import open_dataset
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.report.run_writer import read_metrics
 
 SETTINGS = {
@@ -31,6 +41,20 @@ def train(folder: pathlib.Path, steps: int, **settings):
     config = df.load_config("vision_tiny", SETTINGS | {"training.steps": steps} | settings)
     df.train(config, str(folder))
     return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """All rows that runs of the test pack, as NumPy arrays."""
+    found, pack_rows = [], field_moves.pack_rows
+
+    def kept(*arguments):
+        rows = pack_rows(*arguments)
+        found.append(jax.device_get(rows))
+        return rows
+
+    monkeypatch.setattr(field_moves, "pack_rows", kept)
+    return found
 
 
 @pytest.mark.slow
@@ -91,3 +115,88 @@ def test_generate_answers_about_a_picture(tmp_path, capsys):
         answer("b.png")
     with pytest.raises(ValueError, match="has no tower; use a vision model"):
         answer(model="model.source=random:llama?hidden=64&layers=2&heads=4&mlp=96&vocab=272")
+
+
+@pytest.mark.slow
+def test_two_hundred_sizes_of_images_run_through_the_programs_of_step_1(tmp_path):
+    data = "task:shapes?ask=count&sides=24-200&size=250"
+    changes = {
+        "model.source": "random:qwen2_5_vl?hidden=64&layers=2&heads=4&kv_heads=2&mlp=96&vocab=272"
+        "&max_position=1024&vision_hidden=32&vision_layers=2&vision_heads=4&patch=14",
+        "data.train": data,
+        "data.max_prompt_length": 128,
+        "training.row_tokens": 160,
+        "data.prompts_per_step": 5,
+        "rollout.num_samples": 2,
+        "eval.dataset": "",
+        "checkpoint.every": 100,
+    }
+    rows = train(tmp_path / "run", 50, **changes)
+    assert len(rows) == 50 and all(row["data/images"] == 5 for row in rows)
+    assert [row["perf/compilations"] for row in rows[1:]] == [0] * 49
+    assert rows[-1]["training/epoch"] == 1  # each picture was read once
+    images = [example.images[0] for example in map(open_dataset(data).__getitem__, range(250))]
+    assert len({image.size() for image in images}) >= 200
+
+
+@pytest.mark.slow
+def test_an_image_is_encoded_once_in_each_row_that_has_its_prompt(tmp_path, packed):
+    """With 8 samples per prompt that share it; groups do not fit into one row each."""
+    changes = {"rollout.num_samples": 8, "rollout.max_response_length": 24, "eval.dataset": ""}
+    metrics = train(tmp_path / "run", 2, **changes)
+    assert len(packed) == 2
+    for row, rows in zip(metrics, packed, strict=True):
+        shape = rows.valid.shape[-1]
+        groups = zip(rows.group.reshape(-1, shape), rows.valid.reshape(-1, shape), strict=True)
+        pairs = sum(len(set(group[valid])) for group, valid in groups)
+        assert row["perf/images_encoded"] == pairs
+        # what a tower finds there: the segments of each chunk, which are numbered from 1
+        assert rows.images.segments.max(axis=-1).sum() == pairs
+        assert 4 == row["data/images"] < pairs < 32
+
+
+@pytest.fixture
+def eager(tmp_path):
+    """A model that likes to write `<image>`, the id that stands where its images are."""
+    tokenizer = Tokenizer.byte_level(300)
+    tokenizer.backend.add_special_tokens(["<image>"])
+    placeholder = tokenizer.backend.token_to_id("<image>")
+    case = CASES["smolvlm whole"]
+    tower = dataclasses.replace(case.vision, image_token=placeholder)
+    network = dataclasses.replace(case, vocab_size=300, tie_embeddings=False, vision=tower)
+    params = dict(drawn_params(network))
+    params["head"][:, placeholder] *= 12
+    folder = tmp_path / "model"
+    write_hf_folder(folder, Export(network, tokenizer, lambda: iter(params.items())))
+    return str(folder), placeholder
+
+
+@pytest.mark.slow
+def test_a_placeholder_without_an_image_is_text(tmp_path, packed, eager):
+    """The policy samples it, and a question has it in its prose."""
+    source, placeholder = eager
+    changes = {
+        "model.source": source,
+        "data.train": write_rows(tmp_path / "data", pictures=2, prose=2),
+        "rollout.max_response_length": 8,
+        "reward.function": "pattern",
+        "reward.kwargs": {"pattern": ".*[0-9].*"},
+        "training.optimizer.lr": 1e-4,  # it goes on to sample it
+        "eval.dataset": "",
+        "checkpoint.every": 100,
+    }
+    metrics = train(tmp_path / "run", 20, **changes)
+    assert len(metrics) == len(packed) == 20
+    for row, rows in zip(metrics, packed, strict=True):
+        assert row["data/images"] == 2 and np.isfinite(row["actor/loss"])
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+        is_placeholder, is_image = rows.tokens == placeholder, rows.images.patch >= 0
+        assert is_placeholder[is_image].all() and is_image.any()
+        sampled = is_placeholder & rows.response_mask
+        assert sampled.sum() > 16 and not (is_image & rows.response_mask).any()
+        in_prose = is_placeholder & ~is_image & ~rows.response_mask
+        assert in_prose.any()
+    lines = (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert any(PROSE in sample["prompt"] for sample in samples)
+    assert any("<image>" in sample["response"] for sample in samples)

@@ -24,11 +24,18 @@ from jax.experimental import multihost_utils
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
+from distflow_jax.coordinator.assignment import data_ranks
+from distflow_jax.coordinator.batch_metrics import (
+    batch_metrics,
+    gather_images,
+    gather_table,
+    image_metrics,
+)
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.environments.episodes import turn_columns
 from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.images.prompt_images import prompt_images, to_bytes
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
@@ -153,6 +160,14 @@ def main():
     metrics = {name: float(x) for name, x in jax.device_get(dict(metrics) | in_waves).items()}
     table = gather_table(runtime.coordinator.samples())
     metrics |= batch_metrics(table, runtime.coordinator.tokens_per_rank())
+    if prepared.loader.sees:
+        layout, coordinator = prepared.sizes.mesh.layout, runtime.coordinator
+        metrics |= image_metrics(gather_images(coordinator.image_counts()))
+        sent = [to_bytes(p.tokens, prompt_images(p.images, p.patch)).nbytes for p in prompts]
+        own = sum(sent) if runtime.member == 0 else 0
+        metrics["perf/image_bytes"] = float(processes.all_gather_ints(np.array([own])).sum())
+        metrics["perf/data_ranks"] = float(data_ranks(layout))
+        metrics["perf/anything_moves"] = float(coordinator.shares.anything_moves(layout))
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
     whole = {name: np.asarray(gather(x)) for name, x in flatten_dict(gradients, sep="/").items()}
     if processes.process_index() == 0:

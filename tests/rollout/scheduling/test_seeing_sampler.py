@@ -22,19 +22,34 @@ CONFIG = EngineConfig(
 PARAMS = {name: random_params(model) for name, model in MODELS.items()}
 
 
-def sampler_of(name, **changes):
+def sampler_of(name, stop_ids=STOP_IDS, **changes):
     model = MODELS[name]
     config = dataclasses.replace(CONFIG, images=sizes_of(model, 64), **changes)
-    return CompiledSampler(model, PARAMS[name], config, stop_ids=STOP_IDS)
+    return CompiledSampler(model, PARAMS[name], config, stop_ids=stop_ids)
 
 
-def requests_of(name, groups=5):
-    model = MODELS[name]
-    prompts = [seeing_prompt(model, counter, counter % 3) for counter in range(groups)]
-    return [GroupRequest(prompt, SamplingParams(3, 16, 1.0)) for prompt in prompts]
+def requests_of(name, groups=5, *, text=0, temperature=1.0):
+    """Of prompts with 0 to 2 images, behind so many tokens of text."""
+    model, rng = MODELS[name], np.random.default_rng(7)
+    requests = []
+    for counter in range(groups):
+        prompt = seeing_prompt(model, counter, counter % 3)
+        tokens = [rng.integers(0, model.vocab_size, text, np.int32), prompt.tokens]
+        patch = prompt.patch
+        if patch is not None:
+            patch = np.pad(patch, (text, 0), constant_values=-1)
+        prompt = dataclasses.replace(prompt, tokens=np.concatenate(tokens), patch=patch)
+        requests.append(GroupRequest(prompt, SamplingParams(3, 16, temperature)))
+    return requests
 
 
-def trained_logp(name, responses):
+def again(requests):
+    """The same questions once more, with other numbers."""
+    prompts = [dataclasses.replace(r.prompt, counter=100 + r.prompt.counter) for r in requests]
+    return [dataclasses.replace(r, prompt=p) for r, p in zip(requests, prompts, strict=True)]
+
+
+def trained_logp(name, responses, temperature=1.0):
     """Log-probs of responses in one pass of the trainer over packed rows."""
     model = MODELS[name]
     samples = Samples(
@@ -43,15 +58,16 @@ def trained_logp(name, responses):
         [r.tokens for r in responses],
         [np.ones(len(r.tokens), bool) for r in responses],
     )
-    rows, placement = seeing_rows(model, samples, RowShape(1, 8, 128, 8), shared=True)
+    rows, placement = seeing_rows(model, samples, RowShape(1, 12, 128, 8), shared=True)
     config, batch = ForwardConfig(logp_chunk=32), mini_batch(rows)
-    logp = response_logp(PARAMS[name], model, batch, np.float32(1.0), config)[0]
+    logp = response_logp(PARAMS[name], model, batch, np.float32(temperature), config)[0]
     return values_of(samples, placement, np.asarray(logp)[None])
 
 
-def check(name, responses):
+def check(name, responses, temperature=1.0):
     responses = sorted(responses, key=lambda r: (r.prompt.counter, r.sample))
-    for mine, response in zip(trained_logp(name, responses), responses, strict=True):
+    wanted = trained_logp(name, responses, temperature)
+    for mine, response in zip(wanted, responses, strict=True):
         np.testing.assert_allclose(response.logp, mine, atol=1e-4)
 
 
@@ -76,20 +92,47 @@ def test_a_sampler_gives_the_trainers_log_probs(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(prefill_tokens=16),  # pieces that cut images
-        dict(prefix_tokens=48, prefill_tokens=64),
-        dict(max_read=80, cache_tokens=192),  # sequences are preempted
-        dict(speculative_tokens=2),
-    ],
-)
-def test_no_way_of_reading_changes_a_log_prob(name, changes):
-    if name == "gemma3" and "prefill_tokens" in changes:
-        changes = changes | dict(prefill_tokens=32)
-    sampler, requests = sampler_of(name, **changes), requests_of(name)
-    check(name, sampler.run(requests + requests_of(name, 3)[1:2]))
+def test_pieces_of_prompts_change_no_log_prob(name):
+    """Pieces cut images, but for those whose tokens see each other both ways."""
+    both_ways = MODELS[name].image_both_ways
+    size = 32 if both_ways else 16
+    sampler, requests = sampler_of(name, prefill_tokens=size), requests_of(name, text=10)
+    check(name, sampler.run(requests))
+    prompts = [request.prompt.patch for request in requests if request.prompt.images]
+    cuts = [patch[n - 1 : n + 1] for patch in prompts for n in range(size, len(patch), size)]
+    assert cuts and (both_ways or any((pair >= 0).all() for pair in cuts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_prefixes_change_no_log_prob(name):
+    """They end within or behind images, but for those whose tokens see each other both ways."""
+    sampler = sampler_of(name, prefix_tokens=48, prefill_tokens=64)
+    requests = requests_of(name, text=17)
+    pairs = zip(requests, again(requests), strict=True)
+    check(name, sampler.run([request for pair in pairs for request in pair]))
+    stats = sampler.stats
+    assert stats.prefix_hits > 0
+    assert MODELS[name].image_both_ways or stats.prefix_tokens > 22 * stats.prefix_hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_preemption_changes_no_log_prob(name):
+    """Of two groups, which together need more pages than there are."""
+    changes = dict(page_size=8, max_read=80, cache_tokens=128)
+    sampler = sampler_of(name, stop_ids=(), **changes)
+    check(name, sampler.run(requests_of(name, 3)))
+    assert sampler.stats.preempted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_guessed_tokens_change_no_log_prob(name):
+    """At a temperature at which a model repeats itself, so that guesses come true."""
+    sampler = sampler_of(name, speculative_tokens=2, speculative_ngram=1)
+    check(name, sampler.run(requests_of(name, temperature=0.3)), temperature=0.3)
+    assert 0 < sampler.stats.accepted < sampler.stats.proposed
 
 
 def test_images_decide_which_prefix_is_shared():
