@@ -127,7 +127,8 @@ class Processes:
 def show_mixing(processes: Processes) -> None:
     """Prints the prompts of the samples that are taken for one group."""
     kinds = ("groups", *["storage"] * UNITS)
-    (_, controller), *units = [processes.start(server, kind).recv() for kind in kinds]
+    servers = [processes.start(server, kind) for kind in kinds]
+    (_, controller), *units = [pipe.recv() for pipe in servers]
     client = TransferQueueClient("client", controller)
     client.initialize_storage_manager("SimpleStorage", {"zmq_info": dict(units)})
     prompts = torch.arange(2).repeat_interleave(OF_PROMPT)

@@ -1,4 +1,4 @@
-"""What the thread of a home says of workers that are missing, or give nothing, by our clock."""
+"""The thread of a home tells of workers that are missing, or give nothing, by our clock."""
 
 import contextlib
 import dataclasses
@@ -95,7 +95,7 @@ def test_trainers_without_a_worker_say_so_each_minute_until_one_comes(waiting):
         "distflow worker --join=x"
     )
     assert len(after(59.0)) == 1
-    assert "for 121 s" in after(1.2)[1]
+    assert "for 120 s" in after(1.2)[1]
     assert thread.starved == ["gen"]
     home.heard("w", after.clock.now)
     assert len(after(1.0)) == 2 and thread.starved == []

@@ -1,4 +1,4 @@
-"""What workers of a home have brought, and how much each may hold therefore.
+"""Standings: how much each worker of a home may hold, by what it has brought.
 
 A worker may claim everything and give nothing: its device hangs, or its program is broken. Then
 each lease would end without a result, and the worker that asks first would get the group again. So
@@ -24,7 +24,7 @@ MOST_REMEMBERED = 1024  # silent workers
 
 @dataclasses.dataclass
 class _Standing:
-    """What one worker has done."""
+    """Deeds of one worker."""
 
     finished: int = 0  # as far as it counts
     news: float = -math.inf  # when it last brought something
@@ -81,7 +81,7 @@ class Standings:
         return one is None or not one.lapses
 
     def giving(self, workers: Collection[str]) -> set[str]:
-        """Those of some workers that have not lapsed."""
+        """The workers that have not lapsed, of some."""
         return {worker for worker in workers if self.gives(worker)}
 
     def most(self, worker: str, work: int, others: int, now: float) -> float:
