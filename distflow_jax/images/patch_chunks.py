@@ -22,7 +22,8 @@ class PatchSizes:
     dims: int  # numbers of a patch's position
     merge: int  # patches of a feature
     rotary: bool = False  # whether the network takes positions by time, row and column
-    window: int = 0  # patches of a side of the tower's windows of attention; 0: none
+    # patches of a side of the tower's windows of attention, whose patches lie side by side; 0: none
+    window: int = 0
 
     @property
     def features(self) -> int:
@@ -76,7 +77,8 @@ class ChunkPlan:
         """Writes the patches of a prompt, or of one image; the place among F of each of its
         features, int32 [features].
 
-        None, and nothing is written, where they do not fit any more.
+        Patches of a window lie side by side, so that tiles of other windows can be left out. None,
+        and nothing is written, where they do not fit any more.
         """
         before = list(self._filled)
         runs, places = segment_runs(images), []
@@ -90,14 +92,29 @@ class ChunkPlan:
             self._filled[chunk] += count
         where = []
         for (first, count), (chunk, start) in zip(runs, places, strict=True):
-            source, target = slice(first, first + count), slice(start, start + count)
+            target = slice(start, start + count)
+            order = self._order(images.positions[first : first + count])
+            source = first + _patches_of(order, self.sizes.merge)
             into.patches[chunk, target] = images.patches[source]
             into.positions[chunk, target] = images.positions[source]
             self._numbers[chunk] += 1
             into.segments[chunk, target] = self._numbers[chunk]
             feature = (chunk * self.sizes.chunk + start) // self.sizes.merge
-            where.append(np.arange(feature, feature + count // self.sizes.merge, dtype=np.int32))
+            where.append(feature + np.argsort(order).astype(np.int32))
         return np.concatenate(where)
+
+    def _order(self, positions: np.ndarray) -> np.ndarray:
+        """The features of a segment by windows, int [features]; positions int32 [N, dims]."""
+        of_feature = positions[:: self.sizes.merge]
+        if not self.sizes.window:
+            return np.arange(len(of_feature))
+        row, column = (of_feature[:, :2] // self.sizes.window).T
+        return np.lexsort((column, row))
+
+
+def _patches_of(order: np.ndarray, merge: int) -> np.ndarray:
+    """The patches of features int [F], side by side, int [F * merge]."""
+    return (order[:, None] * merge + np.arange(merge)).reshape(-1)
 
 
 def placed(patch: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -17,7 +17,8 @@ _MASKED = -1e30  # finite: a fully masked row gives a uniform softmax instead of
 class InRow(NamedTuple):
     """Indices in the row of the T query tokens of a row's shard and of the row's S key tokens.
 
-    Key tokens are in the order of their keys.
+    A query attends to keys up to its index, which may lie behind its token. Key tokens are in the
+    order of their keys.
     """
 
     place_BT: jax.Array  # int32

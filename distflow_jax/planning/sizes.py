@@ -24,7 +24,13 @@ from distflow_jax.planning.room_checks import check_batch_room, check_sampler_ro
 from distflow_jax.rollout.cache_sizing import fitting_slots
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
-from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
+from distflow_jax.training.attention_choice import (
+    AttentionSizes,
+    RowAttention,
+    row_attention,
+    tile_unit,
+    tower_form,
+)
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (
     check_pipeline_is_filled,
@@ -135,7 +141,6 @@ def derive_sizes(
             dtype,
             chunks,
             min(m.context for m in meshes),
-            model.image_both_ways,
         ),
     )
     sizes = Sizes(
@@ -161,7 +166,7 @@ def derive_sizes(
         routed=_routed(model) if training.router_replay else None,
         wave=_wave_packing(config, graph, (micro, together), mesh, roles),
     )
-    return _with_images(sizes, config, model)
+    return _with_images(sizes, config, model, machine.platform)
 
 
 def _compute_dtype(training: TrainingConfig, machine: Machine) -> str:
@@ -171,17 +176,26 @@ def _compute_dtype(training: TrainingConfig, machine: Machine) -> str:
     return "float32" if machine.platform == "cpu" else "bfloat16"
 
 
-def _with_images(sizes: Sizes, config: Config, model: DecoderConfig) -> Sizes:
-    """The sizes with patches beside rows, where the model has a tower."""
-    images = _images(config, model, config.training.row_tokens)
-    if images is None:
+def _with_images(sizes: Sizes, config: Config, model: DecoderConfig, platform: str) -> Sizes:
+    """The sizes with patches beside rows and attention between them, if the model has a tower."""
+    images, read = _images(config, model, platform, config.training.row_tokens), sizes.engine.images
+    if images is None or read is None:
         return sizes
-    packing = dataclasses.replace(sizes.packing, images=images)
-    wave = None if sizes.wave is None else dataclasses.replace(sizes.wave, images=images)
-    return dataclasses.replace(sizes, packing=packing, wave=wave)
+    tower, rows = (model.vision, sizes.forward.compute_dtype), sizes.micro_rows * sizes.microbatches
+    of_rows = tower_form(config.training.attention, platform, *tower, chunk=images.chunk, rows=rows)
+    of_prompts = tower_form("auto", platform, *tower, chunk=read.chunk, rows=1)
+    return dataclasses.replace(
+        sizes,
+        packing=dataclasses.replace(sizes.packing, images=images),
+        wave=None if sizes.wave is None else dataclasses.replace(sizes.wave, images=images),
+        forward=dataclasses.replace(sizes.forward, tower=of_rows),
+        engine=dataclasses.replace(sizes.engine, tower=of_prompts),
+    )
 
 
-def _images(config: Config, model: DecoderConfig, features: int) -> PatchSizes | None:
+def _images(
+    config: Config, model: DecoderConfig, platform: str, features: int
+) -> PatchSizes | None:
     """Room for images of so many features together; None for a model without a tower."""
     if model.vision is None:
         return None
@@ -191,6 +205,7 @@ def _images(config: Config, model: DecoderConfig, features: int) -> PatchSizes |
         longest=config.data.max_prompt_length,
         image_tokens=config.data.image_tokens,
         rotary=bool(model.rope_sections),
+        tile=tile_unit(platform),
     )
 
 
@@ -339,6 +354,7 @@ def _engine_config(
     check_attention(rollout.attention, machine.platform)
     samplers, ranks = machine.processes // hosts, machine.devices // tensor
     response = max(rollout.max_response_length, config.eval.max_response_length)
+    longest_prompt = max(data.max_prompt_length, rollout.prefill_tokens)
     engine = EngineConfig(
         slots=0,
         max_prompt=data.max_prompt_length,
@@ -357,7 +373,7 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
         record_experts=config.training.router_replay,
-        images=_images(config, model, max(data.max_prompt_length, rollout.prefill_tokens)),
+        images=_images(config, model, machine.platform, longest_prompt),
     )
     check_speculation(engine)
     check_prefix_cache(engine)

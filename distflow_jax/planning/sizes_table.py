@@ -43,6 +43,7 @@ def describe_sizes(
         *_preview_rows(config),
         ("row", p.limits.tokens, _row(sizes)),
         ("attention in rows", sizes.attention.name, sizes.attention.why),
+        *_tower_rows(sizes),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
         *_wave_rows(sizes, config),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
@@ -108,6 +109,18 @@ def _row(sizes: Sizes) -> str:
     limits, shards = sizes.packing.limits, sizes.mesh.context
     text = f"tokens, at most {limits.sequences} sequences"
     return text if shards == 1 else f"{text}; {limits.tokens // shards} on each of {shards} devices"
+
+
+def _tower_rows(sizes: Sizes) -> list[tuple]:
+    """Attention of the tower, beside rows; a sampler's chunks may have another size."""
+    images, form = sizes.packing.images, sizes.forward.tower
+    if images is None:
+        return []
+    patches = f"{images.chunks} chunks of {images.chunk} patches a row"
+    if not form.block:
+        return [("attention in the tower", "masked", f"{patches}, all scores of a chunk at once")]
+    name = "blocks" if form.by == "loops" else "kernel"
+    return [("attention in the tower", name, f"{patches}, in tiles of {form.block}")]
 
 
 def _pipeline_rows(sizes: Sizes) -> list[tuple]:

@@ -59,7 +59,7 @@ def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:
 
 
 def compile_sampler(planned: RunPlan, pod: Pod, name: str) -> Costs:
-    """Costs of one of a sampler's largest programs: "prefill" of a row, or "decode" of k steps.
+    """Costs of one of a sampler's largest programs, see EnginePrograms.traced.
 
     A sampler is independent of the others, and compiled as a slice of its own. Raises TooLarge.
     """

@@ -33,7 +33,7 @@ from distflow_jax.runtime.build import trace
 # share of HBM left for other releases of XLA or libtpu, and for arrays of a run outside the plan
 SPARE = 0.1
 # compiled for their memory only: how often they run depends on the data
-_SAMPLER = ("prefill", "decode")
+_SAMPLER = ("prefill", "decode", "encode_images")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,18 +250,19 @@ def plan_on(
         pod.check_mesh(f"mesh.roles.{role}", mesh)
     load = _load(pod, planned, mean_response)
     programs = trace(planned) if programs is None else programs
-    names = (*_SAMPLER, UPDATE_WEIGHTS) if planned.samplers else ()
+    of_sampler = _of_sampler(planned)
+    names = (*of_sampler, UPDATE_WEIGHTS) if planned.samplers else ()
     left_out = _left_out((*names, *programs), only)
     if compiled:
         costs, refused = _compiled(pod, planned, programs, left_out)
     else:
         costs, refused = _by_formulas(pod, planned, programs), {}
     chips = {name: programs[name].mesh.size if name in programs else pod.size for name in costs}
-    chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in _SAMPLER if n in costs}
+    chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in of_sampler if n in costs}
     known = {name: costs.get(name, Costs(0.0)) for name in programs}
-    taken = [costs[n].temp_bytes for n in _SAMPLER if n in costs]
+    taken = [costs[n].temp_bytes for n in of_sampler if n in costs]
     sync = costs[UPDATE_WEIGHTS].temp_bytes if UPDATE_WEIGHTS in costs else None
-    needed = max(taken) if len(taken) == len(_SAMPLER) else None
+    needed = max(taken) if taken and len(taken) == len(of_sampler) else None
     memory = plan_memory(planned, programs, known).with_sampler(needed, sync, left_out)
     return PodPlan(
         pod,
@@ -276,6 +277,14 @@ def plan_on(
         "" if refused else shortage(planned, memory, programs, known),
         left_out,
     )
+
+
+def _of_sampler(planned: RunPlan) -> tuple[str, ...]:
+    """The programs of a sampler that are compiled."""
+    if not planned.samplers:
+        return ()
+    sees = planned.source.config.vision is not None
+    return tuple(name for name in _SAMPLER if sees or name != "encode_images")
 
 
 def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:
@@ -295,7 +304,7 @@ def _compiled(
     """(costs by the segment's name, reasons of programs that are too large)."""
     work: dict[str, Callable[[], Costs]] = {}
     if planned.samplers:
-        for name in _SAMPLER:
+        for name in _of_sampler(planned):
             work[name] = functools.partial(compile_sampler, planned, pod, name)
         work[UPDATE_WEIGHTS] = lambda: compile_sync(planned, programs, pod)
     for name, program in programs.items():

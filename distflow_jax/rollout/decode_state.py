@@ -15,6 +15,7 @@ from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
+from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel.rules import sharding
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 
@@ -47,6 +48,7 @@ class EngineConfig:
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
     record_experts: bool = False  # of a mixture: Response.routed_experts, see expert_recording.py
     images: PatchSizes | None = None  # patches that are encoded together; None: no tower
+    tower: Form = WHOLE  # of attention between these patches
 
 
 @struct.dataclass

@@ -1,9 +1,11 @@
-"""Choice of the trainer's attention over packed rows, by setting, sizes and platform."""
+"""Choice of attention over packed rows and in a tower, by setting, sizes and platform."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distflow_jax.models.kernels import flash_gpu, flash_tpu
+from distflow_jax.models.vision.patch_attention import WHOLE, Form
+from distflow_jax.models.vision.vision_config import VisionConfig
 
 # tile sides on a CPU: below, matrix products are too short; above, too much of a tile is masked
 _BLOCKS = range(32, 129)
@@ -21,7 +23,6 @@ class AttentionSizes(NamedTuple):
     dtype: str
     row_chunks: int = 1  # chunks of a row on the mesh; a tile lies within one of them
     context_shards: int = 1  # shards of a row, one of them per device
-    both_ways: bool = False  # tokens of an image attend to each other, also to later ones
 
 
 class RowAttention(NamedTuple):
@@ -35,12 +36,13 @@ class RowAttention(NamedTuple):
 
 class _Kernel(NamedTuple):
     sides: tuple[int, ...]  # tile sides, the best first
+    head_dims: Sequence[int]  # rising
     check: Callable[..., None]
 
 
 _KERNELS = {
-    "gpu": _Kernel(flash_gpu.SIDES, flash_gpu.check_flash_gpu),
-    "tpu": _Kernel(flash_tpu.SIDES, flash_tpu.check_flash_tpu),
+    "gpu": _Kernel(flash_gpu.SIDES, flash_gpu.HEAD_DIMS, flash_gpu.check_flash_gpu),
+    "tpu": _Kernel(flash_tpu.SIDES, flash_tpu.HEAD_DIMS, flash_tpu.check_flash_tpu),
 }
 
 
@@ -52,15 +54,11 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     masked = RowAttention("masked", 0, "loops", "all scores of a row at once")
     if attention == "masked":
         return masked
-    loops = platform == "cpu" if attention == "auto" else attention == "blocks"
     try:
-        if sizes.both_ways:
-            raise ValueError(
-                "tiles are causal, and images of this model attend both ways: use 'auto'"
-            )
-        if not loops:
+        if not _by_loops(attention, platform):
             return _by_kernel(platform, sizes)
-        block = block_size(sizes.row_tokens, longest=sizes.longest, row_chunks=sizes.row_chunks)
+        best = sizes.longest // _BLOCKS_OF_SEQUENCE
+        block = block_size(sizes.row_tokens, best, row_chunks=sizes.row_chunks)
     except ValueError as error:
         if attention == "auto":
             return masked._replace(why=f"{masked.why}; {error}")
@@ -72,12 +70,40 @@ def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAt
     )
 
 
-def block_size(row_tokens: int, *, longest: int, row_chunks: int = 1) -> int:
-    """Side of a tile on a CPU in tokens, chosen by the `longest` sequence.
+def tower_form(
+    attention: str, platform: str, vision: VisionConfig, dtype: str, *, chunk: int, rows: int
+) -> Form:
+    """The form of a tower's attention between the patches of a chunk, of `chunk` patches.
+
+    By the setting of rows, see row_attention, and with a mask where no tile fits: nobody can change
+    the sizes of a tower. `rows` are those that a device encodes at a time, in `dtype`.
+    """
+    if attention == "masked" or chunk <= _BLOCKS[-1]:
+        return WHOLE
+    try:
+        if _by_loops(attention, platform):
+            segment = vision.window**2 or (vision.grid**2 if vision.square else chunk)
+            best = segment if segment <= _BLOCKS[-1] else segment // _BLOCKS_OF_SEQUENCE
+            return Form(block_size(chunk, best))
+        head_dim = _kernel_head_dim(platform, vision.head_dim)
+        sizes = AttentionSizes(chunk, chunk, rows, 1, head_dim, dtype)
+        found = _by_kernel(platform, sizes)
+    except ValueError:
+        return WHOLE
+    return Form(found.block, found.by, head_dim)
+
+
+def tile_unit(platform: str) -> int:
+    """Tokens of the smallest tile of the platform's kernel; 1 where there is no kernel."""
+    return min(_KERNELS[platform].sides) if platform in _KERNELS else 1
+
+
+def block_size(row_tokens: int, best: int, *, row_chunks: int = 1) -> int:
+    """Side of a tile on a CPU in tokens, as near to `best` as there is one.
 
     A tile lies within one of the `row_chunks` chunks of a row. Raises ValueError if no side fits.
     """
-    best = min(max(longest // _BLOCKS_OF_SEQUENCE, _BLOCKS[0]), _BLOCKS[-1])
+    best = min(max(best, _BLOCKS[0]), _BLOCKS[-1])
     fits = [n for n in _BLOCKS if row_tokens % (row_chunks * n) == 0]
     if fits:
         return min(fits, key=lambda n: abs(n - best))
@@ -89,6 +115,16 @@ def block_size(row_tokens: int, *, longest: int, row_chunks: int = 1) -> int:
     )
 
 
+def _by_loops(attention: str, platform: str) -> bool:
+    return platform == "cpu" if attention == "auto" else attention == "blocks"
+
+
+def _kernel_head_dim(platform: str, head_dim: int) -> int:
+    """The least head dim of the platform's kernel to which heads can be padded; else `head_dim`."""
+    known = _KERNELS[platform].head_dims if platform in _KERNELS else ()
+    return next((n for n in known if n >= head_dim), head_dim)
+
+
 def _rows(row_chunks: int) -> str:
     return "rows" if row_chunks == 1 else f"rows of {row_chunks} chunks (2 x mesh.context) each"
 
@@ -98,7 +134,7 @@ def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
         raise ValueError(
             f"there is no kernel for platform {platform!r}, only for {', '.join(_KERNELS)}"
         )
-    sides, check = _KERNELS[platform]
+    sides, _, check = _KERNELS[platform]
     fits = [n for n in sides if sizes.row_tokens % (sizes.row_chunks * n) == 0]
     if not fits:
         unit = sizes.row_chunks * min(sides)

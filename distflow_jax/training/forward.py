@@ -19,10 +19,11 @@ from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.kernels.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.moe import replay
 from distflow_jax.models.transformer import Attend, bind
+from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.expert_balance import balancing_route, watching
-from distflow_jax.training.row_features import image_numbers, row_features
+from distflow_jax.training.row_features import image_ends, row_features
 from distflow_jax.training.token_logp import token_logp
 
 
@@ -38,6 +39,7 @@ class ForwardConfig:
     microbatches: int = 0  # micro-batches in the pipeline at once; 0: one per pipeline stage
     repeats: int = 1  # times that a micro-batch passes all pipeline stages
     attention_by: str = "loops"  # one of block_attention.IMPLEMENTATIONS
+    tower: Form = WHOLE  # of attention between patches, where the model has a tower
 
 
 _LOGITS_BYTES = 2**28  # of a device, for a micro-batch's logits at most
@@ -72,7 +74,6 @@ class _Pairs(NamedTuple):
     allowed: Tiles | jax.Array  # tiles, or the mask [R, L, L]
     near: Tiles | None  # tiles with a pair within the window, for layers with one
     positions: tuple[jax.Array, jax.Array] | None  # of queries and keys, for models with windows
-    same_image: jax.Array | None = None  # mask [R, L, L], where images attend both ways
 
 
 def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
@@ -83,17 +84,22 @@ def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
         context_parallel.divide(parent_segment(rows)),
     )
     in_row, block = None, config.attention_block
-    if context_parallel.context_shards() > 1:
-        place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
+    place = jax.lax.broadcasted_iota(jnp.int32, rows.segment.shape, 1)
+    until, position = place, rows.position
+    if model.image_both_ways and rows.images is not None:
+        first, until = image_ends(rows.images, rows.segment, model.vision.patches_per_feature)
+        # a window reaches back to the image's first token at least
+        position = jnp.minimum(position, position - (place - first) + (sliding_window - 1))
+    if context_parallel.context_shards() > 1 or until is not place:
         in_row = InRow(
-            context_parallel.divide(place),
+            context_parallel.divide(until),
             context_parallel.in_gathered_order(rows.segment),
             context_parallel.in_gathered_order(place),
         )
     positions = near = None
     if sliding_window:
         positions = (
-            context_parallel.divide(rows.position),
+            context_parallel.divide(position),
             context_parallel.in_gathered_order(rows.position),
         )
     if block:
@@ -104,30 +110,11 @@ def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     else:
         allowed = packed_mask(segment, parent, in_row)
-    same_image = None
-    if model.image_both_ways and rows.images is not None:
-        assert not block, "attention_choice.py has no tiles for images that attend both ways"
-        same_image = _same_image(rows, model)
 
     def attend(*arguments):
         return _attend_pairs(config.attention_by, *arguments)
 
-    return Partial(attend, _Pairs(allowed, near, positions, same_image))
-
-
-def _same_image(rows: Rows, model: DecoderConfig) -> jax.Array:
-    """Pairs of tokens that stand for one image of one segment, bool [R c, T, L].
-
-    Segments with the same picture, responses of an environment's, share its features alone.
-    """
-    number = image_numbers(rows.images, model.vision.patches_per_feature)
-
-    def pairs(x):
-        query = context_parallel.divide(x)[:, :, None]
-        return query, context_parallel.in_gathered_order(x)[:, None]
-
-    (query, key), (one, other) = pairs(number), pairs(rows.segment)
-    return (query == key) & (query > 0) & (one == other)
+    return Partial(attend, _Pairs(allowed, near, positions))
 
 
 def _attend_pairs(
@@ -138,7 +125,7 @@ def _attend_pairs(
     Layers with a `window` use the pairs within it only. `implementation` is one of
     block_attention.IMPLEMENTATIONS, for tiles.
     """
-    allowed, near, positions, same_image = pairs
+    allowed, near, positions = pairs
     across, tiled = mesh_axes("context"), isinstance(allowed, Tiles)
     of_pairs = ("batch", "length", "length")
     if tiled:
@@ -162,8 +149,6 @@ def _attend_pairs(
         dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
     elif window is not None:
         arguments = (q, k, v, allowed & within(*positions, window))
-    if same_image is not None:
-        arguments = (*arguments[:3], arguments[3] | same_image)
     return local(on_device, arguments, dims, heads, shape=q.shape), None
 
 
@@ -189,7 +174,8 @@ def packed_hidden(
         recorded = constrain(recorded, "layers", "shards", "length", "activation")
     seen, position = None, rows.position
     if rows.images is not None:
-        seen = row_features(params, model, rows.images, dtype=dtype, remat=config.remat)
+        remat, form = config.remat, config.tower
+        seen = row_features(params, model, rows.images, dtype=dtype, remat=remat, form=form)
         position = rows.position if rows.images.rotary is None else rows.images.rotary
     hidden, kept = decoder.hidden(
         context_parallel.divide(rows.tokens),

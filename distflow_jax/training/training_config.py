@@ -29,7 +29,8 @@ class TrainingConfig:
     compute_dtype: str = "auto"
     # attention of the trainer. masked: all scores of a row at once. blocks: tiles, without those
     # that packing masks. kernel: tiles by a kernel of the platform. auto: blocks on CPU and a
-    # kernel elsewhere, masked if their sizes do not fit (attention_choice.py)
+    # kernel elsewhere, masked if their sizes do not fit. A tower follows, by a mask where no tile
+    # fits (attention_choice.py)
     attention: Literal["auto", "masked", "blocks", "kernel"] = "auto"
     # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
     logp_chunk: int = 0

@@ -9,7 +9,7 @@ from distflow_jax.batch import RowShape
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
-from distflow_jax.images.patch_chunks import chunks_for
+from distflow_jax.images.patch_chunks import ChunkPlan, PatchSizes, chunks_for
 from distflow_jax.images.prompt_images import (
     content_keys,
     from_bytes,
@@ -56,6 +56,27 @@ def test_a_prompts_patches_stand_once_in_its_row(name, shared):
     assert encoded[2] == np.square(sizes_of_segments).sum()
     assert encoded[1] <= encoded[3] <= encoded[2]
     assert encoded_images(table, images, placement)[3] == 0
+
+
+def test_patches_of_a_window_lie_side_by_side():
+    """A picture of 5 x 3 features, in windows of 2 x 2; each feature is found at its place."""
+    merge, side, at = 4, 2, []
+    for row, column in np.ndindex(5, 3):
+        at += [(row * side + a, column * side + b) for a, b in np.ndindex(side, side)]
+    count = len(at)
+    patches = np.arange(count, dtype=np.uint8)[:, None].repeat(3, axis=1)
+    cut = ImagePatches(patches, np.array(at, np.int32), np.ones(count, np.int32), 15, (5, 3))
+    sizes = PatchSizes(2 * count, 1, 3, 2, merge, window=4)
+    plan, chunks = ChunkPlan(sizes), sizes.empty()
+    for first in (0, 15):
+        where = plan.add(cut, chunks)
+        assert sorted(where) == list(range(first, first + 15))
+        found = chunks.patches[0].reshape(-1, merge, 3)[where].reshape(count, 3)
+        np.testing.assert_array_equal(found, patches)
+        places = chunks.positions[0].reshape(-1, merge, 2)[where].reshape(count, 2)
+        np.testing.assert_array_equal(places, at)
+    windows = [tuple(x) for x in (chunks.positions[0, :count] // 4).tolist()]
+    assert windows == sorted(windows)
 
 
 def test_rows_that_several_processes_hold_are_counted_by_one():

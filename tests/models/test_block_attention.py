@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.models.attention import UNLIMITED, packed_mask, within
+from distflow_jax.models.attention import UNLIMITED, InRow, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.kernels.tiles import Reach, tiles_of
 
@@ -58,15 +58,15 @@ def inputs(dtype=np.float32):
     return tuple(x.astype(dtype) for x in (q, k, v, g))
 
 
-def mask_of(window=None):
-    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT)))
+def mask_of(window=None, in_row=None):
+    mask = np.asarray(packed_mask(jnp.asarray(SEGMENT), jnp.asarray(PARENT), in_row))
     back = POSITION[:, :, None] - POSITION[:, None]
     return mask if window is None else mask & (back < window)
 
 
-def statement(q, k, v, g, window=None):
+def statement(q, k, v, g, window=None, in_row=None):
     """(output, gradients of q, k, v) of softmax(q k / sqrt(H)) v under the mask, in float64."""
-    mask = mask_of(window)[:, None]
+    mask = mask_of(window, in_row)[:, None]
     group, scale = HEADS // KV_HEADS, HEAD_DIM**-0.5
     q, k, v, g = (x.astype(np.float64).swapaxes(1, 2) for x in (q, k, v, g))
     wide_k, wide_v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -143,6 +143,36 @@ def test_windows(by, side, window, interpreted):
     whole = got(q, k, v, jnp.int32(UNLIMITED))[0]
     for x, wanted in zip(whole, statement(q, k, v, g), strict=True):
         np.testing.assert_allclose(x, wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("by", "side"), [("loops", 8), ("loops", 32), ("gpu", 32), ("tpu", 32)])
+def test_places_behind_a_token_let_it_see_ahead(by, side, interpreted):
+    """Spans of a segment in which tokens see each other both ways, across tiles, and others that
+    do not; and one row in which all of a segment do."""
+    place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), SEGMENT.shape)
+    until = place.copy()
+    for row, first, last in ((0, 5, 40), (1, 8, 13), (2, 70, 92), (3, 2, 16)):
+        assert len(np.unique(SEGMENT[row, first : last + 1])) == 1
+        until[row, first : last + 1] = last
+    for number in np.unique(SEGMENT[1]):
+        until[1, SEGMENT[1] == number] = LENGTH
+    in_row = InRow(*map(jnp.asarray, (until, SEGMENT, place)))
+    q, k, v, g = inputs()
+
+    @quickly
+    def got(q, k, v):
+        tiles = tiles_of(jnp.asarray(SEGMENT), jnp.asarray(PARENT), side, in_row)
+        attend = functools.partial(block_attention, tiles=tiles, implementation=by)
+        out, back = jax.vjp(attend, q, k, v)
+        return (out, *back(g)), tiles
+
+    mine, tiles = got(q, k, v)
+    for x, wanted in zip(mine, statement(q, k, v, g, in_row=in_row), strict=True):
+        np.testing.assert_allclose(x, wanted, atol=2e-6, rtol=1e-5)
+    n = LENGTH // side
+    held = mask_of(in_row=in_row).reshape(len(SEGMENT), n, side, n, side).any((2, 4))
+    np.testing.assert_array_equal(tiles.num_keys, held.sum(2))
+    np.testing.assert_array_equal(tiles.num_queries, held.sum(1))
 
 
 def test_a_window_is_of_positions_and_not_of_places():

@@ -22,9 +22,10 @@ from distflow_jax.images.record import image_of
 from distflow_jax.models.lora import divide
 from distflow_jax.models.parameters import param_shardings, place_params
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.vision.chunks import encode_chunks
 from distflow_jax.models.vision.encode import encode, window_segments
 from distflow_jax.models.vision.image_layout import image_layout
-from distflow_jax.models.vision.patch_attention import Form
+from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel.rules import use_mesh
 
 FILE = json.loads((TESTS / "golden" / "vision.json").read_text())
@@ -188,26 +189,35 @@ def test_gradients_of_packed_and_separate_images_are_equal(case):
         assert np.abs(x).max() > 0, path
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "smolvlm"])
-def test_tiles_give_the_features_and_gradients_of_the_mask(case):
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        *((case, Form(16)) for case in ("smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3")),
+        # kernels, interpreted, with heads of 8 padded to what they take
+        ("qwen2_5_vl", Form(16, "tpu", 16)),
+        ("qwen2_5_vl", Form(32, "gpu", 16)),
+    ],
+)
+def test_tiles_give_the_features_and_gradients_of_the_mask(case, form, interpreted):
+    """A chunk of two images and an empty one, with what the backward pass recomputes."""
     c, params, row = CASES[case].vision, params_of(case), packed(case, (0, 2), padding=4)
-    behind = -len(row[0]) % 16
-    row = tuple(np.pad(x, ((0, behind), *[(0, 0)] * (x.ndim - 1))) for x in row)
+    behind = -len(row[0]) % 32
+    row = (np.pad(x, ((0, behind), *[(0, 0)] * (x.ndim - 1))) for x in row)
+    chunks = [np.stack([x, np.zeros_like(x)])[None] for x in row]
 
-    def loss(params, form):
-        return jnp.sum(jnp.sin(encode(c, params, *row, form=form)) * weight)
+    def loss(params, form, remat):
+        found = encode_chunks(c, params, *chunks, form=form, remat=remat)[0]
+        return jnp.sum(jnp.sin(found) * weight), found
 
-    whole, tiles = Form(), Form(block=16)
-    found = features_of(case, row, form=tiles)
     # features of padding have no meaning
-    valid = row[2].reshape(-1, c.patches_per_feature)[:, 0] > 0
-    np.testing.assert_allclose(
-        found[valid], features_of(case, row, form=whole)[valid], rtol=0, atol=2e-5
-    )
-    weight = np.random.default_rng(2).standard_normal(found.shape) * valid[:, None]
-    weight = weight.astype(np.float32)
-    gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    one, other = gradient(params, whole), gradient(params, tiles)
+    valid = chunks[2].reshape(-1, c.patches_per_feature)[:, 0] > 0
+    shape = (1 + len(c.deepstack), len(valid), c.width)
+    weight = np.random.default_rng(2).standard_normal(shape).astype(np.float32) * valid[:, None]
+    gradient = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(1, 2))
+    (one, wanted), (other, found) = gradient(params, WHOLE, "none"), gradient(params, form, "full")
+    found, wanted = (np.asarray(x)[:, valid] for x in (found, wanted))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert np.abs(wanted).max() > 0.5
     norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(one)))
     gap = jax.tree.map(lambda a, b: np.sum(np.square(a - b)), one, other)
     assert np.sqrt(sum(jax.tree.leaves(gap))) < 1e-5 * norm

@@ -50,14 +50,13 @@ MODELS = {
 }
 
 
-def sizes_of(model, features: int = 96) -> PatchSizes:
-    """Chunks of 64 patches, or of one tile, for so many features."""
-    chunk = model.vision.grid**2 if model.vision.image_size else 64
-    merge = model.vision.patches_per_feature
-    rotary = bool(model.rope_sections)
-    return PatchSizes(
-        chunk, chunks_for(features, merge, chunk), model.vision.patch_bytes, 2, merge, rotary
-    )
+def sizes_of(model, features: int = 96, chunk: int = 0) -> PatchSizes:
+    """Chunks of so many patches, else of 64 or of one tile, for so many features."""
+    vision = model.vision
+    chunk = chunk or (vision.grid**2 if vision.image_size else 64)
+    merge, rotary = vision.patches_per_feature, bool(model.rope_sections)
+    chunks = chunks_for(features, merge, chunk)
+    return PatchSizes(chunk, chunks, vision.patch_bytes, 2, merge, rotary, vision.window)
 
 
 def image_of(model, seed: int) -> Image:
@@ -121,11 +120,14 @@ def seeing_samples(model, *, groups: int = 3, size: int = 3, seed: int = 0) -> S
     return Samples(prompts, np.array(uid, np.int64), responses, masks)
 
 
-def seeing_rows(model, samples: Samples, shape, *, shared: bool, ranks: int = 1, shown=()):
-    """(Rows with images, Placement) of samples; `shown`: TurnImages of each response, or None."""
+def seeing_rows(
+    model, samples: Samples, shape, *, shared: bool, ranks: int = 1, shown=(), chunk: int = 0
+):
+    """(Rows with images, Placement) of samples; `shown`: TurnImages of each response, or None.
+    `chunk`: of sizes_of."""
     rows, placement = rows_of(samples, shape, shared=shared, ranks=ranks)
     images = [prompt_images(p.images, p.patch) for p in samples.prompt]
-    sizes = sizes_of(model, shape.tokens)
+    sizes = sizes_of(model, shape.tokens, chunk)
     rows.images = pack_images(sequences_of(samples), images, placement, sizes, shown)
     return rows, placement
 

@@ -1,10 +1,19 @@
 """The trainer's choice of attention, by the setting, the sizes and the platform."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from distflow_jax.training.attention_choice import AttentionSizes, row_attention
+from distflow_jax.models.vision.patch_attention import Form
+from distflow_jax.models.vision.patch_room import patch_room
+from distflow_jax.models.vision.vision_config import VisionConfig
+from distflow_jax.training.attention_choice import (
+    AttentionSizes,
+    row_attention,
+    tile_unit,
+    tower_form,
+)
 
 SIZES = AttentionSizes(2048, 1024, rows=2, heads=4, head_dim=128, dtype="bfloat16")
 
@@ -61,6 +70,48 @@ def test_where_none_fits_auto_says_why_and_kernel_is_refused(sizes, reason):
     assert re.search(reason, found.why)
     with pytest.raises(ValueError, match=reason):
         chosen("kernel", "tpu", **sizes)
+
+
+QWEN = VisionConfig(  # of Qwen2.5-VL: heads of 80
+    "qwen2_5_vl", 1280, 32, 16, 3420, patch_size=14, window=8, full_layers=(7, 15, 23, 31)
+)
+GEMMA = VisionConfig("gemma3", 1152, 27, 16, 4304, patch_size=14, merge=4, grid=64)
+SMALL = VisionConfig("smolvlm", 96, 3, 4, 192, patch_size=8, merge=2, grid=6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "vision", "chunk", "wanted"),
+    [
+        ("auto", "tpu", QWEN, 4096, Form(128, "tpu", 80)),
+        ("kernel", "gpu", QWEN, 4096, Form(64, "gpu", 128)),
+        ("auto", "tpu", GEMMA, 4096, Form(128, "tpu", 80)),  # heads of 72
+        ("auto", "cpu", QWEN, 4096, Form(64)),  # a window
+        ("auto", "cpu", GEMMA, 4096, Form(128)),
+        ("auto", "cpu", SMALL, 504, Form(36)),  # a picture
+        ("blocks", "gpu", SMALL, 504, Form(36)),
+        # a mask where it is asked for, where it is not larger than a tile, or where none fits
+        ("masked", "tpu", QWEN, 4096, Form()),
+        ("auto", "cpu", SMALL, 108, Form()),
+        ("kernel", "tpu", QWEN, 4000, Form()),
+        ("kernel", "cpu", QWEN, 4096, Form()),
+        ("auto", "gpu", QWEN, 4096, Form(64, "gpu", 128)),
+    ],
+)
+def test_a_towers_attention(attention, platform, vision, chunk, wanted):
+    assert tower_form(attention, platform, vision, "bfloat16", chunk=chunk, rows=2) == wanted
+
+
+def test_a_chunk_has_whole_tiles_where_little_is_lost():
+    def chunk(vision, image_tokens, tile):
+        sizes = dict(longest=2048, image_tokens=image_tokens, rotary=False, tile=tile)
+        return patch_room(vision, 8192, **sizes).chunk
+
+    assert [tile_unit(name) for name in ("cpu", "gpu", "tpu")] == [1, 64, 128]
+    assert [chunk(QWEN, 1000, tile) for tile in (1, 64, 128)] == [4000, 4032, 4096]
+    assert [chunk(QWEN, 120, tile) for tile in (1, 64, 128)] == [480, 512, 512]
+    assert chunk(SMALL, 64, 128) == 512
+    # an image of 196 patches, two in a chunk: a third more would be padding
+    assert chunk(replace(SMALL, grid=14), 64, 128) == 392
 
 
 def test_what_is_asked_for_and_cannot_be():

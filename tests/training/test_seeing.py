@@ -2,6 +2,7 @@
 log-probs and gradients, those of the tower included."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ from support.tiny_model import (
     values_of,
 )
 
-from distflow_jax.batch import RowShape
+from distflow_jax.batch import RowImages, RowShape
 from distflow_jax.models.parameters import param_shardings
+from distflow_jax.models.vision.patch_attention import Form
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig, response_logp
+from distflow_jax.training.row_features import image_ends
 
 TEMPERATURE = np.float32(0.8)
 SHAPE = RowShape(1, 6, 128, 8)
@@ -89,8 +92,11 @@ def check(name, found):
     [
         ("smolvlm", True, dict(attention_block=16, remat="full")),
         pytest.param("smolvlm", False, dict(remat="none"), marks=pytest.mark.slow),
-        ("qwen2_5_vl", True, dict(remat="full")),
-        pytest.param("qwen3_vl", True, dict(attention_block=16), marks=pytest.mark.slow),
+        ("qwen2_5_vl", True, dict(remat="full", tower=Form(16))),
+        pytest.param(
+            "qwen3_vl", True, dict(attention_block=16, tower=Form(32)), marks=pytest.mark.slow
+        ),
+        ("gemma3", True, dict(attention_block=16, tower=Form(8))),
         pytest.param("gemma3", True, dict(), marks=pytest.mark.slow),
         pytest.param("qwen3_vl", False, dict(remat="none"), marks=pytest.mark.slow),
         pytest.param("gemma3", False, dict(remat="attention"), marks=pytest.mark.slow),
@@ -107,7 +113,39 @@ def test_packed_rows_with_images_are_sequences_apart(name, shared, options):
         ("smolvlm", dict(fsdp=2, tensor=2)),
         ("qwen3_vl", dict(fsdp=2, tensor=2)),
         ("qwen2_5_vl", dict(fsdp=1, tensor=1, context=2)),
+        ("gemma3", dict(fsdp=1, tensor=1, context=2)),
     ],
 )
 def test_any_mesh_gives_the_gradient_of_one_device(name, sizes):
-    check(name, packed(name, mesh_of(**sizes), ranks=sizes["fsdp"]))
+    options = dict(attention_block=16, tower=Form(16))
+    check(name, packed(name, mesh_of(**sizes), ranks=sizes["fsdp"], **options))
+
+
+def test_an_update_by_tiles_has_no_array_of_all_pairs_of_patches():
+    model, patches = MODELS["qwen2_5_vl"], 112  # a size that no other array has
+    samples, params = seeing_samples(model), random_params(model)
+    rows, _ = seeing_rows(model, samples, SHAPE, shared=True, chunk=patches)
+
+    def text(**options):
+        config = ForwardConfig(logp_chunk=16, remat="full", **options)
+
+        def loss(params, batch):
+            return jnp.sum(response_logp(params, model, batch, TEMPERATURE, config)[0])
+
+        return jax.jit(jax.grad(loss)).lower(params, mini_batch(rows)).compile().as_text()
+
+    pairs = re.compile(rf"\[(?:\d+,)*{patches},{patches}\]")
+    assert pairs.search(text())
+    assert not pairs.findall(text(attention_block=32, tower=Form(16)))
+
+
+def test_an_image_ends_with_its_own_showing():
+    """Two showings of one picture in one segment do not see each other both ways."""
+    segment = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
+    patch = np.array([[-1, 0, 1, -1, 0, 1, 0, 1, 2, -1]], np.int32)
+    patches = np.zeros((1, 1, 16, 3), np.uint8)
+    of_patches = np.array([[[1] * 8 + [2] * 4 + [0] * 4]], np.int32)
+    images = RowImages(patch, patches, np.zeros((1, 1, 16, 2), np.int32), of_patches, None)
+    first, last = image_ends(images, jnp.asarray(segment), merge=4)
+    assert first[0].tolist() == [0, 1, 1, 3, 4, 4, 6, 6, 8, 9]
+    assert last[0].tolist() == [0, 2, 2, 3, 5, 5, 7, 7, 8, 9]

@@ -19,6 +19,7 @@ from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mas
 
 # tile sides: a tile of sums and two of scores and their gradients fit a program's registers
 SIDES = (64,)
+HEAD_DIMS = (16, 32, 64, 128, 256)
 ROW_CHANNELS = 128 * 128  # R x H of a step's queries at most, of one or two heads: more do not fit
 _LOG2_E = math.log2(math.e)  # exp2 is one instruction, exp takes a product more
 
@@ -34,7 +35,7 @@ def check_flash_gpu(
         raise ValueError(
             f"the GPU kernel needs blocks of {SIDES[0]} tokens, got {side}: use {SIDES[0]}"
         )
-    if head_dim not in (16, 32, 64, 128, 256):
+    if head_dim not in HEAD_DIMS:
         raise ValueError(
             "the GPU kernel needs a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers "
             f"of two), got {head_dim}: use attention='blocks'"

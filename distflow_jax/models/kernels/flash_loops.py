@@ -136,7 +136,7 @@ def _scores(q, k, tiles, reach, row, query, key):
     key_segment = _at(tiles.key_segment, row, key)[None]
     place = jnp.arange(size, dtype=jnp.int32)
     at, key_at = _at(tiles.place, row, query), _at(tiles.key_place, row, key)
-    causal = (at + place)[:, None] >= (key_at + place)[None]
+    causal = at[:, None] >= (key_at + place)[None]
     related = (segment[:, None] == key_segment) | (parent[:, None] == key_segment)
     allowed = related & causal
     allowed &= (segment > 0)[:, None]

@@ -20,6 +20,7 @@ from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mas
 
 LANES = 128
 SIDES = (128, 256)  # of tiles: shorter ones are masked less, but the list is longer
+HEAD_DIMS = range(16, 513, 16)
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # two int32 per tile: 512 KiB of the 1 MiB of scalar memory
 _SUBLANES = 8

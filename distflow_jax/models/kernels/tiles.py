@@ -17,9 +17,9 @@ class Tiles(NamedTuple):
 
     segment: jax.Array  # int32 [B, n, C]
     parent: jax.Array  # int32 [B, n, C]
-    place: jax.Array  # int32 [B, n]: index in the row of each block's first token
+    place: jax.Array  # int32 [B, n, C]: index in the row of the last key that a query may see
     key_segment: jax.Array  # int32 [B, m, C]
-    key_place: jax.Array  # int32 [B, m]
+    key_place: jax.Array  # int32 [B, m]: index in the row of each block's first token
     keys: jax.Array  # int32 [B, n, m]: per block of queries, the blocks of keys to visit first
     num_keys: jax.Array  # int32 [B, n]: number of these
     queries: jax.Array  # int32 [B, m, n]: per block of keys, the blocks of queries to visit first
@@ -43,7 +43,8 @@ def tiles_of(
 ) -> Tiles:
     """Tiles with at least one pair that attention.packed_mask allows, and `reach` if given.
 
-    The tokens of a block must be consecutive in the row. Raises ValueError if `block` does not
+    The tokens of a block must be consecutive in the row. A query's place in `in_row` may lie behind
+    its token, which then attends to related keys up to there. Raises ValueError if `block` does not
     divide T.
     """
     rows, length = segment_BT.shape
@@ -55,7 +56,7 @@ def tiles_of(
     segment, parent, of_row = (
         x.reshape(rows, -1, block) for x in (segment_BT, parent_BT, in_row.segment_BS)
     )
-    place, key_place = (x[:, ::block] for x in (in_row.place_BT, in_row.place_BS))
+    place, key_place = in_row.place_BT.reshape(segment.shape), in_row.place_BS[:, ::block]
 
     of_query = [segment, parent]
     if reach is not None:
@@ -73,7 +74,7 @@ def tiles_of(
 
     related = jax.lax.map(of_queries, tuple(x.swapaxes(0, 1) for x in of_query))
     related = related.swapaxes(0, 1)
-    related &= place[:, :, None] >= key_place[:, None, :]
+    related &= jnp.max(place, axis=2)[:, :, None] >= key_place[:, None, :]
 
     def listed(related):  # True entries first, in their order
         order = jnp.argsort(~related, axis=2, stable=True).astype(jnp.int32)
@@ -100,7 +101,7 @@ def mask_facts(tiles: Tiles, reach: Reach | None) -> tuple[jax.Array, jax.Array]
     Positions of `reach` are [B, n, C] and [B, m, C].
     """
     within = jnp.arange(tiles.segment.shape[2], dtype=jnp.int32)[None, None]
-    place, key_place = (x[..., None] + within for x in (tiles.place, tiles.key_place))
+    place, key_place = tiles.place, tiles.key_place[..., None] + within
     before, position = jnp.full_like(place, -1), jnp.zeros_like(key_place)
     if reach is not None:
         before, position = reach.position_BT - reach.window, reach.key_position_BS

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.models.vision.encode import encode
+from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parallel.rules import constrain
 
@@ -23,6 +24,7 @@ def encode_chunks(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    form: Form = WHOLE,
 ) -> jax.Array:
     """Features [R, 1 + N, S, W] in `dtype`: those of the input first, then those of DeepStack.
 
@@ -34,11 +36,14 @@ def encode_chunks(
       patches: uint8 [R, C, T, patch_bytes].
       positions: int32 [R, C, T, 2].
       segments: int32 [R, C, T], from 1 in every chunk; 0 is padding.
-      remat: unless "none" the backward pass encodes a chunk again.
+      remat: unless "none" the backward pass encodes a chunk again, and keeps of its layers what
+        remat.py says: so it holds the layers of one chunk at a time.
+      form: attention by a mask or by tiles.
     """
 
     def run(params, *chunk):
-        found = encode(config, params, *chunk, dtype=dtype)
+        with jax.named_scope("vision"):  # in profiles
+            found = encode(config, params, *chunk, dtype=dtype, remat=remat, form=form)
         return found if found.ndim == 4 else found[None]
 
     again = run if remat == "none" else jax.checkpoint(run)

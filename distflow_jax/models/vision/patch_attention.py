@@ -19,6 +19,7 @@ class Form(NamedTuple):
 
     block: int = 0  # C, a divisor of N; 0: all scores of a row at once
     by: str = "loops"  # one of block_attention.IMPLEMENTATIONS
+    head_dim: int = 0  # to which a kernel's heads are padded; 0: they are not
 
 
 WHOLE = Form()
@@ -45,10 +46,19 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, form: Form) -
     if not isinstance(pairs, Tiles):
         query, key = pairs[:, :, None], pairs[:, None, :]
         return masked_attention(q, k, v, (query == key) & (query > 0))
+    size = q.shape[3]
     heads = ("batch", "length", "tower_heads", "head_dim")
     of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
 
     def on_device(q, k, v, tiles):
-        return block_attention(q, k, v, tiles, implementation=form.by)
+        if form.head_dim > size:  # scores are divided by the root of the padded size
+            q = q * (form.head_dim / size) ** 0.5
+            q, k, v = (_padded(x, form.head_dim) for x in (q, k, v))
+        return block_attention(q, k, v, tiles, implementation=form.by)[..., :size]
 
     return local(on_device, (q, k, v, pairs), (heads, heads, heads, of_pairs), heads)
+
+
+def _padded(x: jax.Array, head_dim: int) -> jax.Array:
+    """x [B, N, A, H] with zeros behind its heads, [B, N, A, head_dim]."""
+    return jnp.pad(x, (*[(0, 0)] * 3, (0, head_dim - x.shape[3])))

@@ -42,20 +42,23 @@ class EnginePrograms:
         )
 
     def temporaries(self, params: Any) -> int | None:
-        """Bytes of a device for the temporary buffers of prefill or decode: the larger.
+        """Bytes of a device for the temporary buffers of the largest of the `traced` programs.
 
-        Prefill of the longest row of prompts, decode of k steps of all slots. None where the
-        platform does not report it. Compiles nothing after `RolloutEngine.compile` with the same
-        weights.
+        None where the platform does not report it. Compiles nothing after `RolloutEngine.compile`
+        with the same weights.
         """
         programs = self.traced(params).values()
         found = [program.lower().compile().memory_analysis() for program in programs]
         return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
 
     def traced(self, params: Any) -> dict[str, jax.stages.Traced]:
-        """The largest programs: "prefill" of the longest row of prompts, and "decode" of k steps of
-        all slots. `params` may be ShapeDtypeStructs with shardings."""
-        return {
+        """The largest programs: "prefill" of the longest row of prompts, "decode" of k steps of all
+        slots, and "encode_images" of a model with a tower. `params` may be ShapeDtypeStructs with
+        shardings."""
+        found = {
             "prefill": self.prompts.trace_longest_row(params),
             "decode": self.generate.trace(params, self._shapes.specs()),
         }
+        if self.prompts.images is not None:
+            found["encode_images"] = self.prompts.images.trace(params)
+        return found

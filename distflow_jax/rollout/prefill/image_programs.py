@@ -94,8 +94,9 @@ def encode_batch(shapes: StateShapes, params, patches, positions, segments):
     [C, T, 2] and segments int32 [C, T]."""
     with use_mesh(shapes.mesh):
         rows = (x[None] for x in (patches, positions, segments))
-        dtype = jnp.dtype(shapes.config.dtype)
-        return encode_chunks(shapes.model.vision, params["vision"], *rows, dtype=dtype)[0]
+        dtype, form = jnp.dtype(shapes.config.dtype), shapes.config.tower
+        found = encode_chunks(shapes.model.vision, params["vision"], *rows, dtype=dtype, form=form)
+        return found[0]
 
 
 def _put(row, features, index):
@@ -137,6 +138,11 @@ class ImagePrograms:
         return [
             PromptSight(images, (features,), np.zeros_like(where), where) for images, where in both
         ]
+
+    def trace(self, params: Any) -> jax.stages.Traced:
+        """The program that encodes images; makes no array on a device."""
+        chunks = self.sizes.empty()
+        return self._encode.trace(params, chunks.patches, chunks.positions, chunks.segments)
 
     def sight(self, length: int, pieces: Sequence[Piece]) -> Sight:
         """The images in a row of `length` tokens."""
