@@ -2,6 +2,7 @@
 
 import collections
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
 def test_a_run_goes_on_with_another_lag(tmp_path, caplog, lags):
     """Without a lag groups that were sampled ahead are sampled again, with a smaller one they are
     trained on: every prompt trains once, and the log says which it is."""
+    logging.getLogger("distflow_jax").addHandler(caplog.handler)
     for lag, steps in zip(lags, (3, STEPS), strict=True):
         flags = (f"flow.max_lag={lag}", f"training.steps={steps}", "eval.every=0")
         assert run.train_here(config_of(*flags, *SHARED), tmp_path) == 0

@@ -73,7 +73,7 @@ def test_a_reward_that_hangs_is_named_with_its_group(tmp_path, processes):
 @pytest.mark.multiprocess
 def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path):
     """On devices of its own; steps whose groups it has finished are trained."""
-    deadlines = ("health.dead_seconds=30", "health.stuck_seconds=45")
+    deadlines = ("health.dead_seconds=30", "health.stuck_seconds=45", "checkpoint.every=100")
     part = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
     code, text = run_until_it_ends(
         *(tmp_path, "raises_later", *deadlines, *part),

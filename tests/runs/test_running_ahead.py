@@ -77,6 +77,7 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
         f"dag={graph}",
         *others,
         "flow.max_lag=4",
+        "rollout.num_slots=256",  # of four steps, so that samplers are as far ahead
         "training.steps=40",
         "eval.dataset=",
         "checkpoint.every=40",
