@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 
+import compare_checkouts
 import pytest
 from support import haste
 from support.delayed_train import REWARD
 from support.paths import ROOT
+from support.picture_rows import write_rows
 
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -38,6 +40,11 @@ SMALL = [
 PART = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"]
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 WAVES = ("flow.waves=counter", "flow.wave_prompts=3")
+SEEING = (
+    "model.source=random:qwen2_5_vl?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
+    "&max_position=256&vision_hidden=32&vision_layers=2&vision_heads=4&patch=8",
+    "training.freeze=vision",
+)
 LAUNCHER_GRACE = 60.0
 
 
@@ -219,10 +226,26 @@ def assert_equal(folder, wanted, steps=STEPS):
 def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills, waves):
     """The samples that older weights began are in the checkpoint: nothing depends on the kills, in
     the middle of a step's waves either."""
-    flags, steps = boundary(lag, *waves), steps_for(kills)
-    wanted, folder = undisturbed(flags, steps=steps), tmp_path / "killed"
+    check_kills(undisturbed, tmp_path / "killed", lag, kills, waves)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_killed_run_that_sees_ends_bit_equal(undisturbed, tmp_path):
+    """Images are read from disk again, those of samples in a checkpoint too."""
+    data = write_rows(tmp_path / "data", pictures=60)
+    check_kills(undisturbed, tmp_path / "killed", 1, 3, (*WAVES, *SEEING, f"data.train={data}"))
+    rows = [row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl") if row["step"]]
+    assert all(row["data/images"] == PROMPTS and row["actor/grad_norm"] > 0 for row in rows)
+
+
+def check_kills(undisturbed, folder, lag, kills, flags):
+    """A run with boundary swaps that is killed ends as the undisturbed one, bit for bit."""
+    flags, steps = boundary(lag, *flags), steps_for(kills)
+    wanted = undisturbed(flags, steps=steps)
     run_with_kills(folder, flags, random.Random(lag), kills)
     assert_equal(folder, wanted, steps)
+    assert not list(compare_checkouts.differences(wanted, folder, 0))  # parameters too
     check(folder, lag, steps)
     tokens = check(wanted, lag, steps)
     assert tokens["lost"] == 0 and tokens["sampled"] == tokens["trained"]

@@ -18,9 +18,12 @@ import sys
 import time
 import uuid
 
+import compare_checkouts
+import numpy as np
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.picture_rows import write_rows
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -187,15 +190,17 @@ def finish(folder, workdir, *overrides, **layout):
 class Undisturbed:
     """A run that nothing befalls."""
 
+    workdir: pathlib.Path
     processes: int
     rows: list[dict[str, float]]
+    overrides: tuple[str, ...]
 
 
-def undisturbed_run(folder, processes):
-    rows = finish(folder, folder / "run", processes=processes)
+def undisturbed_run(folder, processes, *overrides):
+    rows = finish(folder, folder / "run", *overrides, processes=processes)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["actor/grad_norm"] > 0 for row in rows)  # or equality would say nothing
-    return Undisturbed(processes, rows)
+    return Undisturbed(folder / "run", processes, rows, overrides)
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +209,10 @@ def undisturbed(tmp_path_factory):
 
 
 def check_finishes(folder, workdir, undisturbed):
-    """The same command again goes on, and ends with the undisturbed run's metrics bit for bit."""
+    """The same command again goes on, and ends with the undisturbed run's metrics and parameters,
+    bit for bit."""
     saved = newest_checkpoint(workdir)
-    with Job(folder, workdir, processes=undisturbed.processes) as job:
+    with Job(folder, workdir, *undisturbed.overrides, processes=undisturbed.processes) as job:
         assert job.end(START_SECONDS) == 0, job.output[-6000:]
         said = "is finished" if saved == STEPS else f"continues from step {saved};"
         assert said in job.output or not saved
@@ -214,6 +220,11 @@ def check_finishes(folder, workdir, undisturbed):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row, wanted in zip(rows, undisturbed.rows, strict=True):
         assert lasting(row) == lasting(wanted)
+    assert newest_checkpoint(workdir) == STEPS
+    found, wanted = map(compare_checkouts.arrays, (workdir, undisturbed.workdir))
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def wait_for_moment(job, moment, undisturbed, workdir):
@@ -240,7 +251,7 @@ def culprits(output):
 
 def kill(folder, workdir, process, moment, undisturbed):
     """Starts the job, kills one process, and checks how the job ends."""
-    with Job(folder, workdir, processes=undisturbed.processes) as job:
+    with Job(folder, workdir, *undisturbed.overrides, processes=undisturbed.processes) as job:
         wait_for_moment(job, moment, undisturbed, workdir)
         pid = job.controller(process)
         at = job.step()
@@ -255,7 +266,7 @@ def kill(folder, workdir, process, moment, undisturbed):
 
 def terminate(folder, workdir, moment, undisturbed):
     """Starts the job, sends it SIGTERM, and checks that it leaves a checkpoint of its last step."""
-    with Job(folder, workdir, processes=undisturbed.processes) as job:
+    with Job(folder, workdir, *undisturbed.overrides, processes=undisturbed.processes) as job:
         wait_for_moment(job, moment, undisturbed, workdir)
         job.process.send_signal(signal.SIGTERM)
         print(f"SIGTERM at {moment:.2f}, after step {job.step()}", end=": ")
@@ -287,6 +298,33 @@ def test_an_interrupted_run_ends_as_the_undisturbed_one(undisturbed, tmp_path):
     terminate(tmp_path, workdir, draw.random(), undisturbed)
     kill(tmp_path, workdir, victims[1], draw.uniform(3, 8), undisturbed)
     terminate(tmp_path, workdir, draw.uniform(8, STEPS - 2), undisturbed)
+    check_finishes(tmp_path, workdir, undisturbed)
+
+
+SEEING = (
+    "--config.model.source=random:qwen2_5_vl?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
+    "&max_position=256&vision_hidden=32&vision_layers=2&vision_heads=4&patch=8",
+    "--config.data.max_prompt_length=128",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("images", ["drawn", "read from disk, frozen tower"])
+def test_a_killed_run_that_sees_ends_as_the_undisturbed_one(tmp_path, images):
+    if images == "drawn":
+        processes, data = 2, "task:shapes?ask=count&sides=24-64"
+        changes = ()
+    else:
+        processes, data = 1, write_rows(tmp_path / "data", pictures=40)
+        changes = ("--config.training.freeze=vision",)
+    changes = (*SEEING, f"--config.data.train={data}", *changes)
+    undisturbed = undisturbed_run(tmp_path, processes, *changes)
+    assert all(row["data/images"] == 8 for row in undisturbed.rows)
+    draw, workdir = random.Random(processes), tmp_path / "interrupted"
+    for first in (1, 4, 7):
+        moment = draw.uniform(first, first + 3)
+        kill(tmp_path, workdir, draw.randrange(processes), moment, undisturbed)
     check_finishes(tmp_path, workdir, undisturbed)
 
 

@@ -42,7 +42,7 @@ SEED = int(os.environ.get("DISTFLOW_WORKERS_SEED", "25"))  # of the moments
 SEEING = (
     "data.prompts_per_step=4",
     "rollout.num_samples=4",
-    "training.steps=3",
+    "rollout.max_response_length=6",
     "algorithm.correction=token_tis",
     "eval.dataset=",
     "eval.every=0",
@@ -211,18 +211,24 @@ def test_workers_go_on_with_trainers_that_were_killed_and_started_again(tmp_path
 
 
 @pytest.mark.slow
-def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started):
-    """Its log-probs are those of the trainer, which sees them too."""
+@pytest.mark.parametrize(("steps", "rate"), [(20, 1e-3), (6, 0.0)], ids=["learning", "still"])
+def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started, steps, rate):
+    """In flight. Its log-probs are those of the trainer, which sees them too: one at a rate of 0
+    has the weights that all have."""
     folder = tmp_path / "run"
     folder.mkdir()
-    common = ["--config=configs/vision_tiny.py", *(f"--config.{f}" for f in (*SEEING, *WORKERS))]
+    flags = (*SEEING, *WORKERS, f"training.steps={steps}", f"training.optimizer.lr={rate}")
+    common = ["--config=configs/vision_tiny.py", *(f"--config.{flag}" for flag in flags)]
     launch = ["scripts/launch_local.py", "--processes=1", "--workers=1", "--", "scripts/train.py"]
     job = Process(tmp_path / "log", [*launch, f"--workdir={folder}", *common])
     started.append(job)
     assert job.end() == 0, job.output()
     found = read_metrics(folder / "metrics.jsonl")
-    assert [metrics["data/images"] for metrics in found] == [4, 4, 4]
-    assert max(metrics["training/rollout_probs_diff_max"] for metrics in found) < 1e-3
+    assert [metrics["step"] for metrics in found] == list(range(1, steps + 1))
+    assert all(metrics["data/images"] == 4 for metrics in found)
+    assert all(np.isfinite(metrics["actor/grad_norm"]) for metrics in found)
+    if not rate:
+        assert max(metrics["rollout_corr/log_ratio_abs_max"] for metrics in found) < 1e-4
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Images in the trainer: packed rows and shared prompts give what each sequence gives for itself,
 log-probs and gradients, those of the tower included."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import seeing
 from support.gradients import distance
-from support.seeing import MODELS, features_alone, logits_alone, seeing_rows, seeing_samples
+from support.seeing import features_alone, logits_alone, seeing_rows, seeing_samples
 from support.tiny_model import (
+    MIXTURE,
     mesh_of,
     mini_batch,
     padded,
@@ -26,6 +29,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.row_features import image_ends
 
+MODELS = seeing.MODELS | {"mixture": dataclasses.replace(MIXTURE, vision=seeing.TOWER)}
 TEMPERATURE = np.float32(0.8)
 SHAPE = RowShape(1, 6, 128, 8)
 
@@ -113,12 +117,17 @@ def test_packed_rows_with_images_are_sequences_apart(name, shared, options):
         ("smolvlm", dict(fsdp=2, tensor=2)),
         ("qwen3_vl", dict(fsdp=2, tensor=2)),
         ("qwen2_5_vl", dict(fsdp=1, tensor=1, context=2)),
+        ("gemma3", dict(fsdp=2, tensor=2)),
         ("gemma3", dict(fsdp=1, tensor=1, context=2)),
+        ("qwen3_vl", dict(fsdp=1, tensor=1, pipeline=3)),
+        ("smolvlm", dict(fsdp=1, tensor=2, pipeline=2)),
+        ("mixture", dict(fsdp=1, tensor=1, expert=2)),
     ],
 )
 def test_any_mesh_gives_the_gradient_of_one_device(name, sizes):
+    ranks = sizes["fsdp"] * sizes.get("expert", 1)
     options = dict(attention_block=16, tower=Form(16))
-    check(name, packed(name, mesh_of(**sizes), ranks=sizes["fsdp"], **options))
+    check(name, packed(name, mesh_of(**sizes), ranks=ranks, **options))
 
 
 def test_an_update_by_tiles_has_no_array_of_all_pairs_of_patches():

@@ -1,0 +1,80 @@
+"""Images beside everything else that a run may do: each trains, tower and all, and is counted."""
+
+import compare_checkouts
+import numpy as np
+import pytest
+
+import distflow_jax as df
+from distflow_jax import run
+from distflow_jax.checkpoint.export import run_export
+from distflow_jax.report.run_writer import read_metrics
+
+SETTINGS = {
+    "model.source": "random:qwen2_5_vl?hidden=64&layers=2&heads=4&kv_heads=2&mlp=96&vocab=272"
+    "&max_position=1024&vision_hidden=32&vision_layers=2&vision_heads=4&patch=4",
+    "data.train": "task:shapes?ask=count&sides=24-64&size=200",
+    "data.prompts_per_step": 4,
+    "rollout.num_samples": 4,
+    "rollout.max_response_length": 4,
+    "rollout.num_slots": 8,
+    "reward.function": "pattern",
+    "reward.kwargs": {"pattern": ".*[0-9].*"},
+    "algorithm.entropy_coef": 0.01,
+    "eval.dataset": "",
+    "mesh.devices": "0:1",
+    "training.steps": 2,
+    "checkpoint.every": 1,
+}
+AHEAD = {
+    "mesh.roles": {"ROLLOUT": {"devices": "1:2"}},
+    "flow.max_lag": 1,
+    "algorithm.correction": "token_tis",
+}
+SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
+WAVES = AHEAD | {"flow.waves": "counter", "flow.wave_prompts": 2}
+CASES = {
+    "lora": {"lora.rank": 4},
+    "sft": {"dag": "sft"},
+    "dpo": {"dag": "dpo"},
+    "reward_model": {"dag": "reward_model"},
+    "ppo": {"dag": "ppo"},
+    "waves": WAVES,
+    "ppo in waves": WAVES | {"dag": "ppo"},
+    "round_tokens": AHEAD | SHARED | {"flow.round_tokens": 48},
+}
+
+
+def config_of(**changes):
+    return df.load_config("vision_tiny", SETTINGS | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_images_beside(tmp_path, case):
+    df.train(config_of(**CASES[case]), str(tmp_path / "run"))
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["perf/compilations"] == 0
+    for row in rows:
+        assert 0 < row["data/images"] <= 4
+        assert row["perf/images_encoded"] >= row["data/images"]
+        assert row.get("training/rollout_probs_diff_max", 0.0) < 1e-3
+    one, two = (dict(run_export(tmp_path / "run", step=n).export.params()) for n in (1, 2))
+    tower = {path for path in one if "vision/" in path}
+    moved = {path for path in one if not np.array_equal(one[path], two[path])}
+    assert tower and moved
+    assert tower <= moved or case == "lora"
+    assert not tower & moved or case != "lora"
+
+
+@pytest.mark.slow
+def test_a_replay_trains_on_the_images_of_the_recording(tmp_path):
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    waves = WAVES | {"flow.waves": "ready", "flow.wave_rows": 4, "flow.wave_prompts": 0}
+    recording, replay = ({**waves, "flow.record": kept} for kept in (True, False))
+    assert run.train_here(config_of(**recording).config, recorded) == 0
+    assert run.train_here(config_of(**replay).config, replayed, replay=recorded) == 0
+    assert not list(compare_checkouts.differences(recorded, replayed, 0))
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (recorded, replayed)]
+    encoded = [[row["perf/images_encoded"] for row in found if row["step"]] for found in rows]
+    assert encoded[0] == encoded[1] and min(encoded[0]) >= 4
