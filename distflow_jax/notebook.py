@@ -326,12 +326,13 @@ class Results:
                 (int(stem) for stem in steps if stem.isascii() and stem.isdigit()), default=0
             )
         records = read_samples(self.folder, str(step))
-        columns, rows = ("score", "prompt", "response", "ground_truth"), []
+        columns: tuple[str, ...] = ("score", "prompt", "response", "ground_truth")
+        rows: list[dict[str, Any]] = []
         for record in records:
             found = [record | answer for answer in answers(record)]
             pictures = pictures_of(record)
             if pictures and found:
-                columns = ("pictures", "score", "prompt", "response", "ground_truth")
+                columns = ("pictures", *columns[-4:])
                 found[0]["pictures"] = Pictures(pictures)
             rows += found
         title = f"samples of step {step}" if str(step).isdigit() else f"samples of {step}"
