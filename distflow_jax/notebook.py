@@ -34,6 +34,7 @@ from distflow_jax.report.cells import (
     LINES,
     Charts,
     Page,
+    Pictures,
     Table,
     details,
     plain,
@@ -48,7 +49,7 @@ from distflow_jax.report.page import page
 from distflow_jax.report.page_style import escaped
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
-from distflow_jax.report.sections.sample_cards import answers
+from distflow_jax.report.sections.sample_cards import answers, pictures_of
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.records import RewardRequest
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -316,7 +317,8 @@ class Results:
     def samples(self, step: int | str | None = None) -> Table:
         """Responses with their scores, a row each: of a step, of "eval-20", or of the last step.
 
-        Raises ValueError, with the existing names, if there are none of this step.
+        The pictures of a prompt stand beside its first response. Raises ValueError, with the
+        existing names, if there are none of this step.
         """
         if step is None:
             steps = (p.stem for p in (self.folder / "samples").glob("*.jsonl"))
@@ -324,9 +326,17 @@ class Results:
                 (int(stem) for stem in steps if stem.isascii() and stem.isdigit()), default=0
             )
         records = read_samples(self.folder, str(step))
-        rows = [record | answer for record in records for answer in answers(record)]
+        columns: tuple[str, ...] = ("score", "prompt", "response", "ground_truth")
+        rows: list[dict[str, Any]] = []
+        for record in records:
+            found = [record | answer for answer in answers(record)]
+            pictures = pictures_of(record)
+            if pictures and found:
+                columns = ("pictures", *columns[-4:])
+                found[0]["pictures"] = Pictures(pictures)
+            rows += found
         title = f"samples of step {step}" if str(step).isdigit() else f"samples of {step}"
-        return Table(rows, ("score", "prompt", "response", "ground_truth"), title)
+        return Table(rows, columns, title)
 
     def report(self) -> Page:
         """The run's report: curves, times, plan, samples and config on one page."""

@@ -3,6 +3,7 @@
 import pathlib
 import sys
 
+import numpy as np
 import pytest
 import rich.console
 from support.paths import ROOT
@@ -11,6 +12,7 @@ import distflow_jax as df
 from distflow_jax import notebook, run
 from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.images.data_uris import small_uri
 from distflow_jax.planning.plan_run import settle
 from distflow_jax.report import cells, progress
 from distflow_jax.report.drawing import to_svg
@@ -219,6 +221,23 @@ def test_samples_of_a_step_and_of_an_evaluation(folder):
         assert_harmless(table)
     with pytest.raises(ValueError, match="no samples of '9'; the last ones: 1, 2, 3, 4, 5, eval-5"):
         results.samples(9)
+
+
+def test_pictures_stand_beside_the_first_response_to_their_prompt(tmp_path):
+    """Only data URIs of pictures are shown, whatever a file holds."""
+    uri = small_uri(np.full((4, 6, 3), 200, np.uint8))
+    writer = RunWriter(tmp_path)
+    writer.config({})
+    shown = {"prompt": "p", "responses": ["a", "b"], "scores": [0.0, 1.0], "images": [uri] * 2}
+    hostile = ["https://a.b/c.png", "data:image/svg+xml;base64,QQ==", f"{uri}' onerror='x", 3]
+    writer.samples("eval-5", [shown, {"prompt": "q", "responses": ["c"], "images": hostile}])
+    writer.close()
+    table = df.load_run(tmp_path).samples("eval-5")
+    html = table._repr_html_()
+    assert html.count("<img") == html.count(f"<img src='{uri}' alt='picture'>") == 2
+    assert "onerror" not in html
+    assert [str(row.get("pictures", "")) for row in table] == ["2 pictures", "", ""]
+    assert "2 pictures" in repr(table) and uri not in repr(table)
 
 
 def test_the_report_is_shown_in_a_frame_of_its_own(folder):

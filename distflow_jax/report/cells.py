@@ -70,6 +70,20 @@ def _ends(line: Series) -> str:
     return f"{format_value(start)} in step {first}, {format_value(end)} in step {last}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """A table's cell with pictures, `uris`: checked data URIs."""
+
+    uris: Sequence[str]
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<img src='{escaped(uri)}' alt='picture'>" for uri in self.uris)
+
+    def __repr__(self) -> str:
+        count = len(self.uris)
+        return f"{count} picture{'' if count == 1 else 's'}" if count else ""
+
+
 class Table(Sequence[Mapping[str, Any]]):
     """A sequence of rows. A cell shows the named columns of the first rows."""
 
@@ -126,6 +140,8 @@ class Table(Sequence[Mapping[str, Any]]):
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, Pictures):
+        return f"<td style='{_CELL}'>{value._repr_html_()}</td>"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"<td style='{_CELL}'>{escaped(format_value(value))}</td>"
     return f"<td style='{_CELL}'><div style='{_LONG}'>{long_text(value)}</div></td>"

@@ -51,7 +51,19 @@ seen = [row["reward/seen"] for row in second.metrics]
 assert seen[-1] > seen[0] + 1, seen
 assert first.metrics[-1]["critic/score/mean"] > first.metrics[0]["critic/score/mean"] + 0.3
 """
-HOLDS = {"quickstart": QUICKSTART, "custom_dag": CUSTOM_DAG, "custom_reward": CUSTOM_REWARD}
+VISION = """
+score = [row["critic/score/mean"] for row in run.metrics[1:]]
+assert score[-1] > score[0] + 0.3, score
+assert not any(row["perf/compilations"] for row in run.metrics[2:])
+shown = run.samples("eval-60")
+assert len(shown) == 64 and shown._repr_html_().count("<img") == 12
+"""
+HOLDS = {
+    "quickstart": QUICKSTART,
+    "custom_dag": CUSTOM_DAG,
+    "custom_reward": CUSTOM_REWARD,
+    "vision": VISION,
+}
 
 
 def environment():

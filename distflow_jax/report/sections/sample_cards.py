@@ -182,12 +182,13 @@ def _group(records: Sequence[Mapping[str, Any]]) -> Group:
             )
     found.sort(key=lambda answer: -answer.number if not math.isnan(answer.number) else math.inf)
     source = str(first.get("data_source", ""))
-    pictures = _pictures(first.get("images"))
+    pictures = pictures_of(first)
     return Group(first.get("prompt", ""), first.get("ground_truth", ""), source, found, pictures)
 
 
-def _pictures(value: Any) -> tuple[str, ...]:
+def pictures_of(record: Mapping[str, Any]) -> tuple[str, ...]:
     """The data URIs among the images of a record; a file may hold anything."""
+    value = record.get("images")
     uris = value[:_MOST_PICTURES] if isinstance(value, list) else ()
     return tuple(u for u in uris if isinstance(u, str) and _PICTURE.fullmatch(u))
 

@@ -1,0 +1,86 @@
+"""benchmarks/vision*.py on this machine: they run to their end, on the right and wrong pictures."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from distflow_jax.data.dataset import open_dataset
+from distflow_jax.report.run_writer import read_metrics
+
+
+def output_of(*command):
+    """What a benchmark prints; its goals may be missed, since the numbers mean nothing here."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_wrong_pictures_are_those_of_the_next_row(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("vision_learning")
+    task = open_dataset("task:shapes?ask=count&size=5")
+    benchmark.write_wrong(task, tmp_path / "wrong.parquet")
+    wrong = open_dataset(str(tmp_path / "wrong.parquet"))
+    assert len(wrong) == len(task) == 5
+    for number in range(5):
+        mine, other = wrong[number], task[(number + 1) % 5]
+        assert mine.prompt == task[number].prompt
+        assert (mine.ground_truth, mine.data_source) == (task[number].ground_truth, "shapes")
+        np.testing.assert_array_equal(mine.images[0].pixels(), other.images[0].pixels())
+
+
+@pytest.mark.slow
+def test_right_and_wrong_runs_have_a_row_each(tmp_path):
+    flags = ["--config.training.steps=2", "--config.data.prompts_per_step=4", "--seeds", "0"]
+    shown = output_of("benchmarks/vision_learning.py", f"--workdir={tmp_path}", *flags)
+    rows = re.findall(r"^\| (seed0-\w+) \|.*\| [\d.]+ \| (yes|NO) \|$", shown, re.MULTILINE)
+    assert [name for name, _ in rows] == ["seed0-right", "seed0-wrong"]
+
+
+@pytest.mark.slow
+def test_a_text_model_with_a_new_tower_goes_from_demonstrations_to_rewards(tmp_path):
+    """configs/vision_smollm2.py with a smaller text model: the second run has what the first
+    learned, its tower included."""
+    text = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=96&vocab=272&max_position=512"
+    flags = [
+        f"--config.model.source={text}",
+        "--config.data.max_prompt_length=192",
+        "--cold-steps=8",
+    ]
+    flags += ["--cold-lr=0.01", "--config.training.steps=2", "--config.data.prompts_per_step=8"]
+    flags += ["--config.eval.num_prompts=16", "--config.training.optimizer.warmup_steps=0"]
+    count = "task:shapes?ask=count"  # with answers of a byte
+    flags += [f"--config.data.train={count}", f"--config.eval.dataset={count}&held_out=1"]
+    shown = output_of("benchmarks/vision_smollm2.py", f"--workdir={tmp_path}", *flags)
+    assert re.search(r"^\| seed0-grpo \|.*\| (yes|NO) \|$", shown, re.MULTILINE)
+    loss = [row["actor/nll"] for row in read_metrics(tmp_path / "seed0-cold" / "metrics.jsonl")]
+    assert len(loss) == 8 and loss[-1] < loss[0] - 1
+    grpo = [row for row in read_metrics(tmp_path / "seed0-grpo" / "metrics.jsonl") if row["step"]]
+    # without the cold start, a response of 4 tokens of 272 is a single number in one of 70,000
+    assert [row["data/images"] for row in grpo] == [8, 8]
+    assert grpo[0]["response_length/mean"] < 3 and grpo[0]["critic/score/mean"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_no_image_is_moved_twice_to_a_data_rank(tmp_path):
+    shown = output_of("benchmarks/vision.py", "--rounds=1", "--steps=2")
+    share = float(re.search(r"own rows: (-?[\d.]+)", shown)[1])
+    assert np.isfinite(share)
+    images = re.findall(r"^\| (\w+(?: \w+)?) \| (\d+) \| -?[\d.]+ \|", shown, re.MULTILINE)
+    assert images == [("shared", "8"), ("own", "64"), ("forward alone", "8")]
+    copies = float(re.search(r"most copies: ([\d.]+)", shown)[1])
+    assert 0 <= copies <= 0.5  # of two ranks, one has the image
