@@ -220,8 +220,7 @@ class Flow:
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
-        at_rest = contextlib.nullcontext() if self._thread is None else self._thread.hold(0)
-        self.saver.save(step, at_rest)
+        self.saver.save(step, self._held(0))
 
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
@@ -237,14 +236,31 @@ class Flow:
         afterwards; responses in turns end first. The block is given a list with the sampler's
         state, and leaves the state in it.
         """
-        thread, sampler = self._thread, self.producer.sampler
-        with contextlib.nullcontext() if thread is None else thread.hold(self.publications.newest):
+        sampler = self.producer.sampler
+        with self._held(self.publications.newest):
             while sampler.in_turns and sampler.busy:
                 self._round()
             state, partials = sampler.suspend()
             held = [state]
             yield held
             sampler.resume(held[0], partials)
+
+    @contextlib.contextmanager
+    def _held(self, version: int) -> Iterator[None]:
+        """A block in which no round of the sampler runs, see SamplingThread.hold.
+
+        The watchdog is told whose round it waits for: a sampler that hangs never ends it.
+        """
+        if self._thread is None:
+            yield
+            return
+        with self._lock:
+            sampling = [group for group in self.producer.groups.values() if group.sampling]
+        if oldest := min(sampling, key=lambda group: group.counter, default=None):
+            self._observer.note(f"{min(oldest.sampling)} of prompt {oldest.counter}")
+        with self._thread.hold(version):
+            self._observer.note("")
+            yield
 
     def close(self) -> SamplerState:
         """Drops what is under way; returns the sampler's state."""

@@ -228,10 +228,12 @@ class Watchdog:
     def note(self, what: str) -> None:
         """Adds to the phase what it waits for, with the next beat; this is no progress.
 
+        "": nothing, from now on.
         OTHERS of watchdog/gossip.py says that it is other processes.
         """
         sequence, step, phase = self._at
-        self._at = (sequence, step, f"{phase.partition(NOTE)[0]}{NOTE}{what}")
+        phase = phase.partition(NOTE)[0]
+        self._at = (sequence, step, f"{phase}{NOTE}{what}" if what else phase)
 
     def failed(self, message: str) -> None:
         """Reports that an exception ends this process ("ValueError: ..."), and with it the job.

@@ -71,9 +71,13 @@ def test_a_reward_that_hangs_is_named_with_its_group(tmp_path, processes):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path):
-    """On devices of its own; steps whose groups it has finished are trained."""
-    deadlines = ("health.dead_seconds=30", "health.stuck_seconds=45", "checkpoint.every=100")
+@pytest.mark.parametrize(
+    "every, phase", [(100, "wait_for_samples"), (1, "save_checkpoint|wait_for_samples")]
+)
+def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path, every, phase):
+    """On devices of its own; steps whose groups it has finished are trained, and a checkpoint,
+    which has the responses under way, waits for it too."""
+    deadlines = ("health.dead_seconds=30", "health.stuck_seconds=45", f"checkpoint.every={every}")
     part = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
     code, text = run_until_it_ends(
         *(tmp_path, "raises_later", *deadlines, *part),
@@ -84,14 +88,14 @@ def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path):
     assert code not in (0, 75)
     found = re.search(
         r"no progress since [\d:]+: process 0 stuck at step (\d) in node "
-        r"'wait_for_samples: rollout of prompt (\d+)'",
+        rf"'({phase}): rollout of prompt (\d+)'",
         text,
     )
     told = [line for line in text.splitlines() if "progress" in line or "is at step" in line]
     assert found, told
-    step, prompt = map(int, found.groups())
-    assert step >= 3 and step - 1 == prompt // 8
-    assert steps_of(tmp_path) == list(range(1, step))
+    step, waits, prompt = int(found[1]), found[2], int(found[3])
+    assert step >= 2 and step - (waits != "save_checkpoint") == prompt // 8
+    assert steps_of(tmp_path) == list(range(1, step + (waits == "save_checkpoint")))
     assert re.search(r"watchdog 0: .*in hanging\b", text)  # the stack of the sampler's thread
 
 
