@@ -220,7 +220,7 @@ class Flow:
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
-        self.saver.save(step, self._held(0))
+        self.saver.save(step, _held(self._thread, self._observer, self.producer, 0))
 
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
@@ -237,30 +237,14 @@ class Flow:
         state, and leaves the state in it.
         """
         sampler = self.producer.sampler
-        with self._held(self.publications.newest):
+        newest = self.publications.newest
+        with _held(self._thread, self._observer, self.producer, newest):
             while sampler.in_turns and sampler.busy:
                 self._round()
             state, partials = sampler.suspend()
             held = [state]
             yield held
             sampler.resume(held[0], partials)
-
-    @contextlib.contextmanager
-    def _held(self, version: int) -> Iterator[None]:
-        """A block in which no round of the sampler runs, see SamplingThread.hold.
-
-        The watchdog is told whose round it waits for: a sampler that hangs never ends it.
-        """
-        if self._thread is None:
-            yield
-            return
-        with self._lock:
-            sampling = [group for group in self.producer.groups.values() if group.sampling]
-        if oldest := min(sampling, key=lambda group: group.counter, default=None):
-            self._observer.note(f"{min(oldest.sampling)} of prompt {oldest.counter}")
-        with self._thread.hold(version):
-            self._observer.note("")
-            yield
 
     def close(self) -> SamplerState:
         """Drops what is under way; returns the sampler's state."""
@@ -359,6 +343,20 @@ class Flow:
             ledger = self.saver.took(cut, groups)
         self._told -= set(cut.counters)
         return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
+
+
+@contextlib.contextmanager
+def _held(
+    thread: SamplingThread | HomeThread | None, observer: Observer, producer: Producer, version: int
+) -> Iterator[None]:
+    """A block in which no round of the sampler runs. The watchdog is told what it waits for."""
+    if thread is None:
+        yield
+        return
+    observer.note(producer.oldest)
+    with thread.hold(version):
+        observer.note("")
+        yield
 
 
 def _has(producer: Producer, cut: Cut) -> bool:

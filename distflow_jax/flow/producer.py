@@ -143,6 +143,14 @@ class Producer:
         """Samples of all groups, by counter and node; while no round runs."""
         return self.sampler.progress() | complete_samples(self.groups.values())
 
+    @property
+    def oldest(self) -> str:
+        """The node and the prompt of the oldest group that is being sampled; "": none is."""
+        with self.lock:
+            sampling = [group for group in self.groups.values() if group.sampling]
+        oldest = min(sampling, key=lambda group: group.counter, default=None)
+        return "" if oldest is None else f"{min(oldest.sampling)} of prompt {oldest.counter}"
+
     def begun_up_to(self, end: int) -> bool:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
