@@ -242,7 +242,7 @@ SIZES = [
     (
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=6 ; mesh.pipeline=2",
         "flow.wave_rows=6 is not divisible by training.micro_batch_rows x "
-        "training.pipeline_microbatches=4 x 2=8; use 8",
+        "training.pipeline_microbatches=2 x 2=4; use 4 or 8",
     ),
     (
         f"{_OWN} ; flow.waves=ready ; flow.wave_rows=4 ; rollout.num_samples=16",
