@@ -367,9 +367,14 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     assert finish(process) == "stopped\n"
 
 
+LAUNCH, *OTHER_LAUNCHES = [c for c in SHOWN if c[0] == "scripts/launch_local.py"]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "command", [c for c in SHOWN if c[0] == "scripts/launch_local.py"], ids=" ".join
+    "command",
+    [LAUNCH, *(pytest.param(c, marks=pytest.mark.slow) for c in OTHER_LAUNCHES)],
+    ids=" ".join,
 )
 def test_launch_local_trains_as_one_job(place, command):
     lines = run_shown(place, command).splitlines()
