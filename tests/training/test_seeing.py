@@ -119,7 +119,6 @@ def test_packed_rows_with_images_are_sequences_apart(name, shared, options):
         ("qwen2_5_vl", dict(fsdp=1, tensor=1, context=2)),
         ("gemma3", dict(fsdp=2, tensor=2)),
         ("gemma3", dict(fsdp=1, tensor=1, context=2)),
-        ("qwen3_vl", dict(fsdp=1, tensor=1, pipeline=3)),
         ("smolvlm", dict(fsdp=1, tensor=2, pipeline=2)),
         ("mixture", dict(fsdp=1, tensor=1, expert=2)),
     ],
