@@ -267,7 +267,6 @@ TURNS = (
         (boundary(1, "dag=dapo"), 2),
         (boundary(2, "dag=ppo"), 2),
         (boundary(1), 4),
-        (boundary(1, *TURNS), 2),
         (("flow.max_lag=0",), 2),
     ],
     ids=str,
@@ -275,7 +274,7 @@ TURNS = (
 def test_other_graphs_and_numbers_of_processes_end_bit_equal(
     undisturbed, tmp_path, flags, processes
 ):
-    """A region's verdicts, a critic, turns, four processes, and samplers that do not run ahead."""
+    """A region's verdicts, a critic, four processes, and samplers that do not run ahead."""
     wanted, folder = undisturbed(flags, processes=processes), tmp_path / "killed"
     run_with_kills(folder, flags, random.Random(str(flags)), 3, (processes,))
     assert_equal(folder, wanted)
@@ -311,6 +310,7 @@ def test_a_kill_between_waves_or_within_an_optimizer_step_leaves_no_trace(
         pytest.param((2, 1), 3, (), marks=pytest.mark.slow),
         pytest.param((1, 2), 3, (), marks=pytest.mark.slow),
         pytest.param((2, 1), 3, SHARED, marks=pytest.mark.slow),
+        pytest.param((2, 1), 3, TURNS, marks=pytest.mark.slow),
         pytest.param((2, 1), SOAK_KILLS, (), marks=pytest.mark.soak),
     ],
     ids=str,
