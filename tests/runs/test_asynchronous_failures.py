@@ -47,6 +47,17 @@ def steps_of(folder):
     return [row["step"] for row in read_metrics(folder / "run" / "metrics.jsonl")]
 
 
+def stuck(text, node, phases="wait_for_samples"):
+    """(process, step, phase, prompt) of what the watchdog says of a group that a node lacks."""
+    found = re.search(
+        r"no progress since [\d:]+: process (\d) (?:is behind,|stuck) at step (\d) in node "
+        rf"'({phases}): {node} of prompt (\d+)'",
+        text,
+    )
+    assert found, [line for line in text.splitlines() if "progress" in line or "is at step" in line]
+    return int(found[1]), int(found[2]), found[3], int(found[4])
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("processes", [1, 2])
@@ -55,14 +66,7 @@ def test_a_reward_that_hangs_is_named_with_its_group(tmp_path, processes):
     deadlines = ("reward.timeout_seconds=3600", "health.dead_seconds=30", "health.stuck_seconds=45")
     code, text = run_until_it_ends(tmp_path, "hangs_once", *deadlines, processes=processes)
     assert code not in (0, 75)
-    found = re.search(
-        r"no progress since [\d:]+: process (\d) (?:is behind,|stuck) at step (\d) in node "
-        r"'wait_for_samples: reward of prompt (\d+)'",
-        text,
-    )
-    told = [line for line in text.splitlines() if "progress" in line or "is at step" in line]
-    assert found, told
-    process, step, prompt = map(int, found.groups())
+    process, step, _, prompt = stuck(text, "reward")
     assert step - 1 == prompt // 8 and steps_of(tmp_path) == list(range(1, step))
     if processes == 2:
         assert f"at step {step} in node 'wait_for_samples: other processes'" in text
@@ -86,14 +90,7 @@ def test_a_sampler_that_hangs_is_named_with_its_oldest_group(tmp_path, every, ph
         script="tests/support/hung_sampler.py",
     )
     assert code not in (0, 75)
-    found = re.search(
-        r"no progress since [\d:]+: process 0 stuck at step (\d) in node "
-        rf"'({phase}): rollout of prompt (\d+)'",
-        text,
-    )
-    told = [line for line in text.splitlines() if "progress" in line or "is at step" in line]
-    assert found, told
-    step, waits, prompt = int(found[1]), found[2], int(found[3])
+    _, step, waits, prompt = stuck(text, "rollout", phase)
     assert step >= 2 and step - (waits != "save_checkpoint") == prompt // 8
     assert steps_of(tmp_path) == list(range(1, step + (waits == "save_checkpoint")))
     assert re.search(r"watchdog 0: .*in hanging\b", text)  # the stack of the sampler's thread
