@@ -13,9 +13,10 @@ from support import haste  # noqa: E402
 # Before the first import of jax: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What one process that a test starts has compiled the next need not: the programs are the same to
-# the bit, and what is fetched counts as compiled (observe/compilations.py). Gone with the session.
+# the bit, and what is fetched counts as compiled (observe/compilations.py). Gone with the session,
+# unless the caller names a folder of its own: then the next session finds it.
 _compiled = tempfile.TemporaryDirectory(prefix="distflow-tests-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["XLA_FLAGS"] = haste.environment(devices=8)["XLA_FLAGS"]
 
