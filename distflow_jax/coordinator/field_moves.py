@@ -30,11 +30,18 @@ from distflow_jax.resharding.rows_all_to_all import Row, RowsAllToAll
 
 
 def gathered_lengths(store: FieldStore) -> StepLengths:
-    """The lengths of the responses of all processes: three integers of each are all-gathered."""
+    """The lengths of the responses of all processes: three integers of each are all-gathered.
+
+    Raises ValueError where counters of a process do not rise: its columns would be taken for those
+    of other responses.
+    """
     prompt, response = (store.columns[name] for name in ("prompt", "response"))
+    counter = store.columns["uid"][:, 0]
+    if (np.diff(counter) < 0).any():
+        raise ValueError(f"prompts do not stand in the order of their counters: {counter.tolist()}")
     mine = np.stack(
         [
-            store.columns["uid"][:, 0],
+            counter,
             [len(entry.tokens) for entry in prompt],
             [len(entry) for entry in response],
         ],

@@ -157,9 +157,10 @@ class Loader:
             ]
         else:
             share = deal(expected.tolist(), self._share.count, least=self._share.hosts)
+        # by counter, as rows are assigned; a sampler takes the longest expected first by itself
         drafts = [
             self._draft(counters[i], float(expected[i]), float(spread[i]))
-            for i in share[self._share.index]
+            for i in sorted(share[self._share.index])
         ]
         prompts = self._with_images(drafts)
         self.position += count

@@ -15,7 +15,7 @@ MEMORY = 0.5  # weight of the former estimate against the newest length
 
 
 def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[list[int]]:
-    """Prompts 0 .. B-1 -> samplers, each list in the order of sampling.
+    """Prompts 0 .. B-1 -> samplers, each list with the longest expected first.
 
     Longest expected first, each to the sampler with the least expected tokens; every sampler gets
     `least` prompts first. Equal expectations give equal numbers of prompts, in turn.

@@ -229,7 +229,8 @@ def test_lengths_survive_a_checkpoint(tmp_path, ahead):
     resumed.restore(json.loads(json.dumps(whole.state(24))))
     counters = [p.counter for p in next(whole)]
     assert [p.counter for p in next(resumed)] == counters
-    assert counters != sorted(counters)  # longest expected first
+    assert counters not in ([24, 26, 28, 30], [25, 27, 29, 31])  # dealt by expected length
+    assert counters == sorted(counters)  # as rows are assigned
 
 
 def pairs_of(tmp_path, rows=12, **columns):

@@ -1,0 +1,75 @@
+"""A row that comes again is expected to be as long as its answers were, and loses none of them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support import haste
+from support.paths import ROOT
+
+from configs import tiny
+from distflow_jax import run
+from distflow_jax.config.config_dict import from_config_dict, override
+from distflow_jax.config.run_config import Config
+from distflow_jax.report.run_writer import read_metrics
+
+STEPS, ROWS, PROMPTS = 9, 12, 4  # three epochs
+SETTINGS = (
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+    f"data.prompts_per_step={PROMPTS}",
+    "data.max_prompt_length=96",
+    "rollout.num_samples=4",
+    "rollout.num_slots=8",
+    "rollout.max_response_length=48",  # one in six responses ends before
+    "algorithm.correction=token_tis",  # reads the sampler's log-probs beside the trainer's
+    "eval.dataset=",
+    f"training.steps={STEPS}",
+)
+
+
+def rows_of(folder):
+    """A data file whose prompts all have different lengths."""
+    path = folder / "rows.jsonl"
+    rows = [{"question": "1" + " + 1" * i, "answer": str(i + 1)} for i in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train={path}"
+
+
+def check(folder, processes):
+    """Trainer and sampler agree on every token in every epoch."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    lengths = {(row["response_length/min"], row["response_length/max"]) for row in rows}
+    assert any(least < most for least, most in lengths), "nothing to expect of a row"
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-4
+    orders = []
+    for step in range(1, STEPS + 1):
+        lines = (folder / "samples" / f"{step}.jsonl").read_text().splitlines()
+        orders.append([json.loads(line)["uid"] for line in lines])
+    assert processes > 1 or all(order == sorted(order) for order in orders)
+
+
+@pytest.mark.parametrize("dag", ["grpo", "dapo"])
+def test_later_epochs_train_on_their_own_log_probs(tmp_path, dag):
+    settings = [*SETTINGS, rows_of(tmp_path), f"dag={dag}"]
+    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    assert run.train_here(config, tmp_path / "run") == run.EXIT_DONE
+    check(tmp_path / "run", 1)
+
+
+@pytest.mark.multiprocess
+def test_later_epochs_train_on_their_own_log_probs_in_two_processes(tmp_path):
+    launch = ("scripts/launch_local.py", "--processes=2", "--devices_per_process=1", "--")
+    flags = [f"--config.{key}" for key in (*SETTINGS, rows_of(tmp_path))]
+    job = ("scripts/train.py", "--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}", *flags)
+    done = subprocess.run(
+        [sys.executable, *launch, *job],
+        cwd=ROOT,
+        env=haste.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check(tmp_path / "run", 2)
