@@ -4,20 +4,19 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.data.column_choice import check_choice
-from distflow_jax.data.example import Dataset, Example, Message
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.data.tokens.encoded_rows import EncodedRows, PromptEncoder
+from distflow_jax.data.tokens.row_limits import OVERLONG, RowLimits, rows_in_limit
 from distflow_jax.images.picture_files import ImageSource
-from distflow_jax.images.placing import Placed, SeeingTokenizer, read_images, size_in_layout
-
-OVERLONG = ("error", "drop", "truncate_left")
+from distflow_jax.images.placing import SeeingTokenizer, read_images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +54,6 @@ class DataConfig:
             raise ValueError(
                 f"data.overlong must be one of {', '.join(OVERLONG)}, got {self.overlong!r}"
             )
-
-
-class PromptEncoder(Protocol):
-    """The methods of a tokenizer that the loader calls."""
-
-    def encode_prompt(self, prompt: str | list[Message]) -> tuple[str, np.ndarray]:
-        """Text as the model sees it, and its tokens, int32 [P]."""
-
-    def encode_answer(self, prompt: str | list[Message], answer: str | list[Message]) -> np.ndarray:
-        """Tokens of an answer with the end of its turn, int32 [T]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +103,7 @@ class Loader:
         """`tokenizer` is a SeeingTokenizer where the model takes images. `answers`: answers read
         from each row (1: `chosen`; 2: `rejected` too), of up to `max_answer` tokens each.
         `observed_lag`: see LengthEstimates."""
-        self._answers, self._max_answer = answers, max_answer
+        self._max_answer = max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._config = config
@@ -122,8 +111,9 @@ class Loader:
         self._share = share or SamplerShare()
         self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
-        self.dropped_for: dict[str, int] = {}
-        self.rows = self._rows_in_limit()
+        self._encoded = EncodedRows(dataset, tokenizer, answers)
+        most = RowLimits(config.max_prompt_length, max_answer, config.overlong)
+        self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset), observed_lag)
         self.spreads = LengthEstimates(len(dataset), observed_lag)
@@ -248,7 +238,7 @@ class Loader:
         sources = [source for _, images in drafts for source in images]
         if not sources:
             return [prompt for prompt, _ in drafts]
-        assert isinstance(self._tokenizer, SeeingTokenizer)  # _seeing has refused others
+        assert isinstance(self._tokenizer, SeeingTokenizer)  # EncodedRows has refused others
         images = iter(read_images(sources, self._tokenizer.layout))
         return [
             dataclasses.replace(prompt, images=tuple(itertools.islice(images, len(of_prompt))))
@@ -263,7 +253,7 @@ class Loader:
         example = self._dataset[row]
         images, patch = example.images, None
         if images:
-            placed, cut = self._place(row, example).last(self._config.max_prompt_length)
+            placed, cut = self._encoded.place(row).last(self._config.max_prompt_length)
             text, tokens, images = placed.text, placed.tokens, images[cut:]
             patch = placed.patch if images else None
         else:
@@ -277,101 +267,11 @@ class Loader:
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
             expected_length=expected_length,
-            answers=tuple(a[: self._max_answer] for a in self._encoded_answers(row)),
+            answers=tuple(a[: self._max_answer] for a in self._encoded.answers(row)),
             expected_spread=expected_spread,
             patch=patch,
         )
         return prompt, images
-
-    def _seeing(self, row: int) -> SeeingTokenizer:
-        if isinstance(self._tokenizer, SeeingTokenizer):
-            return self._tokenizer
-        raise ValueError(
-            f"{self._dataset.place(row)}: has images, and the model has no vision tower: choose a "
-            "model.source that sees images, or rows without them"
-        )
-
-    def _place(self, row: int, example: Example) -> Placed:
-        tokenizer = self._seeing(row)
-        sizes = [size_in_layout(source, tokenizer.layout) for source in example.images]
-        try:
-            return tokenizer.place(example.prompt, sizes)
-        except ValueError as error:
-            raise ValueError(f"{self._dataset.place(row)}: {error}") from None
-
-    def _encoded_answers(self, row: int) -> list[np.ndarray]:
-        """Tokens of the row's answers: none, the better one, or the better and the worse one."""
-        if not self._answers:
-            return []
-        example = self._dataset[row]
-        named = {"chosen": example.chosen, "rejected": example.rejected}
-        encoded = []
-        for column, answer in list(named.items())[: self._answers]:
-            if answer is None:
-                near = nearest(column, example.extra_info)
-                raise ValueError(
-                    f"{self._dataset.place(row)}: has no {column!r} answer, which this dag trains "
-                    "on; give rows with prompt and completion or messages (one answer), or with "
-                    "prompt, chosen and rejected (a pair)"
-                    + (f"; did you mean data.columns={{{column!r}: {near!r}}}?" if near else "")
-                )
-            encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
-        return encoded
-
-    def _rows_in_limit(self) -> np.ndarray:
-        # Over the whole data set, before it is divided: processes that dropped rows from their own
-        # shares would run out of prompts at different steps, and wait for each other forever.
-        dataset, config = self._dataset, self._config
-        rows = np.arange(len(dataset), dtype=np.int64)
-        if config.overlong == "truncate_left" and not self._answers:
-            if dataset.first_image_row is not None:
-                for row in rows:
-                    self._lengths(row)  # an image may be one that its family refuses
-            return rows
-        prompts, images, answers = np.array([self._lengths(row) for row in rows], np.int64).T
-        if config.overlong == "truncate_left":
-            return rows
-        limits = (
-            ("prompt", prompts, "data.max_prompt_length", config.max_prompt_length),
-            ("answer", answers, "rollout.max_response_length", self._max_answer),
-        )
-        for what, lengths, name, limit in limits[: 2 if self._answers else 1]:
-            overlong = lengths > limit
-            if config.overlong == "error" and overlong.any():
-                row = int(overlong.argmax())
-                of_images, fix = "", ""
-                if what == "prompt" and images[row]:
-                    of_images = f", {images[row]} of them for its images"
-                    fix = ", lower data.image_tokens"
-                raise ValueError(
-                    f"{dataset.place(row)}: the {what} has {lengths[row]} tokens{of_images}, more "
-                    f"than {name} {limit} ({overlong.sum()} of {len(dataset)} rows do, the longest "
-                    f"{lengths.max()}); raise that{fix}, or set data.overlong to drop or "
-                    "truncate_left"
-                )
-            if overlong.all():
-                raise ValueError(
-                    f"{dataset.name}: all {len(dataset)} {what}s have more tokens than {name} "
-                    f"{limit}, the shortest {lengths.min()}"
-                )
-        by_text = prompts - images > config.max_prompt_length
-        by_images = ~by_text & (prompts > config.max_prompt_length)
-        by_answer = ~by_text & ~by_images & (answers > self._max_answer) & bool(self._answers)
-        reasons = {"prompt": by_text, "images": by_images, "answer": by_answer}
-        self.dropped_for = {why: int(which.sum()) for why, which in reasons.items() if which.any()}
-        keep = ~(by_text | by_images | by_answer)
-        if not keep.any():
-            raise ValueError(f"{dataset.name}: no row has a prompt and answers within the limits")
-        return rows[keep]
-
-    def _lengths(self, row: int) -> tuple[int, int, int]:
-        """Tokens of a row's prompt, of these for images, and of the longest answer that is read."""
-        example = self._dataset[row]
-        answer = max((len(a) for a in self._encoded_answers(row)), default=0)
-        if example.images:
-            placed = self._place(row, example)
-            return len(placed.tokens), placed.image_tokens, answer
-        return len(self._tokenizer.encode_prompt(example.prompt)[1]), 0, answer
 
 
 def describe_dropped(reasons: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.environments.environment import Shown
-from distflow_jax.images.picture_files import check_sides
+from distflow_jax.images.picture_files import check_sides, on_white
 from distflow_jax.images.placing import SeeingTokenizer, with_patches
 from distflow_jax.images.record import MARK, Image, image_of
 from distflow_jax.images.turn_images import TurnImages
@@ -76,7 +76,7 @@ def check_shown(shown: Shown, sight: Sight | None) -> None:
 def _pixels(picture: Any) -> np.ndarray:
     """uint8 [H, W, 3] of an array, or of a picture of Pillow."""
     if hasattr(picture, "convert"):
-        return np.array(picture.convert("RGB"))
+        return on_white(picture)
     if isinstance(picture, np.ndarray):
         return picture
     raise ValueError(

@@ -2,7 +2,7 @@
 
 The header alone gives the size, so that a data set is checked, and a file of 200 megapixels
 refused, before any pixel is decoded. 16 bits, palettes, CMYK and EXIF rotation are converted;
-transparent pictures are put on white.
+transparent pictures are put on white. Pillow itself turns a TIFF while it decodes it.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ LEAST_SIDE = 2
 PREVIEW = 256  # pixels of a side of an image whose patches are cut
 _ORIENTATION = 0x0112  # of EXIF
 _TURNED = (5, 6, 7, 8)  # orientations that swap height and width
+_TIFF_SIDES = (0x0100, 0x0101)  # tags of the width and height before it is turned
 _END_OF_JPEG = b"\xff\xd9"
 _TAIL = 65536  # bytes at a file's end in which a whole JPEG has its end mark
 
@@ -170,6 +171,8 @@ def _check_header(opened: Any) -> None:
         raise _Refused("an animation, or a document of several pages: save the one that is meant")
     if opened.mode == "F":
         raise _Refused("has floating-point pixels: save it with 8 or 16 bits")
+    if opened.mode == "I" and opened.format == "TIFF":
+        raise _Refused("has pixels of 32 bits: save it with 8 or 16 bits")
     try:
         check_sides(*_size(opened))
     except ValueError as error:
@@ -187,19 +190,41 @@ def _orientation(opened: Any) -> int:
 
 def _size(opened: Any) -> tuple[int, int]:
     width, height = opened.size
+    if opened.format == "TIFF":  # versions of Pillow differ in whether its size is turned
+        width, height = (opened.tag_v2[tag] for tag in _TIFF_SIDES)
     return (width, height) if _orientation(opened) in _TURNED else (height, width)
 
 
 def _has_its_end(opened: Any) -> bool:
-    """Whether a JPEG's end mark is near the end of its file."""
+    """Whether a JPEG's end mark is near the end of its file, behind the start of its pixels."""
     if opened.format not in ("JPEG", "MPO"):
         return False
     source = opened.fp
+    # Pillow has read the header; a preview in it has an end mark of its own
     at, end = source.tell(), source.seek(0, io.SEEK_END)
-    source.seek(max(0, end - _TAIL))
+    source.seek(max(at, end - _TAIL))
     found = _END_OF_JPEG in source.read()
     source.seek(at)
     return found
+
+
+def on_white(picture: Any) -> np.ndarray:
+    """A picture of Pillow as RGB, on white where it is transparent, uint8 [H, W, 3]."""
+    image = pillow.load()
+    clear = None
+    if picture.mode.startswith("I"):  # one channel of 16 bits, some in a word of 32
+        value = picture.info.get("transparency")
+        words = np.clip(np.asarray(picture).astype(np.int64), 0, 65535)
+        clear = None if value is None else words == value
+        picture = image.fromarray((words >> 8).astype(np.uint8))
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        white = image.new("RGBA", picture.size, (255, 255, 255, 255))
+        picture = image.alpha_composite(white, picture)
+    pixels = np.array(picture.convert("RGB"))
+    if clear is not None:
+        pixels[clear] = 255
+    return pixels
 
 
 def _rgb(opened: Any) -> np.ndarray:
@@ -214,18 +239,10 @@ def _rgb(opened: Any) -> np.ndarray:
         8: image.Transpose.ROTATE_90,
     }.get(_orientation(opened))
     opened.load()
-    picture = opened
-    if picture.mode.startswith("I"):  # one channel of 16 bits, some in a word of 32
-        high = np.clip(np.asarray(picture).astype(np.int64), 0, 65535) >> 8
-        picture = image.fromarray(high.astype(np.uint8))
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        white = image.new("RGBA", picture.size, (255, 255, 255, 255))
-        picture = image.alpha_composite(white, picture)
-    picture = picture.convert("RGB")
-    if method is not None:
-        picture = picture.transpose(method)
-    return np.array(picture)
+    pixels = on_white(opened)
+    if method is None or opened.format == "TIFF":
+        return pixels
+    return np.array(image.fromarray(pixels).transpose(method))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

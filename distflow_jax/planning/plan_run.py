@@ -29,9 +29,10 @@ from distflow_jax.dag.router_replay import with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.example import Dataset
-from distflow_jax.data.loader import Loader, PromptEncoder, SamplerShare
+from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.ranking.length_ranker import LengthRanker
 from distflow_jax.data.step_columns import ANSWERS
+from distflow_jax.data.tokens.encoded_rows import PromptEncoder
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.observed_pictures import Sight
 from distflow_jax.environments.registry import Environments, load_environment
@@ -268,6 +269,12 @@ def plan_run(
     source = open_source(config.model.source, **config.model.options())
     if config.training.freeze == "vision":
         source = frozen_tower(source)
+    if config.lora.rank and source.new_tower:
+        raise ValueError(
+            f"lora.rank={config.lora.rank} trains the text model alone, and the tower of "
+            f"model.vision={config.model.vision!r} would stay random; use lora.rank=0, or export "
+            "a model whose tower is trained"
+        )
     if config.rollout.environment and source.config.vision is not None:
         graph = with_response_images(graph)
     sizes = derive_sizes(config, source.config, machine, graph)

@@ -243,6 +243,13 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
             f"{rollout.max_response_length} do not fit training.row_tokens={training.row_tokens}; "
             f"use at least {-(-longest // unit) * unit}"
         )
+    together = features_together(model)
+    if together > rollout.prefill_tokens:
+        raise ValueError(
+            f"rollout.prefill_tokens={rollout.prefill_tokens} are read at a time, and the "
+            f"{together} tokens of an image of {config.model.source} attend to each other: use at "
+            f"least {together}"
+        )
     longest_eval = data.max_prompt_length + config.eval.max_response_length
     if longest_eval > model.max_position:
         raise ValueError(
@@ -254,6 +261,13 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
             f"reward.overlong_buffer={config.reward.overlong_buffer:g} is above "
             f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
         )
+
+
+def features_together(model: DecoderConfig) -> int:
+    """Tokens that have to be read in one piece, those of an image of Gemma 3; 0: none."""
+    if model.vision is None or not model.image_both_ways:
+        return 0
+    return (model.vision.grid // model.vision.merge) ** 2
 
 
 def _check_mixture(config: Config, model: DecoderConfig) -> None:

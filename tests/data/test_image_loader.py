@@ -101,6 +101,15 @@ def test_a_prompt_cut_from_the_left_has_whole_images(folder):  # noqa: F811
             assert (prompt.tokens == END).sum() == kept
 
 
+def test_a_prompt_of_which_a_cut_leaves_nothing_is_dropped(folder):  # noqa: F811
+    last = {"prompt": "look: <image>", "images": ["pictures/0.png"]}
+    config = {"prompts_per_step": 1, "overlong": "truncate_left", "max_prompt_length": 2}
+    loader = loader_of(opened(folder, *rows_of(1), last), **config)
+    assert loader.rows.tolist() == [0] and loader.dropped_for == {"images": 1}
+    with pytest.raises(ValueError, match="the images of all 1 prompts have more tokens"):
+        loader_of(opened(folder, last), **config)
+
+
 def test_demonstrations_have_images_before_them(folder):  # noqa: F811
     loader = loader_of(opened(folder, *rows_of(1, 2)), answers=1, shuffle=False)
     one, two = next(loader)

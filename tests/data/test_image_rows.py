@@ -182,6 +182,8 @@ def asked(*images, prompt="<image>?"):
         (asked("a\0b"), r"image 1: 'a\\x00b' is not a path"),
         (asked("https://a.b/c.png"), r"image 1: 'https://a.b/c.png' is an address, .* download"),
         (asked("s3://a/c.png"), r"image 1: 's3://a/c.png' is an address, and nothing is fetched"),
+        (asked("iVBORw0K" * 500), r"image 1: 'iVBOR.* is not a path \(.*\): base64 needs 'data:"),
+        (asked("a/" * 2000), r"image 1: .{,300}$"),
         (asked("data:image/png;base64,@@"), r"image 1: the data URI is not valid base64"),
         (asked("data:image/png,abc"), r"image 1: a data URI must be like data:image/png;base64"),
         (asked(5), r"image 1: expected a path, bytes, a data URI, or an object .* got 5"),

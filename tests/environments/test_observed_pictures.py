@@ -54,6 +54,13 @@ def test_pictures_stand_where_the_text_says():
     assert [n for *_, n in shown.keys] == [0, 0] and [n for *_, n in other.shown.keys] == [0, 1]
 
 
+def test_what_is_transparent_is_white_as_in_files():
+    clear = PIL.Image.new("RGBA", (30, 20), (0, 0, 0, 0))
+    white = np.full((20, 30, 3), 255, np.uint8)
+    one, other = (environments().observed(Turn(Shown("<image>", [p]))) for p in (clear, white))
+    assert one.shown.same_as(other.shown)
+
+
 def test_a_turn_of_the_chat_template_has_pictures():
     found = environments().observed(Turn(Shown("<image>go", [PICTURE], role="user")))
     text = TOKENIZER.encode_turn("go")

@@ -60,10 +60,13 @@ def test_what_is_transparent_is_white():
     palette = Pillow.new("P", (3, 3), 0)
     palette.putpalette([9, 9, 9, 255, 0, 0])
     assert tuple(written(palette, transparency=0).pixels()[1, 1]) == WHITE
+    deep = Pillow.fromarray(np.array([[0, 20_000], [77, 65_535]], np.uint16))
+    pixels = written(deep, transparency=77).pixels()
+    assert pixels[..., 0].tolist() == [[0, 78], [255, 255]]
 
 
 @pytest.mark.parametrize("turned", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
 def test_exif_turns_the_picture_and_its_size(turned, kind):
     picture = Pillow.fromarray(np.repeat(np.repeat(noise(3, 5), 16, 0), 16, 1))
     exif = Pillow.Exif()
@@ -79,7 +82,7 @@ def test_exif_turns_the_picture_and_its_size(turned, kind):
         7: np.array(picture)[::-1, ::-1].transpose(1, 0, 2),
         8: np.rot90(np.array(picture)),
     }[turned]
-    assert file.size() == file.pixels().shape[:2] == expected.shape[:2]
+    assert file.check() == file.size() == file.pixels().shape[:2] == expected.shape[:2]
     away = np.abs(file.pixels().astype(int) - expected)
     assert away.mean() < (12 if kind == "JPEG" else 1e-9)
 
@@ -107,6 +110,17 @@ def of(content):
     return PictureFile("rows.jsonl, row 3, image 2", content)
 
 
+def cut_with_preview():
+    """Two thirds of a JPEG whose header has a whole one, as cameras write it."""
+    picture = Pillow.fromarray(noise(64, 64))
+    small = written(picture.resize((16, 16)), "JPEG").content
+    whole = written(picture, "JPEG").content
+    # a segment of an application, APP1, behind the first two bytes
+    whole = whole[:2] + b"\xff\xe1" + struct.pack(">H", len(small) + 2) + small + whole[2:]
+    assert of(whole).check() == (64, 64)
+    return of(whole[: len(whole) * 2 // 3])
+
+
 def cut(kind):
     content = written(Pillow.fromarray(noise(64, 64)), kind).content
     return of(content[: len(content) * 2 // 3])
@@ -120,6 +134,7 @@ def cut(kind):
         (lambda: of(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "not a picture in"),
         (lambda: cut("PNG"), "truncated or damaged: fetch"),
         (lambda: cut("JPEG"), "truncated or damaged: fetch"),
+        (cut_with_preview, "truncated or damaged: fetch"),
         (lambda: cut("WEBP"), "truncated or damaged: fetch|not a picture"),
         (lambda: cut("BMP"), "truncated or damaged: fetch"),
         (lambda: cut("TIFF"), "truncated or damaged: fetch|not a picture"),
@@ -136,6 +151,7 @@ def cut(kind):
         (lambda: written(Pillow.new("RGB", (1, 1))), "1 x 1 pixels: a side needs at least 2"),
         (lambda: written(Pillow.new("RGB", (600, 2))), "600 x 2 pixels: a side may be at most 200"),
         (lambda: written(Pillow.new("F", (9, 9)), "TIFF"), "floating-point pixels: save it with"),
+        (lambda: written(Pillow.new("I", (9, 9)), "TIFF"), "pixels of 32 bits: save it with 8"),
     ],
 )
 def test_a_bad_picture_is_refused_by_name_before_it_is_used(file, message):

@@ -1,6 +1,7 @@
 """How images are resized, cut, and named among the tokens."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -16,6 +17,12 @@ WORDS = Tokenizer.byte_level(300)
 def test_sizes_keep_the_ratio_and_the_bounds():
     assert smart_size(150, 600, 28, 56 * 56, 28 * 28 * 1280) == (140, 588)
     assert smart_size(28, 28, 28, 56 * 56, 28 * 28 * 1280) == (56, 56)
+    # enlarged, an image keeps the upper bound too: thin ones alone, of one factor, may have more
+    for height, width in itertools.product(range(20, 400, 7), repeat=2):
+        for most in (4, 64):
+            high, wide = smart_size(height, width, 32, 32 * 32 * most, 32 * 32 * most)
+            assert high % 32 == wide % 32 == 0
+            assert high * wide <= 32 * 32 * most or min(high, wide) == 32
     assert smart_size(3000, 4000, 28, 56 * 56, 28 * 28 * 100) == (224, 308)
     with pytest.raises(ValueError, match="300 x 1 has sides whose ratio is above 200"):
         smart_size(1, 300, 28, 56 * 56, 28 * 28 * 1280)

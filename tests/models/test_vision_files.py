@@ -179,6 +179,8 @@ def test_bad_combinations_are_refused():
         open_model("random:llama?hidden=64&layers=2&vision=1")
     with pytest.raises(ValueError, match="training.freeze=vision: .* has no vision tower"):
         frozen_tower(open_model("random:llama?hidden=64&layers=2"))
+    with pytest.raises(ValueError, match="freeze=vision: the tower of model.vision is new and"):
+        frozen_tower(open_model("random:llama?hidden=64&layers=2", vision="random:siglip"))
     with pytest.raises(ValueError, match="features of the vision tower have width 32, the text"):
         DecoderConfig(vision=CASES["smolvlm"].vision)
     with pytest.raises(ValueError, match="only Llama models can be exported"):

@@ -5,12 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from configs import tiny
+from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.planning.plan_run import prompt_encoder
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import plan_run, prompt_encoder
 
 MODELS = {
     "random:smolvlm": {},
@@ -48,3 +51,22 @@ def test_prompts_have_as_many_features_as_their_patches_give(spec):
 def test_a_text_model_keeps_its_tokenizer():
     source = open_model("random:llama")
     assert prompt_encoder(source, 256) is source.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("model.source=random:llama?vocab=300", "model.vision=random:siglip", "lora.rank=4"),
+            "lora.rank=4 trains the text model alone, and the tower of model.vision=.* stay random",
+        ),
+        (
+            ("model.source=random:gemma3?vision=1&max_position=1024", "rollout.prefill_tokens=1"),
+            "rollout.prefill_tokens=1 are read at a time, and the 16 tokens of an image",
+        ),
+    ],
+    ids=["adapters", "pieces"],
+)
+def test_towers_that_could_not_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        plan_run(from_config_dict(Config, override(tiny.get_config(), settings)), Machine.current())

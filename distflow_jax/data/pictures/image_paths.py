@@ -71,12 +71,18 @@ class ImageFolders:
                 f"{place}: {shown(text)} leads out of {' and '.join(map(str, allowed))}: move the "
                 "image there, or let data.image_root name the folder that holds all images"
             )
-        if not path.is_file():
+        try:
+            if path.is_file():
+                return path
             if path.exists():
                 raise ValueError(f"{place}: {shown(text)} is a folder: name a file in it")
             hint = _near(path) or "check the path, which begins in " + str(base)
-            raise ValueError(f"{place}: {shown(text)} does not exist; {hint}")
-        return path
+        except OSError as error:  # longer than a name may be
+            raise ValueError(
+                f"{place}: {shown(text)} is not a path ({error.strerror}): base64 needs "
+                "'data:image/png;base64,' before it"
+            ) from None
+        raise ValueError(f"{place}: {shown(text)} does not exist; {hint}")
 
 
 def image_folders(file: Path, root: str) -> ImageFolders:
@@ -92,7 +98,7 @@ def check_root(root: str) -> None:
 
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"nor does its folder {path.parent}"
+        return f"nor does its folder {shown(str(path.parent))}"
     with os.scandir(path.parent) as entries:
         names = [entry.name for entry, _ in zip(entries, range(_MOST_NEAR), strict=False)]
     near = nearest(path.name, sorted(names))

@@ -172,14 +172,14 @@ def smart_size(
             "most that this model takes; crop it or leave the row out"
         )
     high, wide = (round(side / factor) * factor for side in (height, width))
-    if high * wide > most_pixels:
+    if high * wide < least_pixels:
+        grow = math.sqrt(least_pixels / (height * width))
+        high, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    if high * wide > most_pixels:  # or enlarged beyond it, where least and most are close
         shrink = math.sqrt((height * width) / most_pixels)
         high, wide = (
             max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width)
         )
-    elif high * wide < least_pixels:
-        grow = math.sqrt(least_pixels / (height * width))
-        high, wide = (math.ceil(side * grow / factor) * factor for side in (height, width))
     return max(high, factor), max(wide, factor)
 
 

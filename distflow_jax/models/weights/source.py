@@ -187,6 +187,11 @@ def frozen_tower(source: ModelSource) -> ModelSource:
         raise ValueError(
             f"training.freeze=vision: {source.spec} has no vision tower; use training.freeze=none"
         )
+    if source.new_tower:
+        raise ValueError(
+            "training.freeze=vision: the tower of model.vision is new and random, and would stay "
+            "so; use training.freeze=none, or export a model whose tower is trained"
+        )
     tower = dataclasses.replace(config.vision, frozen=True)
     return dataclasses.replace(source, config=dataclasses.replace(config, vision=tower))
 
