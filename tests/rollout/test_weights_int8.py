@@ -297,6 +297,7 @@ def test_other_kinds_are_refused():
 SMALL = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_what_it_samples(tmp_path):
     config = from_config_dict(
         Config,

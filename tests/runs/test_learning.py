@@ -35,7 +35,7 @@ EXPECTED = {
     # its scores are of the best and the worst of each group
     "online_dpo": ("critic/score/max", 1, 0.05),
 }
-QUICK = {"sft", "grpo"}  # the others: `make test-nightly`
+QUICK = {"grpo"}  # the others: `make test-nightly`
 
 
 def write_pairs(path: pathlib.Path) -> None:

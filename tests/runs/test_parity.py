@@ -81,13 +81,13 @@ SEEING_MIXTURE = (
     *SHOWN,
 )
 LAYOUTS = {
-    "data 2 x fsdp 2 x tensor 2": dict(
-        devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
-    ),
     "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
 }
 
 SLOW = {
+    "data 2 x fsdp 2 x tensor 2": dict(
+        devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
+    ),
     "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
     "data 8": dict(devices=8, overrides=["mesh.data=8"]),
     "data 2 x context 2 x tensor 2": dict(

@@ -149,6 +149,7 @@ def test_a_run_goes_on_with_other_parts_and_with_offload(together, tmp_path):
         assert distance(before, theirs, model) > 10 * TOLERANCE, model
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host_changes_no_bit(together, tmp_path):
     check_same(train(tmp_path, "training.offload=idle"), together, 0)
 
