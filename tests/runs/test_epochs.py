@@ -26,6 +26,16 @@ SETTINGS = (
     "eval.dataset=",
     f"training.steps={STEPS}",
 )
+# with a learning rate of 0 older weights are the newest
+AHEAD = (
+    *("flow.max_lag=1", "training.optimizer.lr=0.0", "training.row_tokens=592"),
+    *("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"),
+)
+WAVES = {
+    "ahead": (),
+    "waves by counter": ("flow.waves=counter", "flow.wave_prompts=2", "flow.swap=boundary"),
+    "waves when ready": ("flow.waves=ready", "flow.wave_rows=2"),
+}
 
 
 def rows_of(folder):
@@ -45,17 +55,28 @@ def check(folder, processes):
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-4
     orders = []
     for step in range(1, STEPS + 1):
-        lines = (folder / "samples" / f"{step}.jsonl").read_text().splitlines()
+        lines = (folder / "samples" / f"{step}.jsonl").read_text().rstrip("\n").split("\n")
         orders.append([json.loads(line)["uid"] for line in lines])
     assert processes > 1 or all(order == sorted(order) for order in orders)
 
 
+def trained(folder, *flags):
+    settings = [*SETTINGS, rows_of(folder), *flags]
+    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    assert run.train_here(config, folder / "run") == run.EXIT_DONE
+    check(folder / "run", 1)
+
+
 @pytest.mark.parametrize("dag", ["grpo", "dapo"])
 def test_later_epochs_train_on_their_own_log_probs(tmp_path, dag):
-    settings = [*SETTINGS, rows_of(tmp_path), f"dag={dag}"]
-    config = from_config_dict(Config, override(tiny.get_config(), settings))
-    assert run.train_here(config, tmp_path / "run") == run.EXIT_DONE
-    check(tmp_path / "run", 1)
+    trained(tmp_path, f"dag={dag}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", WAVES.values(), ids=WAVES)
+@pytest.mark.parametrize("dag", ["grpo", "dapo"])
+def test_later_epochs_of_samplers_that_run_ahead(tmp_path, dag, flags):
+    trained(tmp_path, f"dag={dag}", *AHEAD, *flags)
 
 
 @pytest.mark.multiprocess
