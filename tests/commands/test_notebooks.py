@@ -53,9 +53,9 @@ assert first.metrics[-1]["critic/score/mean"] > first.metrics[0]["critic/score/m
 """
 VISION = """
 score = [row["critic/score/mean"] for row in run.metrics[1:]]
-assert score[-1] > score[0] + 0.3, score
+assert score[-1] > 0.75, score  # a run that does not look finds one in two
 assert not any(row["perf/compilations"] for row in run.metrics[2:])
-shown = run.samples("eval-60")
+shown = run.samples("eval-140")
 assert len(shown) == 64 and shown._repr_html_().count("<img") == 12
 """
 HOLDS = {
