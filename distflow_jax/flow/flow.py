@@ -8,6 +8,7 @@ swaps at boundaries verdicts follow each round of a region instead (region_round
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,6 +163,9 @@ class Flow:
             with self._lock:
                 cut = admission.cut(step)
             if cut.final:
+                with self._lock:
+                    later = admission.cut(step + 1).end
+                self.drive(functools.partial(self.steps.knows, self.producer, cut), needs=later)
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
                 return self.joined(cut)
