@@ -516,6 +516,8 @@ def _write_checkpoint(run: Run, *, with_samples: bool) -> None:
     """Starts a checkpoint, to which samples are added; records of steps before it are whole."""
     if run.taker is not None:
         run.taker.wait()
+    if run.flow is not None:  # of a run whose samplers do not run ahead any more it stays
+        run.state.ledger = None if with_samples else run.flow.saver.account().to_dict()
     save_state(run.prepared, run.state, run.checkpointer, added_to=with_samples)
     if with_samples:
         run.flow.save(run.state.step)

@@ -1,8 +1,12 @@
 """The groups of steps on one process, where something is missing: it is waited for, or named."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from support.plain_flow import BATCH, SAMPLES, owned, plain_flow
+from support.plain_flow import BATCH, SAMPLES, TOKENS, owned, plain_flow
+
+from distflow_jax.flow.ledger import Ledger
 
 
 def in_few_batches(counter):
@@ -32,4 +36,27 @@ def test_a_process_without_a_group_in_all_that_is_left(tmp_path, bounds):
     flow = plain_flow(tmp_path, draw, step=3, counter=13, **bounds)
     with pytest.raises(ValueError, match="no group of step 4, and none follows .* training.steps"):
         flow.take(4)
+    flow.close()
+
+
+def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
+    """That of a run's last step: it goes on as if the run had not ended there."""
+    flow, whole = plain_flow(tmp_path, owned(), steps=2), BATCH * SAMPLES * TOKENS
+    for step in (1, 2):
+        flow.take(step)
+        flow.finish(step)
+        flow.publish(np.zeros(1), step)
+    assert flow.saver.account() == Ledger(sampled=2 * whole, trained=2 * whole)
+    flow.close()
+
+
+def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
+    flow, whole = plain_flow(tmp_path, owned(), steps=9), BATCH * SAMPLES * TOKENS
+    flow.take(1)
+    flow.finish(1)
+    flow.drive(lambda: flow.producer.counts().tokens == 2 * whole)
+    saved = flow.saver.account()
+    assert saved == Ledger(sampled=2 * whole, trained=whole)
+    found = Ledger.restored([saved.to_dict()], known=0)
+    assert found == dataclasses.replace(saved, lost=whole)
     flow.close()
