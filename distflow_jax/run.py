@@ -16,6 +16,7 @@ coordinator keeps the batch. Every process does the same in the same order; none
 
 import contextlib
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -383,13 +384,16 @@ class Run:
         """State key of the sampler that evaluates, and that runs ahead."""
         return next(iter(self.prepared.samplers))
 
-    def _record_evaluations(self, up_to: int) -> None:
+    def _record_evaluations(self, up_to: int, end: float = math.inf) -> None:
         """Records evaluations that samplers made, of versions up to this one; waits for them.
-        Collective."""
+        `end`: of the run, see Flow.evaluated; none is recorded if some are late. Collective."""
         if self.flow is None or self.config.flow.swap != "boundary":
             return
         with self.phases.span("testing"):
-            for found in self.flow.evaluated(up_to):
+            evaluated = self.flow.evaluated(up_to, end=end)
+            if evaluated is None:
+                return
+            for found in evaluated:
                 metrics = validation_metrics(found.scored, self.config.eval.num_samples)
                 self.recorder.late_evaluation(found, metrics, records(found.scored))
         self.flow.saver.recorded(up_to)
@@ -476,7 +480,7 @@ class Run:
         step = self.state.step
         self.recorder.stop_reason = PREEMPTED
         if self.flow is not None:
-            self._record_evaluations(step - 1)
+            self._record_evaluations(step - 1, stop.deadline())
             with self.phases.span("wait_for_samples"):
                 end_saving(self.flow, self.checkpointer, step, stop.deadline())
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)

@@ -197,6 +197,7 @@ def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) ->
     """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
     time.monotonic(); warns if it lacks some. Collective."""
     flow.end_saving(end)
+    processes.all_gather_text("")  # all have added theirs then, or have no more time
     checkpointer.wait()
     complete = checkpointer.latest() or 0
     if complete != step and not processes.process_index():
