@@ -287,8 +287,7 @@ class Run:
         """Syncs weights, walks over the plan once, and returns the step's metrics on the host."""
         state, plan, coordinator = self.state, self.prepared.plan, self.runtime.coordinator
         _sync_finished(self)
-        ahead: dict[str, Any] = {}
-        rounds = None
+        ahead, rounds = dict[str, Any](), None
         rehearse = None if self.times.warm else _empty
         if self.waves is not None:
             state.models, metrics = _run_waves(self, rehearse)
@@ -385,13 +384,12 @@ class Run:
         return next(iter(self.prepared.samplers))
 
     def _record_evaluations(self, up_to: int, end: float = math.inf) -> None:
-        """Records evaluations that samplers made, of versions up to this one; waits for them.
-        `end`: of the run, see Flow.evaluated; none is recorded if some are late. Collective."""
+        """Records evaluations that samplers made, up to a version, or none if some are late at the
+        `end` of the run, see Flow.evaluated. Waits for them. Collective."""
         if self.flow is None or self.config.flow.swap != "boundary":
             return
         with self.phases.span("testing"):
-            evaluated = self.flow.evaluated(up_to, end=end)
-            if evaluated is None:
+            if (evaluated := self.flow.evaluated(up_to, end=end)) is None:
                 return
             for found in evaluated:
                 metrics = validation_metrics(found.scored, self.config.eval.num_samples)

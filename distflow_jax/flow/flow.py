@@ -214,18 +214,14 @@ class Flow:
         time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
         process lacks an evaluation then, all return None. Collective.
         """
-        evaluations = self._evaluations
-        if evaluations is None:
+        if (evaluations := self._evaluations) is None:
             return []
         if end < math.inf and isinstance(self._thread, SamplingThread):
             self._thread.end_with(version)
 
-        def ended(due: int) -> bool:
-            return due not in evaluations.missing(due) or time.monotonic() > end
-
         for due in evaluations.missing(version):
-            what = f"evaluation of step {due}"
-            self.drive(functools.partial(ended, due), needs=ALL, waits_for=what)
+            ended = functools.partial(_ended, evaluations, due, end)
+            self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
         if end < math.inf and any(processes.all_gather_json(evaluations.missing(version))):
             return None
         return evaluations.take(version)
@@ -322,11 +318,7 @@ class Flow:
         self.saver.check()
         if self._thread is not None:
             self._thread.raise_error()
-        with self._lock:
-            groups = [g for c, g in self.producer.groups.items() if c < needs]
-        for running in [g.running for g in groups if g.running is not None]:
-            if running.done():
-                running.result()
+        _raise_of_groups(self.producer, needs)
 
     def _missing(self, needs: int) -> str:
         """The oldest group below a counter that is not done, and the node that it waits for."""
@@ -377,6 +369,20 @@ def _held(
     with thread.hold(version):
         observer.note("")
         yield
+
+
+def _ended(evaluations: Evaluations, version: int, end: float) -> bool:
+    """Whether a version's evaluation has ended, or the time for it."""
+    return version not in evaluations.missing(version) or time.monotonic() > end
+
+
+def _raise_of_groups(producer: Producer, needs: int) -> None:
+    """Raises what a node has raised that ran on a group below a counter."""
+    with producer.lock:
+        groups = [g for c, g in producer.groups.items() if c < needs]
+    for running in [g.running for g in groups if g.running is not None]:
+        if running.done():
+            running.result()
 
 
 def _has(producer: Producer, cut: Cut) -> bool:
