@@ -16,6 +16,7 @@ coordinator keeps the batch. Every process does the same in the same order; none
 
 import contextlib
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -286,8 +287,7 @@ class Run:
         """Syncs weights, walks over the plan once, and returns the step's metrics on the host."""
         state, plan, coordinator = self.state, self.prepared.plan, self.runtime.coordinator
         _sync_finished(self)
-        ahead: dict[str, Any] = {}
-        rounds = None
+        ahead, rounds = dict[str, Any](), None
         rehearse = None if self.times.warm else _empty
         if self.waves is not None:
             state.models, metrics = _run_waves(self, rehearse)
@@ -383,13 +383,15 @@ class Run:
         """State key of the sampler that evaluates, and that runs ahead."""
         return next(iter(self.prepared.samplers))
 
-    def _record_evaluations(self, up_to: int) -> None:
-        """Records evaluations that samplers made, of versions up to this one; waits for them.
-        Collective."""
+    def _record_evaluations(self, up_to: int, end: float = math.inf) -> None:
+        """Records evaluations that samplers made, up to a version, or none if some are late at the
+        `end` of the run, see Flow.evaluated. Waits for them. Collective."""
         if self.flow is None or self.config.flow.swap != "boundary":
             return
         with self.phases.span("testing"):
-            for found in self.flow.evaluated(up_to):
+            if (evaluated := self.flow.evaluated(up_to, end=end)) is None:
+                return
+            for found in evaluated:
                 metrics = validation_metrics(found.scored, self.config.eval.num_samples)
                 self.recorder.late_evaluation(found, metrics, records(found.scored))
         self.flow.saver.recorded(up_to)
@@ -476,7 +478,7 @@ class Run:
         step = self.state.step
         self.recorder.stop_reason = PREEMPTED
         if self.flow is not None:
-            self._record_evaluations(step - 1)
+            self._record_evaluations(step - 1, stop.deadline())
             with self.phases.span("wait_for_samples"):
                 end_saving(self.flow, self.checkpointer, step, stop.deadline())
         log.warning("stopped by SIGTERM after step %d; start again to go on", step)
@@ -516,6 +518,8 @@ def _write_checkpoint(run: Run, *, with_samples: bool) -> None:
     """Starts a checkpoint, to which samples are added; records of steps before it are whole."""
     if run.taker is not None:
         run.taker.wait()
+    if run.flow is not None:  # of a run whose samplers do not run ahead any more it stays
+        run.state.ledger = None if with_samples else run.flow.saver.account().to_dict()
     save_state(run.prepared, run.state, run.checkpointer, added_to=with_samples)
     if with_samples:
         run.flow.save(run.state.step)

@@ -187,7 +187,7 @@ class EpisodeSampler:
         self._restore(partials)
 
     def progress(self) -> dict[Key, Progress]:
-        """Samples of each request that `round` has not returned.
+        """Samples of each request that `round` has not returned, which do not grow any more.
 
         Of responses in turns only those of requests that are complete.
         """
@@ -196,7 +196,8 @@ class EpisodeSampler:
             return found
         found |= {key: Progress(dict(entry.episodes)) for key, entry in self._open.items()}
         for entry, partial in self._under_way():
-            found[entry.key].partials.append(partial)
+            copy = dataclasses.replace(partial, chunks=list(partial.chunks))
+            found[entry.key].partials.append(copy)
         return found
 
     def close(self) -> SamplerState:

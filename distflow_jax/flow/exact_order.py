@@ -39,6 +39,7 @@ class ExactOrder:
         self._oldest = self._version = held  # all versions below the second one are evaluated
         self._step = admission.finished + 1
         self._begun = admission.position  # all groups below have begun
+        self._last: int | None = None  # no newer version has work; None: all have
 
     def next(self, newest: int) -> Work | None:
         """The next piece of work, which begins now; None: it has to wait.
@@ -49,6 +50,7 @@ class ExactOrder:
         admission = self._admission
         if not self._end_rounds():
             return None
+        newest = newest if self._last is None else min(newest, self._last)
         left = admission.has_step(self._step)
         last = self._step - 1 - admission.rule.max_lag if left else newest
         while self._version <= min(last, newest):
@@ -60,6 +62,10 @@ class ExactOrder:
             return None
         self._begun = admission.cut(self._step).end
         return Work(version, self._step)
+
+    def end_with(self, version: int) -> None:
+        """Hands out no work of newer versions: the run ends; under the lock of the admission."""
+        self._last = version
 
     def needs(self, version: int) -> bool:
         """Whether weights that wait have still to be taken; under the lock of the admission."""

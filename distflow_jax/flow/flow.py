@@ -8,6 +8,8 @@ swaps at boundaries verdicts follow each round of a region instead (region_round
 
 import contextlib
 import dataclasses
+import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.flow.step_groups import StepGroups
 from distflow_jax.flow.swap_times import SwapTimes
 from distflow_jax.layout import Metrics
+from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.sampler import SamplerState
@@ -91,7 +94,7 @@ class Flow:
         self._evaluations: Evaluations | None = None
         if observer.evaluator is not None:
             self._evaluations = Evaluations(
-                observer.evaluator, self._host.executor, held=self.publications.newest
+                observer.evaluator, self._host, held=self.publications.newest
             )
         self._thread: SamplingThread | HomeThread | None = None
         # with these verdicts reach all processes after each round, without `take`
@@ -162,6 +165,9 @@ class Flow:
             with self._lock:
                 cut = admission.cut(step)
             if cut.final:
+                with self._lock:
+                    later = admission.cut(step + 1).end
+                self.drive(functools.partial(self.steps.knows, self.producer, cut), needs=later)
                 if self._thread is None:  # the devices are the trainer's from here on
                     self.producer.sampler.drain()
                 return self.joined(cut)
@@ -201,15 +207,24 @@ class Flow:
         with self._lock:
             return self.producer.admission.finish(step).end
 
-    def evaluated(self, version: int) -> list[Evaluated]:
+    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:
         """Evaluations up to a version that were not returned before; waits for them.
 
-        Of the versions that the evaluator evaluates; none without an evaluator.
+        Of the versions that the evaluator evaluates; none without an evaluator. With an `end`, a
+        time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
+        process lacks an evaluation then, all return None. Collective.
         """
-        if self._evaluations is None:
+        if (evaluations := self._evaluations) is None:
             return []
-        self.drive(lambda: self._evaluations.done(version), needs=ALL)
-        return self._evaluations.take(version)
+        if end < math.inf and isinstance(self._thread, SamplingThread):
+            self._thread.end_with(version)
+
+        for due in evaluations.missing(version):
+            ended = functools.partial(_ended, evaluations, due, end)
+            self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
+        if end < math.inf and any(processes.all_gather_json(evaluations.missing(version))):
+            return None
+        return evaluations.take(version)
 
     def counts(self) -> Metrics:
         """Decode calls since the last call of this, and what the producer has measured."""
@@ -225,7 +240,7 @@ class Flow:
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
         a time of time.monotonic()."""
-        self.drive(lambda: self.saver.settled or time.monotonic() > end)
+        self.drive(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
         self.saver.wait(max(0.0, end - time.monotonic()))
 
     @contextlib.contextmanager
@@ -257,16 +272,17 @@ class Flow:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def drive(self, until: Callable[[], bool], *, needs: int = 0) -> None:
+    def drive(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
         """Samples until something is true, for which groups below a counter are needed.
 
         Raises what a sampler or a node that ran ahead has raised for one of these groups.
+        `waits_for`: what it is, for the watchdog; "": the oldest of them.
         """
         producer = self.producer
         while not until():
             self._raise_errors(needs)
             if time.monotonic() >= self._next_note:
-                self._observer.note(self._missing(needs))
+                self._observer.note(waits_for or self._missing(needs))
                 self._next_note = time.monotonic() + NOTE_SECONDS
             if self._thread is None:
                 producer.admit()
@@ -302,11 +318,7 @@ class Flow:
         self.saver.check()
         if self._thread is not None:
             self._thread.raise_error()
-        with self._lock:
-            groups = [g for c, g in self.producer.groups.items() if c < needs]
-        for running in [g.running for g in groups if g.running is not None]:
-            if running.done():
-                running.result()
+        _raise_of_groups(self.producer, needs)
 
     def _missing(self, needs: int) -> str:
         """The oldest group below a counter that is not done, and the node that it waits for."""
@@ -357,6 +369,20 @@ def _held(
     with thread.hold(version):
         observer.note("")
         yield
+
+
+def _ended(evaluations: Evaluations, version: int, end: float) -> bool:
+    """Whether a version's evaluation has ended, or the time for it."""
+    return version not in evaluations.missing(version) or time.monotonic() > end
+
+
+def _raise_of_groups(producer: Producer, needs: int) -> None:
+    """Raises what a node has raised that ran on a group below a counter."""
+    with producer.lock:
+        groups = [g for c, g in producer.groups.items() if c < needs]
+    for running in [g.running for g in groups if g.running is not None]:
+        if running.done():
+            running.result()
 
 
 def _has(producer: Producer, cut: Cut) -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Metrics, Parts
 
+T = TypeVar("T")
 Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
 
 
@@ -131,25 +132,38 @@ class HostThread:
         """`lock` guards the groups' marks."""
         self._nodes, self._span, self._lock = nodes, span, lock
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
-        self._at_work: Group | None = None
+        self._at_work: Group | str | None = None
 
     def submit(self, group: Group, done: Callable[[], object]) -> None:
         """Begins the nodes of a group; calls `done` after them, in the thread."""
         group.running = self.executor.submit(self._run, group, done)
 
+    def call(self, what: str, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the thread; `what` names it where a group waits for it."""
+
+        def run() -> T:
+            with self.at_work(what):
+                return function()
+
+        return self.executor.submit(run)
+
     def waits_for(self, group: Group) -> str:
-        """The node and the prompt that hold up a group whose samples are complete."""
-        late = self._at_work or group  # one group after the other
-        return f"{late.node} of prompt {late.counter}"
+        """The node and the prompt that hold up a group whose samples are complete, or else what the
+        thread is at."""
+        late = self._at_work or group  # one after the other
+        if isinstance(late, str):
+            return late
+        first = next((unit.name for unit in self._nodes.units), "until")  # before it has begun
+        return f"{late.node or first} of prompt {late.counter}"
 
     def close(self) -> None:
         """Ends the thread after the node that runs."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     @contextlib.contextmanager
-    def at_work(self, group: Group) -> Iterator[None]:
-        """A block of the thread that works on a group."""
-        self._at_work = group
+    def at_work(self, work: Group | str) -> Iterator[None]:
+        """A block of the thread that works on a group, or on something else that has a name."""
+        self._at_work = work
         try:
             yield
         finally:

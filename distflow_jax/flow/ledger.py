@@ -1,5 +1,6 @@
 """Tokens of a run whose samplers run ahead: none is forgotten, and none is counted twice."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,18 +31,21 @@ class Ledger:
         `saved`: of all processes, in the checkpoint; `known`: tokens that all of them had sampled
         together by their last records.
         """
-        total = cls()
-        for ledger in saved:
-            for field in dataclasses.fields(cls):
-                setattr(
-                    total, field.name, getattr(total, field.name) + int(ledger.get(field.name, 0))
-                )
+        total = cls.total(saved)
         sampled = max(total.sampled, known)
         kept = total.trained + total.filtered + total.lost + total.under_way
         # what is under way is counted again by who goes on with it
         return dataclasses.replace(
             total, sampled=sampled, lost=total.lost + sampled - kept, under_way=0
         )
+
+    @classmethod
+    def total(cls, ledgers: Iterable[Mapping[str, int]]) -> "Ledger":
+        """The ledgers of several processes together."""
+        found = collections.Counter()
+        for ledger in ledgers:
+            found.update(ledger)
+        return cls(**{field.name: int(found[field.name]) for field in dataclasses.fields(cls)})
 
     def saved(self, under_way: int) -> "Ledger":
         """The ledger for a checkpoint that has so many tokens that are under way.

@@ -14,6 +14,7 @@ from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, complete_samples
 from distflow_jax.flow.saved_samples import Key, to_arrays
+from distflow_jax.parallel import processes
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +88,13 @@ class SampleSaver:
             lost=start.lost + self._producer.saved.left_out,
             under_way=counts.under_way,
         )
+
+    def account(self) -> Ledger:
+        """The ledger of all processes together, for a checkpoint that holds no samples.
+        Collective."""
+        with self._producer.lock:
+            mine = self.ledger().saved(under_way=0)
+        return Ledger.total(processes.all_gather_json(mine.to_dict()))
 
     def save(self, step: int, at_rest: contextlib.AbstractContextManager[None]) -> None:
         """Adds the samples to the checkpoint of a step, now or later.

@@ -15,9 +15,14 @@ from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.swap_turns import takes_now
+from distflow_jax.rollout.requests import Response
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
 JOIN_SECONDS = 60.0  # for a decode call to end
+
+
+class _Closing(Exception):
+    """The thread ends amid an evaluation."""
 
 
 class SamplingThread:
@@ -99,8 +104,14 @@ class SamplingThread:
                 self._wanted, self._held = None, False
                 self._lock.notify_all()
 
+    def end_with(self, version: int) -> None:
+        """Begins nothing that needs newer weights: the run ends. With an order."""
+        with self._lock:
+            self._order.end_with(version)
+
     def close(self) -> None:
-        """Ends the thread after the decode call that runs."""
+        """Ends the thread after the decode call that runs, and in an evaluation when a response has
+        ended."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
@@ -110,6 +121,10 @@ class SamplingThread:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        with contextlib.suppress(_Closing):
+            self._serve_until_closing()
+
+    def _serve_until_closing(self) -> None:
         while not self._closing:
             told = self._told
             worked = self._work() if self._order is None else self._work_in_order()
@@ -162,12 +177,17 @@ class SamplingThread:
         if producer.sampler.version < work.version:
             self._take(work.version)
         if work.step is None:
-            self._evaluations.make(producer.sampler)
+            self._evaluations.make(producer.sampler, self._heard)
             with self._lock:
                 self._lock.notify_all()
         else:
             producer.admit(up_to=work.step)
         return True
+
+    def _heard(self, response: Response) -> None:
+        """Hears of a response of an evaluation."""
+        if self._closing:
+            raise _Closing
 
     def _round(self) -> bool:
         if not self._producer.sampler.busy:

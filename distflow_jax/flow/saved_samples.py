@@ -32,7 +32,10 @@ class Addition(Protocol):
 
 
 def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]:
-    """Requests as (arrays by name, JSON values)."""
+    """Requests as (arrays by name, JSON values).
+
+    ValueError for a response whose columns differ in length: it has grown meanwhile.
+    """
     nodes = sorted({node for _, node in requests})
     packed = _Packed()
     for (counter, node), progress in sorted(requests.items()):
@@ -79,7 +82,10 @@ class SavedSamples:
 
     def take(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
         """The samples of a prompt, as answers to its `requests` by node; {} if there are none, or
-        they were taken. Those that the requests do not ask for, or are longer, are left out."""
+        they were taken. Those that the requests do not ask for, or are longer, are left out.
+
+        ValueError for an addition whose columns differ in length.
+        """
         if counter not in self:
             return {}
         place = self._place[counter]
@@ -171,6 +177,11 @@ class _Packed:
         rows: tuple[int, int],
         facts: tuple[int, ...],
     ) -> None:
+        lengths = {name: len(getattr(response, name)) for name in _COLUMNS}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"response {sample} of prompt {key[0]} has columns of several lengths, {lengths}"
+            )
         self._index.append((*key, sample, len(response.tokens), *rows, *facts))
         for name in _COLUMNS:
             self._columns[name].append(getattr(response, name))
@@ -192,6 +203,7 @@ class _Unpacked:
             name: np.cumsum(np.maximum(self._index[name], 0)) - np.maximum(self._index[name], 0)
             for name in ("tokens", "fed", "experts")
         }
+        self._check()
 
     def of(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
         """A prompt's samples by the node's id."""
@@ -213,6 +225,18 @@ class _Unpacked:
         """Tokens that were sampled for a prompt."""
         places = np.flatnonzero(self._index["counter"] == counter).tolist()
         return sum(int(self._slice("tokens", "mask", place).sum()) for place in places)
+
+    def _check(self) -> None:
+        """Raises ValueError if columns do not have as many values as the index says."""
+        wanted = {**dict.fromkeys((*_COLUMNS, "mask"), "tokens"), "fed": "fed"}
+        for column, name in wanted.items():
+            total, found = int(self._index[name].sum()), len(self._arrays[column])
+            if found != total:
+                raise ValueError(
+                    f"the samples of a checkpoint have {found} values of {column!r} for {total} "
+                    "tokens, so that they would go to other responses: remove the newest folder in "
+                    "checkpoints/ to go on from the one before"
+                )
 
     def _row(self, place: int) -> dict[str, int]:
         return {name: int(values[place]) for name, values in self._index.items()}

@@ -9,6 +9,7 @@ from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import joined
 from distflow_jax.flow.host_nodes import Group, step_metrics
 from distflow_jax.flow.lag_rule import Cut
+from distflow_jax.flow.producer import Producer
 from distflow_jax.layout import Metrics, Parts
 
 
@@ -21,11 +22,34 @@ class StepGroups:
         self._template: FieldStore | None = None
         self._parts: dict[str, Parts] = {}  # without values: of all nodes that ran ahead
 
+    def knows(self, producer: Producer, cut: Cut) -> bool:
+        """Whether this process has a group of a step, or another one has said which fields there
+        are: until then `join` has to wait.
+
+        `cut`: of the step, all of whose groups have begun. ValueError if no other group will come.
+        """
+        if self._template is not None:
+            return True
+        with producer.lock:
+            groups = dict(producer.groups)
+            ends = not producer.admission.has_step(cut.step + 1)
+        if any(counter in groups for counter in cut.counters):
+            return True
+        done = [group for group in groups.values() if group.done]
+        if done:
+            self.learn(done[:1])
+        elif ends and not groups:
+            raise ValueError(
+                f"a process has no group of step {cut.step}, and none follows that would say which "
+                "fields groups have: raise training.steps or data.epochs, or use fewer processes"
+            )
+        return bool(done)
+
     def join(self, cut: Cut, groups: Sequence[Group], more: Metrics) -> tuple[FieldStore, Metrics]:
         """The fields of a step's groups, ordered by counter, and the metrics of nodes that ran on
         them, with `more`: all processes merge the same.
 
-        A process may have no group of a step but the first one, for which that is a ValueError.
+        Call it once this process `knows` the fields.
         """
         store = self.fields(cut.kept, groups)
         metrics = step_metrics(groups) | more

@@ -32,6 +32,9 @@ class RunState:
     # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
     # Deadlines.begun; None: all from `counter` on are to begin
     begun: dict[str, Any] | None = None
+    # account of tokens over all processes, see Ledger, where no samples are saved that bring one;
+    # None: samplers never ran ahead
+    ledger: dict[str, int] | None = None
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
@@ -90,6 +93,7 @@ def first_or_restored_state(
         # otherwise steps take whole batches, as the loader gives them
         counter=info.get("counter") if prepared.config.flow.ahead else None,
         begun=info.get("begun") if prepared.config.flow.round_tokens else None,
+        ledger=info.get("ledger"),
         nonfinite=info["nonfinite"],
         rejected=info.get("rejected", 0),  # older checkpoints have none
     )
@@ -172,6 +176,7 @@ def save_state(
         "rejected": state.rejected,
         "counter": state.counter,
         "begun": state.begun,
+        "ledger": state.ledger,
         "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}

@@ -5,7 +5,7 @@ P prompts of this process, n samples per prompt.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from distflow_jax.rewards.gsm8k import last_number
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import SamplingParams, check_sampling
+from distflow_jax.rollout.requests import Response, SamplingParams, check_sampling
 from distflow_jax.rollout.sampler import SamplerState
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
@@ -109,11 +109,17 @@ class Evaluation:
     own: slice
     environments: Environments | None = None
 
-    def answer(self, state: SamplerState) -> tuple[SamplerState, list[Episode]]:
-        """Samples responses to all prompts, ordered by (prompt, sample). `state`: donated."""
+    def answer(
+        self, state: SamplerState, on_response: Callable[[Response], None] | None = None
+    ) -> tuple[SamplerState, list[Episode]]:
+        """Samples responses to all prompts, ordered by (prompt, sample). `state`: donated.
+
+        `on_response` is called as soon as a response ends.
+        """
         prompts = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in self.prompts]
         state, episodes, _ = sample_episodes(
-            self.engine, state, prompts, self.sampling, self.environments
+            *(self.engine, state, prompts, self.sampling, self.environments),
+            on_response=on_response,
         )
         return state, episodes
 

@@ -123,6 +123,23 @@ def test_another_sampler_goes_on_with_the_progress(engine, params, wanted, round
     assert other.counts.tokens == sum(len(r.tokens) for r in wanted.values()) - counts.tokens
 
 
+def test_progress_does_not_grow_with_later_rounds(engine, params):
+    """It is what there was at its moment, as a checkpoint that is written beside the rounds needs
+    it: a response that ends meanwhile is still under way in it."""
+    sampler = sampler_of(engine, params)
+    for i, request in enumerate(REQUESTS):
+        sampler.submit(i, request)
+    sampler.round()
+    sampler.round()
+    progress, under_way = sampler.progress(), sampler.counts.under_way
+    found = [(p, p.tokens) for entry in progress.values() for p in entry.partials]
+    assert sum(len(tokens) for _, tokens in found) > 0
+    finish(sampler)
+    assert under_way == sum(entry.num_sampled for entry in progress.values())
+    for partial, tokens in found:
+        np.testing.assert_array_equal(partial.tokens, tokens)
+
+
 def test_a_response_names_the_weights_of_each_token(engine, params):
     """Responses that a swap interrupts have tokens of both, in order; later ones of the new."""
     sampler, found = sampler_of(engine, params), {}

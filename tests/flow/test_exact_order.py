@@ -103,3 +103,16 @@ def test_a_region_begins_no_group_of_a_step_that_may_not_take_it():
     process.admission.finish = lambda step: ends.setdefault(step, finish(step))
     for _, step, _, first, end in [e for e in process.run() if e[0] == "begin"]:
         assert ends[step].start <= first < end <= ends[step].end
+
+
+def test_a_run_that_ends_has_no_work_of_newer_weights():
+    """What older ones sample is still there: the groups that a checkpoint waits for."""
+    process = Process(Rule(5, 2), 12, judged=False, last=None, due=lambda version: True)
+    while process.admission.finished < 3:
+        process.draw.choice((process.sample, process.train))()
+    process.order.end_with(2)
+    for _ in range(200):
+        process.sample()
+    assert process.order.next(process.newest) is None
+    begun = [entry[1:3] for entry in process.done if entry[0] == "begin"]
+    assert begun[-1] == (5, 2) and ("evaluate", 2) == process.done[-2]

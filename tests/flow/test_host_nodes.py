@@ -1,5 +1,8 @@
 """Which nodes run ahead, and that they run on each group once, in the plan's order."""
 
+import contextlib
+import threading
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,13 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
+from distflow_jax.flow.host_nodes import (
+    Group,
+    HostThread,
+    NodesAhead,
+    step_metrics,
+    units_ahead,
+)
 from distflow_jax.layout import Layout, Parts
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
@@ -125,3 +134,23 @@ def test_a_region_judges_whole_groups():
     assert [group.keep for group in groups] == [True, False]
     with pytest.raises(ValueError, match=r"`until` gave \(1,\) verdicts for 2 responses"):
         run_on(groups[:1], {"score": score, "mean": centre}, lambda columns: [True])
+
+
+def test_what_holds_up_a_group_has_a_name():
+    """An evaluation that is scored before its nodes begin, and then the first of these."""
+    nodes = NodesAhead(frozenset({"gen"}), units_ahead(built(), {"gen"}), {})
+    host = HostThread(nodes, lambda name: contextlib.nullcontext(), threading.Condition())
+    group, begun, goes_on = group_of(17, ["a"]), threading.Event(), threading.Event()
+
+    def score():
+        begun.set()
+        return goes_on.wait(60)
+
+    scored = host.call("evaluation of step 4", score)
+    assert begun.wait(60)
+    assert host.waits_for(group) == "evaluation of step 4"
+    goes_on.set()
+    assert scored.result()
+    host.close()
+    host.executor.shutdown()
+    assert host.waits_for(group) == "score of prompt 17"

@@ -160,6 +160,22 @@ def test_what_nobody_asks_for_is_left_out():
     assert 0 < found.left_out < whole + 1
 
 
+def test_columns_of_several_lengths_are_refused():
+    """They would give the numbers of one response to the next ones: when saved and when read."""
+    rng, request = np.random.default_rng(0), request_of(1)
+    partial = partial_of(rng, request, 1, fed=0)
+    whole, facts = to_arrays({(1, "rollout"): Progress({}, [partial])})
+    tokens, logp, margin, version = partial.chunks[0]
+    partial.chunks[0] = (tokens[:-1], logp, margin, version)
+    with pytest.raises(ValueError, match="response 1 of prompt 1 has columns of several lengths"):
+        to_arrays({(1, "rollout"): Progress({}, [partial])})
+    for name in ("logp", "margin", "version", "mask"):
+        longer = whole | {name: np.concatenate([whole[name], whole[name][-1:]])}
+        found = SavedSamples([InMemory(longer, facts)])
+        with pytest.raises(ValueError, match=f"6 values of '{name}' for 5 tokens"):
+            found.take(1, {"rollout": request})
+
+
 def test_nothing_saved():
     assert SavedSamples().end == 0 and 0 not in SavedSamples()
     assert SavedSamples().take(0, {"rollout": request_of(0)}) == {}

@@ -143,11 +143,28 @@ def test_a_run_goes_on_with_another_lag(tmp_path, caplog, lags):
             shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     _, uids = check_ages(tmp_path, max(lags))
     check_batches(uids)
+    check_account(tmp_path, max(lags), STEPS)
     told = "the checkpoint of step 3 holds samples that flow.max_lag=2 began"
     said = [text for text in caplog.messages if text.startswith(told)]
     assert len(said) == (lags[0] > lags[1])
     if lags[0] > lags[1]:
         assert ("are trained on in their steps" if lags[1] else "they are dropped") in said[0]
+
+
+def check_account(folder, lag, steps):
+    """A run that goes on after its last step counts on where its samplers had run ahead: what was
+    trained on stays so, in a stretch without a lag too, of which nothing is counted."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "perf/tokens/trained" in row]
+    before = rows[-1]
+    flags = (f"flow.max_lag={lag}", f"training.steps={steps + 1}", "eval.every=0")
+    assert run.train_here(config_of(*flags, *SHARED), folder) == 0
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    names = ("sampled", "trained", "filtered", "lost", "under_way")
+    old, new = ({n: row[f"perf/tokens/{n}"] for n in names} for row in (before, last))
+    assert last["step"] == steps + 1 and new["sampled"] == sum(new[n] for n in names[1:])
+    here = round(last["response_length/mean"] * PROMPTS * SAMPLES)  # tokens
+    assert new["trained"] == old["trained"] + here and new["under_way"] == 0
+    assert new["sampled"] >= old["sampled"] + here
 
 
 def check_evaluations(folder, config):

@@ -66,15 +66,15 @@ class WaveTaker:
         """The fields of all of this process's groups in the step, whose last wave was taken, and
         metrics of the nodes that ran on them."""
         flow, admission = self._flow, self._flow.producer.admission
-        step = self._source.planner.step
+        step, cut = self._source.planner.step, self._source.planner.cut
 
         def decided() -> bool:
             with flow.producer.lock:
                 return admission.cut(step).final
 
         with flow.swaps.block("wait"):
-            flow.drive(decided)
-        return flow.joined(self._source.planner.cut)
+            flow.drive(decided, needs=cut.end)
+        return flow.joined(cut)
 
     def note(self, metrics: Metrics) -> None:
         """Takes metrics of the nodes that ran ahead, over all processes."""

@@ -90,6 +90,8 @@ def make_flow(
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
     _tell_of_lag(added, config.flow, state.step)
     if not config.flow.ahead:
+        if added or state.ledger is not None:  # for a run that goes on with samplers ahead
+            state.ledger = _account(checkpointer, state, added)[1].to_dict()
         return None
     tasks = sampling_tasks(plan)
     sampled = frozenset(task.node.id for task in tasks)
@@ -116,7 +118,7 @@ def make_flow(
             instruments.phases.note,
             evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
         ),
-        saver=_saver(producer, config.flow, checkpointer, added, evaluates),
+        saver=_saver(producer, config.flow, checkpointer, state, added, evaluates),
     )
 
 
@@ -195,6 +197,7 @@ def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) ->
     """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
     time.monotonic(); warns if it lacks some. Collective."""
     flow.end_saving(end)
+    processes.all_gather_text("")  # all have added theirs then, or have no more time
     checkpointer.wait()
     complete = checkpointer.latest() or 0
     if complete != step and not processes.process_index():
@@ -312,23 +315,33 @@ def _saver(
     producer: Producer,
     config: FlowConfig,
     checkpointer: Checkpointer,
+    state: RunState,
     added: Sequence[Addition],
     evaluates: Callable[[int], bool] | None,
 ) -> SampleSaver:
     """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
-    records = GroupRecords(pathlib.Path(checkpointer.folder).parent, producer.admission.finished)
-    ledger = Ledger()
-    if processes.process_index() == 0:
-        ledger = Ledger.restored([addition.facts["ledger"] for addition in added], records.known)
+    records, ledger = _account(checkpointer, state, added)
     return SampleSaver(
         producer,
         checkpointer.additions,
         records,
-        ledger,
+        ledger if processes.process_index() == 0 else Ledger(),
         # samples of older weights, which a restart does not have
         steps=config.max_lag if config.swap == "boundary" else None,
         evaluates=evaluates or (lambda version: False),
     )
+
+
+def _account(
+    checkpointer: Checkpointer, state: RunState, added: Sequence[Addition]
+) -> tuple[GroupRecords, Ledger]:
+    """The records of a run that goes on from `state`, and the ledger of all that came before: of
+    the checkpoint's samples, or its own. Collective."""
+    records = GroupRecords(pathlib.Path(checkpointer.folder).parent, state.step)
+    saved = [addition.facts["ledger"] for addition in added]
+    if not saved and state.ledger is not None:
+        saved = [state.ledger]
+    return records, Ledger.restored(saved, records.known)
 
 
 def _evaluator(
