@@ -207,6 +207,37 @@ def room(rows, tokens=24, sequences=8):
     return WaveRoom(rows, RowLimits(tokens, sequences, shared=False))
 
 
+def test_the_room_of_a_wave_counts_rows_as_their_assignment_does():
+    """In any order of groups: ties of first-fit-decreasing are broken by the groups' numbers."""
+    layout = Layout("mesh", (("fsdp", 1),))
+    for seed in range(1500):
+        draw = random.Random(seed)
+        limits = RowLimits(24, 4, shared=draw.random() < 0.8)
+        groups = [
+            facts(
+                counter,
+                [draw.randint(1, 11) for _ in range(3)],
+                prompt=draw.randint(1, 4),
+                first=draw.randint(0, 2),
+            )
+            for counter in range(6)
+        ]
+        oldest = sorted(groups, key=lambda group: (group.first, group.counter))
+        rows = draw.randint(3, 7)
+        count, _ = WaveRoom(rows, limits).fill(oldest)
+        packing = PackingPlan(limits, 1, 6, {layout: rows}, layout)
+
+        def rows_of(count, oldest=oldest, packing=packing):
+            chosen = sorted(oldest[:count], key=lambda group: group.counter)
+            (mini,) = Shares.make(packing, step_lengths(chosen), processes=1).minis
+            return len(mini.rows)
+
+        assert rows_of(count) <= rows, seed
+        if count < len(groups):
+            tokens = sum(g.tokens(shared=limits.shared) for g in oldest[: count + 1])
+            assert rows_of(count + 1) > rows or tokens > 24 * rows or 3 * count + 3 > 4 * rows
+
+
 def test_a_ready_wave_waits_until_its_rows_are_full():
     planner = WavePlanner(Admission(Rule(6, 1)), room=room(2))
     assert planner.next() is None
