@@ -576,7 +576,6 @@ def _run_waves(
         run.phases.span,
         lambda store: _give_step(run.prepared.plan, store, state.step),
         rehearse,
-        records=run.recorder.takes_samples,
     )
     state.look_at(taker.finish(state.step), run.config.data.prompts_per_step)
     counts = {} if run.flow is None else run.flow.counts()

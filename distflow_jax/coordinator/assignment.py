@@ -69,12 +69,16 @@ class Shares:
 
     @classmethod
     def make(cls, plan: PackingPlan, step: StepLengths, *, processes: int) -> "Shares":
-        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result."""
+        """Assigns sequences to rows and ranks. Pure: equal arguments, equal result.
+
+        The first B / K groups are the first mini-batch, and so on, B being those of a full step.
+        """
         counter, home, prompt, response = step.counter, step.home, step.prompt, step.response
         ranks = data_ranks(plan.primary)
         _, first, group = np.unique(counter, return_index=True, return_inverse=True)
         member = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
-        mini = group * plan.mini_batches // max(1, group.max(initial=0) + 1)
+        # by the groups of a full step: waves fill a mini-batch before they know how many come
+        mini = group * plan.mini_batches // plan.prompts_per_step
         # processes that share a data rank are one site
         sites = min(ranks, processes)
         ranks_of_site = [list(ranks_of_process(ranks, sites, s)) for s in range(sites)]

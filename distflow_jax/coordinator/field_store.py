@@ -89,6 +89,16 @@ class FieldStore:
             traffic=dict(self.traffic),
         )
 
+    def with_advantages(self) -> "FieldStore":
+        """A store of advantages alone, and of the mask under which they count."""
+        chosen = [f for f in (ADVANTAGE, "response_mask") if f in self.columns]
+        return dataclasses.replace(
+            FieldStore(self.writers, self.uid, self.own),
+            columns={field: self.columns[field] for field in chosen},
+            sources={field: self.sources[field] for field in chosen},
+            advantage=self.advantage,
+        )
+
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Stores what a node wrote: a column, an array or rows. The field `keep` selects responses.
 

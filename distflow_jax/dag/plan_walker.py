@@ -86,7 +86,7 @@ def run_step(
     metrics = _mean_or_sum(per_round)
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
     measured = run_units(after, step, runners, states, coordinator, span, ran, rehearse)
-    _merge(metrics, coordinator.merged(measured), "a node after the region")
+    merge_measured(metrics, coordinator.merged(measured), "a node after the region")
     return states, metrics
 
 
@@ -121,7 +121,7 @@ def run_units(
             if active or trains:
                 states |= kept
             if active:
-                _merge(metrics, measured, _title(unit))
+                merge_measured(metrics, measured, _title(unit))
             ran.update(task.node.id for task in unit.tasks)
         for source, field in unit.frees:
             if source in ran:
@@ -157,7 +157,7 @@ def make_runner(unit: Unit, stages: Mapping[str, Stage]) -> Runner:
             _check_written(task, written)
             known |= {(node.id, field): written[inside] for inside, field in node.writes.items()}
             now[task.state_key] = state
-            _merge(metrics, measured, f"node {node.id!r}")
+            merge_measured(metrics, measured, f"node {node.id!r}")
         kept = {k: s for k, s in now.items() if s is not None and s is not states.get(k)}
         return kept, [known[value] for value in unit.outputs], metrics
 
@@ -187,7 +187,8 @@ def _title(unit: Unit) -> str:
     return f"{'node' if len(unit.tasks) == 1 else 'one of the nodes'} {unit.name!r}"
 
 
-def _merge(metrics: Metrics, measured: Metrics, source: str) -> None:
+def merge_measured(metrics: Metrics, measured: Metrics, source: str) -> None:
+    """Adds the metrics that `source` reports. Raises ValueError for one that is there already."""
     twice = sorted(set(metrics) & set(measured))
     if twice:
         raise ValueError(

@@ -14,7 +14,7 @@ from distflow_jax.coordinator.rounds import Until
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.layout import Metrics, Parts
+from distflow_jax.layout import STEP, Metrics, Parts
 
 T = TypeVar("T")
 Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
@@ -45,7 +45,8 @@ def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
     """The units that can run on each group by itself, in the order of the plan.
 
     These are nodes on the host of scope "sample" or "group" that run in every step and read nothing
-    but the loader's fields, those of `sampled` (ids of sampling nodes) and each other's.
+    but the loader's fields, those of `sampled` (ids of sampling nodes) and each other's. The number
+    of the step is not known before the step.
     """
     known: set[str | None] = {None, *sampled}
     found = []
@@ -55,7 +56,11 @@ def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
         if node.id in known or others or unit.layout.kind != "host" or node.scope == "batch":
             continue
         always = node.condition.active(1) and node.condition.every == 1
-        if always and all(e.source in known and e.move == "stay" for e in unit.inputs):
+        known_early = (
+            e.source in known and e.move == "stay" and (e.source, e.field) != (None, STEP)
+            for e in unit.inputs
+        )
+        if always and all(known_early):
             known.add(node.id)
             found.append(unit)
     return tuple(found)

@@ -83,6 +83,7 @@ class Program:
     def __init__(self, of: TracedUnit):
         self.unit, self.mesh, self.given_states = of.unit, of.mesh, of.given_states
         self.inputs, self.outputs = of.inputs, of.variants[-1].outputs
+        self.states = of.variants[-1].states  # specs of the states that it returns, by key
         self._variants = {variant.absent: variant for variant in of.variants}
         self._compiled: dict[tuple[str, ...], Any] = {}
         self._for_costs: dict[tuple[str, ...], Any] = {}  # these never run

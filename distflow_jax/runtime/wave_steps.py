@@ -16,21 +16,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.batch import ONE_NUMBER
 from distflow_jax.coordinator import field_moves
-from distflow_jax.coordinator.assignment import Shares, data_ranks
+from distflow_jax.coordinator.assignment import Shares, StepLengths, data_ranks
 from distflow_jax.coordinator.coordinator import Coordinator, work_of
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.dag.plan import Plan, Unit
-from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, run_units
+from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, merge_measured, run_units
 from distflow_jax.flow.waves.group_facts import step_lengths
 from distflow_jax.flow.waves.wave_planner import Wave
 from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_taker import WaveTaker
-from distflow_jax.layout import ROWS, Edge, Metrics
+from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.waves.carried_fields import carried
-from distflow_jax.planning.waves.wave_programs import WavePrograms
+from distflow_jax.planning.waves.wave_programs import WavePrograms, check_stateless
 from distflow_jax.programs.launch_log import launched
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.stages.update_model import merged_updates
@@ -63,6 +63,8 @@ class StepInWaves:
     uid: list[np.ndarray] = dataclasses.field(default_factory=list)  # int64 [N, 2] of each wave
     # entries of this process's responses, in the order of `uid`
     columns: dict[Value, list[Any]] = dataclasses.field(default_factory=dict)
+    # advantages of each wave that wrote some, and the lengths by which its rows were assigned
+    advantages: list[tuple[FieldStore, StepLengths]] = dataclasses.field(default_factory=list)
 
     def column(self, value: Value, uid: np.ndarray) -> list[Any]:
         """The entries of a field in the order of `uid`, int64 [N, 2]."""
@@ -94,6 +96,9 @@ class WaveSteps:
         ]
         self._waiting = tuple(unit for unit in plan.units if unit not in self._units)
         self._runners, self._coordinator, self._batch = dict(runners), coordinator, batch
+        for unit in self._units:
+            if unit.layout.kind == "host":
+                self._runners[unit.name] = _stateless(unit, runners[unit.name])
         self._carried = carried(plan, self._units)
         self._awaited = {(e.source, e.field) for unit in self._waiting for e in unit.inputs}
         outputs = {
@@ -102,10 +107,12 @@ class WaveSteps:
             for value, spec in zip(program.unit.outputs, program.outputs, strict=True)
         }
         self._dtypes = {(e.source, e.field): outputs[e.source, e.field] for e in self._carried}
-        self._rows = next((e for unit in self._units for e in unit.inputs if e.field == ROWS), None)
+        first = next((i for i, u in enumerate(self._units) if _edge_of_rows(u)), len(self._units))
+        # nodes on the host may write columns of the rows until a unit reads these
+        self._before, self._after = self._units[:first], self._units[first:]
+        self._rows = _edge_of_rows(self._after[0]) if self._after else None
         self._size = self._size_program()
         self._found = StepInWaves()
-        self._advantages: dict[str, list[float | None]] = {}
 
     def run(
         self,
@@ -115,16 +122,13 @@ class WaveSteps:
         span: SpanOfWave,
         given: Callable[[FieldStore], None],
         rehearse: Rehearse | None,
-        *,
-        records: bool,
     ) -> tuple[dict[str, Any], Metrics]:
         """Runs a step; returns its states and metrics. Collective.
 
-        `given(store)` puts fields that the loop gives; `rehearse` as of dag.plan_walker.run_step;
-        `records`: whether advantages are wanted.
+        `given(store)` puts fields that the loop gives; `rehearse` as of dag.plan_walker.run_step.
         """
         states, found = dict(states), StepInWaves()
-        self._found, self._advantages = found, {}
+        self._found = found
         self._begin(states)
         while True:
             of_wave = functools.partial(span, wave=1 + self.waves)
@@ -132,7 +136,7 @@ class WaveSteps:
                 wave, store = taker.take(step)
             given(store)
             self._wave(wave, states, store, of_wave, rehearse)
-            self._collect(records=records)
+            self._collect(wave)
             taker.record(wave, **_filling(self._coordinator.shares))
             if wave.ends_mini_batch:
                 self._finish(wave, states, of_wave, rehearsed=rehearse is not None)
@@ -169,11 +173,20 @@ class WaveSteps:
         )
 
     def advantages(self) -> dict[str, list[float | None]]:
-        """{"advantage": one number per response of this process}, see Coordinator.advantages."""
-        if not self._advantages:
-            return self._batch.advantages()
-        order = np.lexsort(np.concatenate(self._found.uid).T[::-1])
-        return {name: [x[i] for i in order] for name, x in self._advantages.items()}
+        """{"advantage": one number per response of this process}, see Coordinator.advantages.
+
+        Those of waves leave the devices here: most steps need none.
+        """
+        of_batch = self._batch.advantages()
+        if of_batch or not self._found.advantages:
+            return of_batch
+        found: dict[tuple[int, ...], float | None] = {}
+        for store, lengths in self._found.advantages:
+            self._coordinator.use(store, lengths)
+            entries = self._coordinator.advantages()[ADVANTAGE]
+            found |= zip(map(tuple, store.uid[store.own].tolist()), entries, strict=True)
+        store = self._batch.store
+        return {ADVANTAGE: [found[key] for key in map(tuple, store.uid[store.own].tolist())]}
 
     def bytes_received(self) -> int:
         """Bytes that came to this process from others in this step."""
@@ -199,11 +212,10 @@ class WaveSteps:
     ) -> None:
         coordinator, found = self._coordinator, self._found
         coordinator.use(store, step_lengths(wave.groups))  # the wave's facts say them
+        of_wave = (wave.step, self._runners, states, coordinator, span, found.ran, rehearse)
+        measured = run_units(self._before, *of_wave)
         found.sizes.append(self._size_of(wave))
-        measured = run_units(
-            *(self._units, wave.step, self._runners, states, coordinator, span),
-            *(found.ran, rehearse),
-        )
+        merge_measured(measured, run_units(self._after, *of_wave), "a node after packing")
         if jax.default_backend() == "cpu":
             # programs of several waves in flight, each with collectives, starve each other of
             # XLA:CPU's threads (docs/decisions/237-one-sampler-program-on-cpu.md)
@@ -212,8 +224,8 @@ class WaveSteps:
         found.metrics.append(coordinator.merged(measured))
         found.shares.append(coordinator.shares)
 
-    def _collect(self, *, records: bool) -> None:
-        """Brings to the host what is needed after the wave."""
+    def _collect(self, wave: Wave) -> None:
+        """Keeps what is needed after the wave, on the host but for advantages."""
         coordinator, found = self._coordinator, self._found
         store = coordinator.store
         late = {u.tasks[0].node.id for u in self._units if u.layout.kind == "host"} - store.done
@@ -226,9 +238,8 @@ class WaveSteps:
             wanted = (source, field) in self._awaited or len(store.columns[field])
             if source in late and wanted:
                 _extend(found, (source, field), store.columns[field])
-        if records:
-            for name, entries in coordinator.advantages().items():
-                self._advantages.setdefault(name, []).extend(entries)
+        if store.advantage is not None or ADVANTAGE in store.columns:
+            found.advantages.append((store.with_advantages(), step_lengths(wave.groups)))
         found.received += coordinator.bytes_received()
         found.images = found.images + coordinator.image_counts()
 
@@ -338,6 +349,22 @@ def make_wave_steps(
         runtime.wave_coordinator,
         runtime.coordinator,
     )
+
+
+def _edge_of_rows(unit: Unit) -> Edge | None:
+    """The edge by which a unit reads rows; None: it reads none."""
+    return next((edge for edge in unit.inputs if edge.field == ROWS), None)
+
+
+def _stateless(unit: Unit, runner: Runner) -> Runner:
+    """The runner of a unit on the host, with an error for a state that it keeps."""
+
+    def run(states, values):
+        kept, written, measured = runner(states, values)
+        check_stateless(unit, kept)
+        return kept, written, measured
+
+    return run
 
 
 def _filling(shares: Shares) -> dict[str, int]:

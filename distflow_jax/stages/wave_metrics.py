@@ -44,7 +44,12 @@ def merged_metrics(
     filled = [(w, size) for w, size in zip(waves, sizes, strict=True) if int(size.sequences)]
     if not filled:
         return dict(waves[0]) if waves else {}
-    return {name: _merged(name.removeprefix(prefix), name, filled) for name in filled[0][0]}
+    return {name: _merged(_kind(name, prefix), name, filled) for name in filled[0][0]}
+
+
+def _kind(name: str, prefix: str) -> str:
+    """A metric's name without a node's prefix; a node may be called as a name begins: critic."""
+    return name if name.startswith(_OF_TOKENS) else name.removeprefix(prefix)
 
 
 def _merged(kind: str, name: str, filled: Sequence[tuple[Mapping[str, float], WaveSize]]) -> float:

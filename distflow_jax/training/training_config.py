@@ -11,7 +11,8 @@ class TrainingConfig:
     """Settings of training. Sizes are global."""
 
     steps: int = 20  # steps of the run: one batch of prompts each
-    mini_batches: int = 1  # optimizer steps per pass over a batch
+    # optimizer steps per pass over a batch of data.prompts_per_step prompts; fewer prompts: fewer
+    mini_batches: int = 1
     epochs: int = 1  # passes over each batch
     row_tokens: int = 256  # L: tokens per packed row
     row_sequences: int = 0  # S: sequences per row at most; 0: row_tokens / 4

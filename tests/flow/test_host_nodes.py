@@ -77,6 +77,19 @@ def test_what_waits_for_the_step(how, ahead):
     assert [unit.tasks[0].node.id for unit in found] == ahead
 
 
+def test_what_reads_the_number_of_the_step_waits_for_it():
+    """A group does not know its step when it ends: verdicts of a region may move it."""
+    nodes = [
+        Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"]),
+        Node("score", "REWARD", "COMPUTE", ["gen"], ["response"], {"out": "score"}),
+        Node("ramp", "REWARD", "COMPUTE", ["score"], ["score", "step"], {"out": "ramped"}),
+        Node("own", "REWARD", "COMPUTE", ["gen"], ["response"], {"out": "steps"}),
+    ]
+    made = plan(Graph("g", nodes), LAYOUTS, ("uid", "prompt", "step"))
+    found = units_ahead(made, {"gen"})
+    assert {unit.tasks[0].node.id for unit in found} == {"score", "own"}
+
+
 def group_of(counter, responses):
     writers = dict.fromkeys((None, "gen", "score", "mean"), HOST)
     uid = np.array([[counter, i] for i in range(len(responses))], np.int64)

@@ -1,6 +1,7 @@
 """Records of steps in waves: what was trained on comes back, bit for bit, or a file is named."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -162,6 +163,23 @@ def test_what_cannot_be_read_is_named(tmp_path):
     first.unlink()
     with pytest.raises(ValueError, match=f"lacks {first}"):
         Recording(tmp_path, 0, 0, 1)
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_a_killed_recording_ends_where_its_slowest_process_did(tmp_path, behind):
+    """Each process writes in the background: the others may be some steps further."""
+    written(tmp_path, range(1, 7), processes=2)
+    for step in range(1, 7 - behind):
+        place = tmp_path / FOLDER / str(step)
+        shutil.copy(place / "0.npz", place / "1.npz")
+    for process in (0, 1):
+        assert Recording(tmp_path, 0, process, 2).last == 6 - behind
+    lacking = tmp_path / FOLDER / "2" / "1.npz"
+    lacking.unlink()
+    with pytest.raises(ValueError, match=f"lacks {lacking}: it has records of steps 1 to 6"):
+        Recording(tmp_path, 0, 0, 2)
+    with pytest.raises(ValueError, match="lacks .*6/1.npz"):
+        Recording(tmp_path, 5, 0, 2)  # nothing is left to go on with
 
 
 def test_another_number_of_processes_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Which nodes of a plan stream, and why the others wait."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -119,6 +120,50 @@ def test_what_trains_or_uses_trained_weights_in_another_way_waits():
     streamed = streamed_nodes(graph(), {})
     assert streamed["train"] == STREAMS
     assert streamed["probe"] == "waits: uses the weights that train trains in the same step"
+
+
+def after_a_batch_node(writes, *, probes=False):
+    """GRPO's nodes after one on the host that writes a field from the whole batch."""
+    sampled = ["response", "response_mask", "score"]
+    nodes = [
+        Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], sampled),
+        Node(
+            *("chooser", "REWARD", "COMPUTE", ["gen"], ["score"], {"x": writes}),
+            scope="batch",
+            fn="a:b",
+        ),
+        Node("advantage", "ACTOR", "COMPUTE", ["gen"], ["rows", "score"], ["advantage"]),
+        Node(
+            *("actor_train", "ACTOR", "MODEL_TRAIN", ["advantage"], ["rows", "advantage"], []),
+        ),
+    ]
+    if probes:
+        reads, written = ["rows", writes], {"x": "probed"}
+        nodes.append(
+            Node("probe", "ACTOR", "MODEL_INFERENCE", ["chooser"], reads, written, fn="a:c")
+        )
+        nodes[3] = dataclasses.replace(nodes[3], deps=["advantage", "probe"])
+    else:
+        nodes[2] = dataclasses.replace(nodes[2], deps=["gen", "chooser"])
+    return plan(Graph("g", nodes), LAYOUTS, ("uid", "prompt"))
+
+
+@pytest.mark.parametrize("field", ["keep", "response_mask"])
+def test_what_follows_a_node_that_changes_the_rows_waits_with_it(field):
+    """No field of such a node is read: rows are packed of what it leaves."""
+    streamed = streamed_nodes(after_a_batch_node(field), {})
+    assert streamed["chooser"] == "waits: scope batch"
+    assert streamed["advantage"] == "waits: comes after chooser, which waits"
+    assert streamed["actor_train"] == "waits: reads advantage of advantage, which waits"
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_an_update_waits_for_what_uses_the_weights_before_it(mini_batches):
+    made = after_a_batch_node("mark", probes=True)
+    streamed = streamed_nodes(made, {}, mini_batches=mini_batches)
+    assert streamed["probe"] == "waits: reads mark of chooser, which waits"
+    assert streamed["advantage"] == STREAMS
+    assert streamed["actor_train"] == "waits: comes after probe, which waits"
 
 
 def test_a_program_streams_as_a_whole():

@@ -53,12 +53,15 @@ class Case:
         self.rows = (least + draw.randint(0, 2)) * self.ranks
         self.counted = draw.choice([None, draw.randint(1, 6)])
         share = draw.choice([0.2, 0.7, 1.0])
+        emptied = draw.choice([0, 0, 0.3])  # groups all of whose responses were dropped
         self.facts = {
             counter: GroupFacts(
                 counter=counter,
                 home=draw.randrange(self.processes),
                 prompt=draw.randint(1, prompt),
-                responses=tuple(draw.randint(0, longest) for _ in range(self.samples)),
+                responses=()
+                if draw.random() < emptied
+                else tuple(draw.randint(0, longest) for _ in range(self.samples)),
                 first=draw.randint(0, 3),
                 last=4,
                 keep=not self.judged or draw.random() < share,
@@ -108,8 +111,8 @@ def _exists(case, counter):
 
 def check(case, waves, cuts):
     """What holds of every job."""
-    size = case.rule.groups // case.minis
     for cut in cuts:
+        mini_of = minis_at_once(case, cut)
         mine = [wave for wave in waves if wave.step == cut.step]
         counters = [c for wave in mine for c in wave.counters]
         assert sorted(counters) == sorted(cut.kept)  # each once, no group in two
@@ -120,13 +123,28 @@ def check(case, waves, cuts):
         assert [wave.mini_batch for wave in mine] == sorted(wave.mini_batch for wave in mine)
         for wave in mine:
             assert all(case.facts[c] in wave.groups for c in wave.counters)  # whole groups
-            assert {cut.kept.index(c) // size for c in wave.counters} <= {wave.mini_batch}
+            trained = {c for c in wave.counters if case.facts[c].responses}
+            assert {mini_of[c] for c in trained} <= {wave.mini_batch}
             assert wave.groups or wave.ends_mini_batch
             if case.counted:
                 assert len(wave.groups) <= case.counted
                 assert len(wave.groups) == case.counted or wave.ends_mini_batch or case.judged
         if case.counted:
             assert counters == sorted(counters)
+
+
+def minis_at_once(case, cut):
+    """Counter -> mini-batch, of the groups of a step that is trained at once."""
+    layout = Layout("mesh", (("fsdp", 1),))
+    rows = case.samples * case.rule.groups
+    packing = PackingPlan(case.limits, case.minis, case.rule.groups, {layout: rows}, layout)
+    lengths = step_lengths([case.facts[c] for c in cut.kept])
+    minis = Shares.make(packing, lengths, processes=case.processes).minis
+    return {
+        int(lengths.counter[n]): k
+        for k, mini in enumerate(minis)
+        for n in (n for row in mini.rows for n in row)
+    }
 
 
 def place(case, wave):
@@ -207,6 +225,37 @@ def room(rows, tokens=24, sequences=8):
     return WaveRoom(rows, RowLimits(tokens, sequences, shared=False))
 
 
+def test_the_room_of_a_wave_counts_rows_as_their_assignment_does():
+    """In any order of groups: ties of first-fit-decreasing are broken by the groups' numbers."""
+    layout = Layout("mesh", (("fsdp", 1),))
+    for seed in range(1500):
+        draw = random.Random(seed)
+        limits = RowLimits(24, 4, shared=draw.random() < 0.8)
+        groups = [
+            facts(
+                counter,
+                [draw.randint(1, 11) for _ in range(3)],
+                prompt=draw.randint(1, 4),
+                first=draw.randint(0, 2),
+            )
+            for counter in range(6)
+        ]
+        oldest = sorted(groups, key=lambda group: (group.first, group.counter))
+        rows = draw.randint(3, 7)
+        count, _ = WaveRoom(rows, limits).fill(oldest)
+        packing = PackingPlan(limits, 1, 6, {layout: rows}, layout)
+
+        def rows_of(count, oldest=oldest, packing=packing):
+            chosen = sorted(oldest[:count], key=lambda group: group.counter)
+            (mini,) = Shares.make(packing, step_lengths(chosen), processes=1).minis
+            return len(mini.rows)
+
+        assert rows_of(count) <= rows, seed
+        if count < len(groups):
+            tokens = sum(g.tokens(shared=limits.shared) for g in oldest[: count + 1])
+            assert rows_of(count + 1) > rows or tokens > 24 * rows or 3 * count + 3 > 4 * rows
+
+
 def test_a_ready_wave_waits_until_its_rows_are_full():
     planner = WavePlanner(Admission(Rule(6, 1)), room=room(2))
     assert planner.next() is None
@@ -256,6 +305,20 @@ def test_verdicts_move_groups_between_mini_batches():
     planner.learn([facts(5, keep=False)])  # three rounds of two were looked at
     wave = planner.next()
     assert (wave.groups, wave.mini_batch, wave.last) == ((), 1, True)
+
+
+def test_emptied_groups_take_no_place_in_a_mini_batch():
+    """As at once, where nothing of them is left to be counted."""
+    planner = WavePlanner(Admission(Rule(4, 1)), mini_batches=2, prompts=2)
+    planner.learn([facts(0, ()), facts(1, ())])
+    wave = planner.next()
+    assert (wave.counters, wave.mini_batch, wave.ends_mini_batch) == ((0, 1), 0, False)
+    assert planner.wanted() == 4  # prompts 2 and 3 are the first mini-batch now
+    planner.learn([facts(2), facts(3)])
+    wave = planner.next()
+    assert (wave.counters, wave.mini_batch, wave.ends_mini_batch) == ((2, 3), 0, True)
+    wave = planner.next()
+    assert (wave.counters, wave.mini_batch, wave.last) == ((), 1, True)
 
 
 def test_a_group_that_no_wave_can_hold_is_an_error():

@@ -130,6 +130,12 @@ def test_functions_that_cannot_be_checked(tmp_path, function, words):
         find(tmp_path, function, "group")
 
 
+def test_a_state_needs_the_batch(tmp_path):
+    found = find(tmp_path, "counting", "batch")
+    assert (found.needs, found.is_wrong) == ("batch", False)
+    assert found.describe().endswith("has scope batch, which it needs: it keeps a state")
+
+
 def test_nodes_of_the_guides(tmp_path):
     """Those of docs/tasks.md, in which one reads what another one writes on the mesh."""
     files = [b for b in blocks(ROOT / "docs" / "tasks.md") if b.title.startswith("kl_advantage")]

@@ -40,11 +40,15 @@ class Planned:
         self.meshes = make_meshes(run.sizes)
         tasks = [t for t in run.plan.tasks if t.layout.kind == "mesh"]
         self.units = [u for u in run.plan.units if u.layout.kind == "mesh"]
-        stages, _ = ContextFactory(run, self.meshes).stages(tasks)
+        self.stages, _ = ContextFactory(run, self.meshes).stages(tasks)
         self.made = States(run.models, run.source, run.config, self.meshes)
         self.specs = FieldSpecs(run.sizes.packing, self.meshes, run.sizes.routed)
         self.whole = trace(run)
-        self.waves = trace_waves(run.plan, stages, self.made.specs(), self.specs, self.units)
+        self.waves = self.trace(self.stages)
+
+    def trace(self, stages):
+        """The programs of waves with these stages."""
+        return trace_waves(self.run.plan, stages, self.made.specs(), self.specs, self.units)
 
     def fields(self):
         """Values of all fields that come from the host, by name."""
@@ -131,3 +135,15 @@ def test_accumulators_are_planned_as_they_lie():
     plain = plan_memory(made.run, made.whole, costs).segments[-1]
     assert memory.gradients == plain.gradients + planned
     del state
+
+
+def test_a_node_on_a_mesh_that_keeps_a_state_is_refused():
+    """It would change once for each wave."""
+    made = Planned()
+
+    def counts(state, fields, options):
+        _, written, metrics = made.stages["advantage"](None, fields, options)
+        return jnp.int32(0) if state is None else state + 1, written, metrics
+
+    with pytest.raises(ValueError, match="node 'advantage' keeps a state, .*: give it scope batch"):
+        made.trace({**made.stages, "advantage": counts})

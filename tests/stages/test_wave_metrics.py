@@ -48,3 +48,6 @@ def test_means_over_tokens_weigh_by_tokens_behind_a_prefix_too():
     values = [{"n/critic/returns/mean": x, "n/critic/rewards/mean": x} for x in (1.0, 0.0)]
     merged = merged_metrics(values, sizes, "n/")
     assert merged == {"n/critic/returns/mean": 0.9, "n/critic/rewards/mean": 0.5}
+    values = [{"critic/returns/mean": x, "critic/critic/returns/mean": x} for x in (1.0, 0.0)]
+    merged = merged_metrics(values, sizes, "critic/")  # of a node that is called critic
+    assert set(merged.values()) == {0.9}

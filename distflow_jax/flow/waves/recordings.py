@@ -107,21 +107,19 @@ class Recording:
                 f"--replay={str(folder)!r} has no records of waves, {FOLDER}/STEP/PROCESS.npz: "
                 "give the folder of a run with flow.record=True"
             )
-        self.last = max(steps)
+        whole = [step for step in steps if self._known(step) >= {*range(count)}]
+        # records beyond the last whole one are of a run that was killed while it wrote them
+        self.last = max([step for step in whole if step > done], default=max(steps))
         for step in range(done + 1, self.last + 1):
             known = self._known(step)
             if known:
                 self._open(step, process if process in known else min(known), count)
-            if not (lacking := sorted({*range(count)} - known)):
-                continue
-            if step == self.last > done + 1:  # of a run that was killed
-                self.last -= 1
-                break
-            raise ValueError(
-                f"--replay={str(folder)!r} lacks {self._path(step, lacking[0])}: it has records of "
-                f"steps {min(steps)} to {max(steps)}, and the replay needs all from step "
-                f"{done + 1} on"
-            )
+            if lacking := sorted({*range(count)} - known):
+                raise ValueError(
+                    f"--replay={str(folder)!r} lacks {self._path(step, lacking[0])}: it has "
+                    f"records of steps {min(steps)} to {max(steps)}, and the replay needs all from "
+                    f"step {done + 1} on"
+                )
 
     def read(
         self,

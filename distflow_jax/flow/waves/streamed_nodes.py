@@ -21,9 +21,9 @@ def streamed_nodes(
 ) -> dict[str, str]:
     """Node id -> STREAMS, or why it waits for the whole batch. Pure; in the plan's order.
 
-    A node waits if it needs the batch by itself, if it reads what a node that waits writes, if it
-    uses weights that change only at the end of the step, or if it shares a program with such a
-    node. `needs_batch`: reasons that follow from settings, by node id.
+    A node waits if it needs the batch by itself, if a node that it depends on waits, if it uses
+    weights that change only at the end of the step, or if it shares a program with such a node.
+    `needs_batch`: reasons that follow from settings, by node id.
     """
     ahead = {node.id for node in nodes_ahead(plan)}
     reasons: dict[str, str] = {}
@@ -96,7 +96,17 @@ def _reason_of_others(task: Task, plan: Plan, reasons: Mapping[str, str]) -> str
     for trainer in before:
         if trainer.state_key == task.state_key:
             return f"uses the weights that {trainer.node.id} trains in the same step"
+    # rows, chosen responses and weights change without an edge: deps alone say the order
+    for name in (*task.node.deps, *_region_before(task, plan)):
+        if reasons.get(name):
+            return f"comes after {name}, which waits"
     return ""
+
+
+def _region_before(task: Task, plan: Plan) -> list[str]:
+    """Ids of the plan's region, which all nodes outside it follow."""
+    inside = list(plan.region.nodes) if plan.region else []
+    return [] if task.node.id in inside else inside
 
 
 def _of_mini_batches(task: Task, plan: Plan, mini_batches: int) -> str:

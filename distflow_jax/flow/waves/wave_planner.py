@@ -2,8 +2,9 @@
 
 A wave is a set of complete groups of the present step. All processes tell each other the facts of
 their complete groups, and each plans alike from what all of them know. With K mini-batches the
-first B / K groups of a step are the first mini-batch, and so on; a wave has groups of one
-mini-batch, and complete groups of later ones wait.
+first B / K groups of a step are the first mini-batch, and so on, as Shares.make has them at once; a
+wave has groups of one mini-batch, and complete groups of later ones wait. A group all of whose
+responses were dropped is in a wave, and takes no place in a mini-batch.
 
 Nothing here communicates, and nothing depends on the order in which facts come.
 """
@@ -124,7 +125,12 @@ class WavePlanner:
         """
         if self._prompts is None:
             return None
-        mine = [c for i, c in enumerate(self.cut.kept) if i // self._size == self._mini]
+        mine, most = [], 0
+        for counter in self.cut.kept:
+            if most // self._size == self._mini:
+                mine.append(counter)
+            group = self._facts.get(counter)
+            most += group is None or bool(group.responses)
         return [c for c in mine if c not in self._taken][: self._prompts][-1] + 1
 
     def missing(self) -> tuple[int, int]:
@@ -145,23 +151,25 @@ class WavePlanner:
         return cut
 
     def _open(self) -> _Open:
-        """The present mini-batch. A group whose mini-batch depends on verdicts to come is in none.
+        """The present mini-batch. A group whose mini-batch depends on facts to come is in none.
 
-        A group of the cut is the `most`-th one if all groups before it that are under way are
-        kept, the `least`-th one if none of them is.
+        A group of the cut is the `most`-th one with responses if all groups before it that are
+        under way have some and are kept, the `least`-th one if none of them is.
         """
         complete: list[GroupFacts] = []
-        in_order, least, under_way = 0, 0, False
-        for most, counter in enumerate(self.cut.kept):
+        in_order, least, most, under_way = 0, 0, 0, False
+        for counter in self.cut.kept:
             group = self._facts.get(counter)
             if group is None:
                 under_way |= least // self._size <= self._mini
+                most += 1
                 continue
             mine = least // self._size == most // self._size == self._mini
             if mine and counter not in self._taken:
                 complete.append(group)
                 in_order += not under_way
-            least += 1
+            if group.responses:
+                least, most = least + 1, most + 1
         return _Open(complete, in_order, under_way)
 
     def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:

@@ -71,5 +71,7 @@ class WaveRoom:
         return group.tokens(shared=self.limits.shared)
 
     def _fits(self, groups: Sequence[GroupFacts]) -> bool:
-        lengths = lengths_of(groups, 1, 1 + max(group.home for group in groups))
+        # numbered as in the rows: first-fit-decreasing breaks ties by these numbers
+        ordered = sorted(groups, key=lambda group: group.counter)
+        lengths = lengths_of(ordered, 1, 1 + max(group.home for group in ordered))
         return rows_needed(lengths, self.limits) <= self.rows

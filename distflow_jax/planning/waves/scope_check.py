@@ -73,7 +73,8 @@ def check_scopes(run: RunPlan, prompt: Callable[[int], Prompt], *, seed: int = 0
     """Runs the functions of a plan's own nodes of type COMPUTE on random fields, in its order.
 
     `prompt(counter)`: of the run's data. Raises ValueError for a plan without such a node, and for
-    a function that fails, keeps a state, or gives other results for the same fields.
+    a function that fails, gives other results for the same fields, or keeps a state while its scope
+    is not "batch".
     """
     own = [t for t in run.plan.tasks if t.node.type == "COMPUTE" and ":" in (t.node.fn or "")]
     if not own:
@@ -185,12 +186,14 @@ class _Check:
     def __init__(self, task: Task, fields: RandomFields, seed: int):
         self._task, self._node, self._fields = task, task.node, fields
         self._stage = load_function(task.node.fn, f"stage of node {task.node.id!r}")
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._keeps_state = np.random.default_rng(seed), False
 
     def find(self) -> Finding:
         """The narrowest scope that holds. Raises ValueError, see check_scopes."""
         everything = np.arange(len(self._fields.uid))
         whole = self._run(everything)
+        if self._keeps_state:
+            return Finding(self._node, SCOPES[-1], "it keeps a state")
         if self._difference(whole, everything, self._run(everything)):
             raise ValueError(
                 f"node {self._node.id!r} ({self._node.fn}) gives other results for the same fields "
@@ -277,7 +280,8 @@ class _Check:
         return jax.jit(lambda fields: self._stage(None, fields, options))
 
     def _check_written(self, state: Any, written: Any) -> None:
-        if state is not None:
+        self._keeps_state = state is not None
+        if self._keeps_state and self._node.scope != SCOPES[-1]:
             raise ValueError(
                 f"node {self._node.id!r} ({self._node.fn}) keeps a state: give it scope batch"
             )

@@ -7,7 +7,7 @@ jax.ShapeDtypeStruct with shardings.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,7 +104,8 @@ def trace_waves(
 
     `stages` are keyed by node id, `states` are specs by state key, and `specs` describe fields of
     one wave, [1, R, ...]. While a step lasts, the state of a model that a unit trains is a
-    StreamedState for all of these units. Raises ValueError as unit_programs.trace_unit does.
+    StreamedState for all of these units. Raises ValueError as unit_programs.trace_unit does, and
+    for a node that keeps a state which it does not train.
     """
     training = [
         t for unit in units for t in unit.tasks if isinstance(stages[t.node.id], UpdateStage)
@@ -129,4 +130,19 @@ def trace_waves(
     adding = {t.node.id: stages[t.node.id].accumulate for t in training}
     during = {key: update.state for key, update in updates.items()}
     programs = trace_plan(plan, {**stages, **adding}, {**states, **during}, specs, units)
+    for program in programs.values():
+        check_stateless(program.unit, program.states)
     return WavePrograms(programs, updates)
+
+
+def check_stateless(unit: Unit, kept: Collection[str]) -> None:
+    """Raises ValueError if a unit that takes waves keeps a state which it does not train.
+
+    `kept`: keys of the states that it returns. Such a state would change once for each wave.
+    """
+    for task in unit.tasks:
+        if task.state_key in kept and task.node.type != "MODEL_TRAIN":
+            raise ValueError(
+                f"node {task.node.id!r} keeps a state, and in waves it runs once for each wave, "
+                "not once in a step: give it scope batch"
+            )
