@@ -158,9 +158,6 @@ class ForeignScheduler:
             if self._given_up:
                 raise self._given_up.pop(0)
         ended, self._ended = self._ended, []
-        for group, response in ended:
-            if group.on_response is not None:
-                group.on_response(response)
         return [response for _, response in ended]
 
     def abort(self, group_id: int) -> list[Response]:
@@ -331,6 +328,8 @@ class ForeignScheduler:
         entry.group.left -= 1
         if not entry.group.left:
             self._groups.pop(entry.group.id, None)
+        if entry.group.on_response is not None:  # now: others may give up before it is returned
+            entry.group.on_response(response)
 
     def _put_back(self, failures: Sequence[Failure], cost: int = 1) -> None:
         """Lets responses wait for another try. `cost`: tries that it takes each of them."""
