@@ -291,7 +291,9 @@ class ForeignScheduler:
         failures = {entry.id: entry for entry in found if isinstance(entry, Failure)}
         # answers beside a lost connection may be those of an engine with other weights
         if any(entry.lost for entry in failures.values()) and not self._lost.is_same(fault=True):
-            self._put_back([failures.get(n, Failure(n, _RESTARTED)) for n in self._running], 0)
+            # a prompt that breaks every connection must not be repeated for ever
+            self._put_back(list(failures.values()))
+            self._put_back([Failure(number, _RESTARTED) for number in self._running], 0)
             self._adrift.clear()
             self._lost.bring_back(self._params, self.version)
             return

@@ -53,3 +53,29 @@ def test_a_response_that_ends_as_another_is_given_up_is_not_lost():
             break
     assert [(key, len(episodes)) for key, episodes in found] == [("well", 2)]
     assert engine.asked[WELL, 0] == engine.asked[WELL, 1] == 1
+
+
+@pytest.mark.parametrize("started", [1.0, None], ids=["says when it began", "does not say"])
+def test_a_prompt_that_always_breaks_its_connection_is_named_and_others_lose_no_try(started):
+    """Each time the engine is another one afterwards, as one that the prompt has killed."""
+    answers = []
+
+    def answer(request):
+        if request.counter != BAD:  # others take their time
+            return good(request) if len(answers) > 3 * 4 else None
+        answers.append(request)
+        engine.started = None if started is None else engine.started + 1
+        return bad(request, lost=True)
+
+    engine = ScriptedEngine(answer, started=started)
+    scheduler = ForeignScheduler(engine, "w", limits(tries=4))
+    for counter in (BAD, WELL):
+        scheduler.submit(request_of(counter, samples=1))
+    with pytest.raises(TriesEnded, match="failed 4 times at response 0 of prompt 1: scripted"):
+        for _ in range(100):
+            assert not scheduler.step()
+    assert len(answers) == 4 and len(engine.loads) == 5
+    scheduler.abort(0)
+    answers += [None] * 20
+    (response,) = [r for _ in range(5) for r in scheduler.step()]
+    assert response.prompt.counter == WELL
