@@ -49,7 +49,8 @@ class Shared:
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
     times: SlotTimes = dataclasses.field(default_factory=SlotTimes)
-    rejoined: bool = False  # the run was started again
+    rejoined: bool = False  # the run was started again, and the main thread has not begun anew
+    kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
 
     def wake(self) -> None:
@@ -89,7 +90,8 @@ class Talk:
                 with shared.lock:
                     shared.lock.wait(ASK_SECONDS)
         with contextlib.suppress(Unreachable, Refused):
-            self._exchange()
+            if not shared.rejoined:  # otherwise there may be samples of weights that are undone
+                self._exchange()
 
     def _exchange(self) -> bool:
         """Brings samples, and asks for work; whether anything was brought or came."""
@@ -182,8 +184,8 @@ class Talk:
             self._shared.wanted = ()
             if links.incarnation != before:
                 self._shared.came.clear()
-                self._shared.rejoined = True
-                log.warning("the run was started again after step %d", links.newest)
+                self._shared.rejoined, self._shared.kept = True, links.kept_of(before)
+                log.warning("the run was started again after step %d", links.began)
                 self._shared.lock.notify_all()
                 while self._shared.rejoined and not self._shared.over:
                     self._shared.lock.wait(WAIT_SECONDS)

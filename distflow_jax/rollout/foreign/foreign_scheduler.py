@@ -76,6 +76,10 @@ class ForeignScheduler:
     """Drives one foreign engine: submit requests, call `step` until nothing is `busy`.
 
     One thread at a time. Responses have no margins (0: every token may be a near-tie).
+
+    Attributes:
+      params: that the engine was given last.
+      version: of these.
     """
 
     stalled = False
@@ -85,7 +89,7 @@ class ForeignScheduler:
     ):
         """Brings the weights to the engine. EngineError if it does not take them."""
         self.engine, self.version, self.stats = engine, version, RolloutStats()
-        self._limits, self._params = limits, params
+        self._limits, self.params = limits, params
         self._waiting = WaitingQueue()
         self._later: list[tuple[float, Group, Partial]] = []  # to be repeated, by time
         self._running: dict[int, _Try] = {}
@@ -220,7 +224,7 @@ class ForeignScheduler:
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
         while (self._running or self._adrift) and not self.engine.swaps_in_flight:
             self._collect()
-        self._params, self.version = params, version
+        self.params, self.version = params, version
         self._lost.load(params, version, cache)
 
     def close(self) -> None:
@@ -248,7 +252,7 @@ class ForeignScheduler:
         if not self._waiting or not self.free_slots:
             return
         if not self._running and not self._adrift and not self._lost.is_same():
-            self._lost.bring_back(self._params, self.version)
+            self._lost.bring_back(self.params, self.version)
         while self._waiting and self.free_slots:
             self._send(self._next_tries())
 
@@ -295,7 +299,7 @@ class ForeignScheduler:
             self._put_back(list(failures.values()))
             self._put_back([Failure(number, _RESTARTED) for number in self._running], 0)
             self._adrift.clear()
-            self._lost.bring_back(self._params, self.version)
+            self._lost.bring_back(self.params, self.version)
             return
         for entry in found:
             self._adrift.pop(entry.id, None)

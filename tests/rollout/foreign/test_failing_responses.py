@@ -79,3 +79,17 @@ def test_a_prompt_that_always_breaks_its_connection_is_named_and_others_lose_no_
     answers += [None] * 20
     (response,) = [r for _ in range(5) for r in scheduler.step()]
     assert response.prompt.counter == WELL
+
+
+def test_an_idle_engine_gets_other_weights_of_the_same_version():
+    """As after a restart of the run, whose version 9 is not that of the start before."""
+    engine = ScriptedEngine(good)
+    start = ForeignStart(engine, limits())
+    sampler = EpisodeSampler(None, SamplerState("first 9", 9, None), start=start)
+    for params, version in (("first 9", 9), ("first 9", 9), ("8", 8), ("other 9", 9)):
+        sampler.load(params, version)
+        if version == 9:  # nothing is sampled by 8
+            sampler.submit(params, request_of(WELL))
+            while sampler.busy:
+                sampler.round()
+    assert engine.loads == [(9, "first 9"), (9, "other 9")]
