@@ -207,6 +207,19 @@ def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
     assert home.num_open == 0
 
 
+def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone():
+    home = home_of()
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    home.expire(LEASE)
+    assert counters(home.ask("b", 0, 8, LEASE)) == [0]
+    for _ in range(3):
+        home.fail("a", (0, "gen"), "late", LEASE)
+    assert not home.given_up and home.ask("c", 0, 8, LEASE) == []
+    home.fail("b", (0, "gen"), "not b either", LEASE)
+    assert home.given_up == {0: "not b either"}
+
+
 def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():
     admission = Refills(Rule(2, max_lag=1), last=7)
     admission.judge(1, False)
