@@ -7,9 +7,12 @@ import time
 import types
 
 import pytest
-from support.counted_homes import Sampler, request_of
+from support.counted_homes import Sampler, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.workers import worker_talk
+from distflow_jax.flow.workers.frames import progress_bytes
 from distflow_jax.flow.workers.home_links import Links
 from distflow_jax.flow.workers.worker import Pace, Worker
 from distflow_jax.flow.workers.worker_talk import Came
@@ -104,3 +107,18 @@ def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
     joins.start()
     rounds.until(lambda: not joins.is_alive())
     assert seen == [True] and not rounds.shared.rejoined
+
+
+def test_samples_go_to_their_homes_in_frames_of_bounded_size(monkeypatch):
+    found = {}
+    for counter in range(12):
+        episode = single_turn(response_of(request_of(counter), 0, [0] * (1 + counter)))
+        found[counter, NODE] = Progress({0: episode})
+    most = progress_bytes(found[9, NODE])
+    monkeypatch.setattr(worker_talk, "BRING_BYTES", most)
+    frames = worker_talk._by_homes(found, 2)
+    sent = [key for _, samples in frames for key in samples]
+    assert sorted(sent) == sorted(found) and len(frames) > 4
+    for place, samples in frames:
+        assert {key[0] % 2 for key in samples} == {place}
+        assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most

@@ -170,11 +170,12 @@ class Home:
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
         chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, giving)
         for one in (waiting[place] for place in chosen):
-            size += one.group.size
+            pieces = one.sent()
+            size += one.group.size + sum(piece.size for piece in pieces.values())
             if given and size > ANSWER_BYTES:
                 break
             one.lease(worker, now, self._lease_seconds)
-            given.append(Work(one.group, {**one.under_way, **one.ended}))
+            given.append(Work(one.group, pieces))
         self.counts.given += len(given)
         return given
 

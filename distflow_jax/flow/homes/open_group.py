@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 
 Key = tuple[int, str]  # counter of the prompt, id of the node
@@ -17,6 +18,7 @@ class Piece:
     highest: int  # version of them, 0 without tokens
     whole: bool  # the response has ended
     content: Any  # the response itself, or its tokens so far
+    size: int = 0  # bytes of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,16 @@ class OpenGroup:
         if self.worker != worker:
             self.worker, self.moved = worker, now
         self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
+
+    def sent(self) -> dict[int, Piece]:
+        """Known responses that a worker gets, those that have ended first; ones beyond PIECES_BYTES
+        it samples again."""
+        found, size = {}, 0
+        for sample, piece in (*self.ended.items(), *self.under_way.items()):
+            size += piece.size
+            if size <= PIECES_BYTES:
+                found[sample] = piece
+        return found
 
     @property
     def lacks(self) -> int:

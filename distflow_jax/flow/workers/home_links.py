@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.workers.doors import addresses, read_doors
-from distflow_jax.flow.workers.frames import Frame, checked
+from distflow_jax.flow.workers.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 
@@ -156,7 +156,8 @@ class Joining:
         with contextlib.ExitStack() as on_failure:
 
             def caller(home: str) -> Caller:
-                return on_failure.enter_context(contextlib.closing(Caller(home, token, self._name)))
+                made = Caller(home, token, self._name, limit_bytes=FRAME_BYTES)
+                return on_failure.enter_context(contextlib.closing(made))
 
             with contextlib.closing(Caller(address, token, self._name)) as first:
                 facts = self._hello(first, end)

@@ -27,6 +27,7 @@ from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import Doors, announced, start_before
+from distflow_jax.flow.workers.frames import FRAME_BYTES
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.flow.workers.wire import Door
@@ -37,7 +38,6 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 
-LIMIT_BYTES = 256 << 20  # of a worker's frame: the samples of all groups that it has
 END_SECONDS = 3.0  # in which workers hear that the run is over
 
 
@@ -106,7 +106,7 @@ def deliver_to_workers(
         _place(config.flow.listen),
         make_run_token(workdir),
         answers.methods() | shelf.methods(),
-        limit_bytes=LIMIT_BYTES,
+        limit_bytes=FRAME_BYTES,
     )
     homes = processes.all_gather_json(announced(config.flow.listen, door.port))
     doors = Doors(incarnation, tuple(homes))
