@@ -38,7 +38,10 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
 
 
 def decode(data: bytes) -> list[Any]:
-    """Inverse of encode: arrays (read-only), and NumPy scalars for numbers."""
+    """Inverse of encode: arrays (read-only), and NumPy scalars for numbers.
+
+    ValueError for a tag or a shape that `encode` does not write.
+    """
     entries: list[Any] = []
     at = 0
     while at < len(data):
@@ -46,12 +49,16 @@ def decode(data: bytes) -> list[Any]:
         if tag == _SAME:
             entries.append(entries[-1])
             continue
+        if tag != _ARRAY:
+            raise ValueError(f"an entry begins with {tag!r}, which is no tag")
         dtype_size, ndim = struct.unpack_from("<BB", data, at)
         at += 2
         dtype = np.dtype(data[at : at + dtype_size].decode())
         at += dtype_size
         shape = struct.unpack_from(f"<{ndim}q", data, at)
         at += 8 * ndim
+        if any(size < 0 for size in shape):  # NumPy would take it for all that is left
+            raise ValueError(f"an entry has the shape {list(shape)}")
         count = math.prod(shape)
         array = np.frombuffer(data, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize

@@ -170,7 +170,7 @@ class EpisodeSampler:
 
     def suspend(self, dropping: Collection[Key] = ()) -> tuple[SamplerState, list[Partial]]:
         """Suspends what is under way; the state is free until `resume`. Of requests that `dropping`
-        names nothing goes on.
+        names nothing goes on, and `round` returns none.
 
         ValueError with environments at work, which cannot be suspended.
         """
@@ -178,6 +178,8 @@ class EpisodeSampler:
             raise ValueError("responses in turns cannot be suspended: wait until none is under way")
         partials = [] if self._scheduler is None else self._scheduler.export()
         self._stop()
+        # the decode call in flight may have completed some of them
+        self._ended = [entry for entry in self._ended if entry.key not in dropping]
         gone = {id(self._open.pop(key).request) for key in dropping if key in self._open}
         return self._state, [p for p in partials if id(p.request) not in gone]
 

@@ -32,6 +32,7 @@ class PromptStore:
         """Raises ValueError for a file of something else."""
         self._path, self._count, self._news = path, count, threading.Condition()
         self._rows: list[Example] = []
+        self._closed = False
         if path.exists():
             whole, _, _ = path.read_bytes().rpartition(b"\n")  # a kill may have cut the last one
             lines = whole.split(b"\n") if whole else []
@@ -79,10 +80,17 @@ class PromptStore:
             self._news.notify_all()
             return range(first, len(self._rows))
 
-    def wait(self, count: int) -> None:
-        """Waits until so many rows were put."""
+    def wait(self, count: int) -> bool:
+        """Waits until so many rows were put, or no more come; whether they are there."""
         with self._news:
-            self._news.wait_for(lambda: len(self._rows) >= count)
+            self._news.wait_for(lambda: len(self._rows) >= count or self._closed)
+            return len(self._rows) >= count
+
+    def close(self) -> None:
+        """Notes that no more rows come."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
 
 
 def _example(row: Any, place: str) -> Example:

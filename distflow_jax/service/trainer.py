@@ -209,6 +209,7 @@ class Trainer:
 
     def close(self) -> None:
         """Waits for the end of the training, which needs no more samples. Raises its error."""
+        self._prompts.close()
         if self._sampler is not None:
             self._sampler.close()
         if self._training is not None:
@@ -240,7 +241,8 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def _train(self) -> int:
-        self._prompts.wait(self._settled.data.prompts_per_step)
+        if not self._prompts.wait(self._settled.data.prompts_per_step):
+            return EXIT_DONE  # the program has ended before the training began
         return run_lib.train_here(
             self._config, self._folder, chosen=self._chosen, dataset=self._prompts
         )

@@ -1,5 +1,7 @@
 """Column entries survive the trip, and what is one object travels once."""
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -44,3 +46,18 @@ def test_equal_but_separate_arrays_stay_separate():
 def test_what_cannot_travel_is_named():
     with pytest.raises(ValueError, match="field 'text' holds a dict, which cannot move"):
         encode([{"a": 1}], "text")
+
+
+@pytest.mark.parametrize("shape", [(-14,), (-1,), (2, -3)])
+def test_a_shape_below_zero_is_refused(shape):
+    """Read on, the first one would come back to its own beginning for ever."""
+    header = b"a" + struct.pack("<BB", 3, len(shape)) + b"|u1"
+    data = header + struct.pack(f"<{len(shape)}q", *shape) + bytes(20)
+    with pytest.raises(ValueError, match="shape"):
+        decode(data)
+
+
+def test_a_tag_that_is_none_is_refused():
+    data = encode([np.arange(3)], "x")
+    with pytest.raises(ValueError, match="no tag"):
+        decode(b"b" + data[1:])

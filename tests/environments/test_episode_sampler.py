@@ -170,6 +170,28 @@ def test_a_request_that_ends_in_a_drain_is_not_lost(engine, params):
     assert list(found) == ["only"] and len(found["only"]) == 4
 
 
+def test_a_request_that_is_dropped_is_not_returned_if_its_last_tokens_come_meanwhile(
+    engine, params
+):
+    """Its responses end in the decode call in flight, for which a suspension waits."""
+    ended_meanwhile = 0
+    for rounds in range(1, 7):
+        heard, returned = [], []
+        sampler = sampler_of(engine, params, on_response=heard.append)
+        for i, request in enumerate(REQUESTS):
+            sampler.submit(i, request)
+        for _ in range(rounds):
+            returned += [key for key, _ in sampler.round()]
+        dropped = set(range(len(REQUESTS))) - set(returned)
+        sampler.resume(*sampler.suspend(dropped))
+        for key in dropped:
+            ended = [r for r in heard if r.prompt is REQUESTS[key].prompt]
+            ended_meanwhile += len(ended) == len(REQUESTS[key].samples)
+        assert not sampler.busy and not sampler.progress() and sampler.round() == []
+        sampler.close()
+    assert ended_meanwhile > 0
+
+
 def test_closing_frees_the_slots(engine, params):
     sampler = sampler_of(engine, params)
     sampler.submit(0, REQUESTS[0])

@@ -12,7 +12,8 @@ import pytest
 
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
 from distflow_jax.flow.dispatch.skew import DISPATCHES
-from distflow_jax.flow.homes.home import Begun, Home, Piece
+from distflow_jax.flow.homes.home import ANSWER_BYTES, Begun, Home, Piece
+from distflow_jax.flow.homes.open_group import PIECES_BYTES
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
@@ -205,6 +206,32 @@ def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
     home.fail("b", (0, "gen"), "too long for b", 0.0)
     assert home.given_up == {0: "too long for b"}
     assert home.num_open == 0
+
+
+def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone():
+    home = home_of()
+    home.begin(group(0), {})
+    home.ask("a", 0, 8, 0.0)
+    home.expire(LEASE)
+    assert counters(home.ask("b", 0, 8, LEASE)) == [0]
+    for _ in range(3):
+        home.fail("a", (0, "gen"), "late", LEASE)
+    assert not home.given_up and home.ask("c", 0, 8, LEASE) == []
+    home.fail("b", (0, "gen"), "not b either", LEASE)
+    assert home.given_up == {0: "not b either"}
+
+
+def test_known_responses_count_towards_the_bytes_of_an_answer():
+    """Those of one group that no frame holds are left out: its worker samples them again."""
+    home = home_of()
+    large = dataclasses.replace(piece([0]), size=ANSWER_BYTES // 2 + 1)
+    for counter in range(3):
+        home.begin(group(counter), {0: large})
+    assert [counters(home.ask("a", 0, 9, 0.0)) for _ in range(4)] == [[0], [1], [2], []]
+    huge = dataclasses.replace(piece([0]), size=PIECES_BYTES // 2 + 1)
+    home.begin(group(3, samples=3), dict.fromkeys(range(2), huge))
+    (work,) = home.ask("a", 0, 9, 0.0)
+    assert list(work.pieces) == [0]
 
 
 def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():

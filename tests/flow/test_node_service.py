@@ -255,7 +255,7 @@ class HomeOfNodes:
         self.tasks = NodeTasks(served, lease_seconds=lease, max_tries=2)
         self.sampler = HomeSampler(home, self.lock, tasks=self.tasks)
         self.nodes = HomeNodes(ahead(), contextlib.nullcontext, self.lock, self.tasks)
-        facts = {"incarnation": incarnation, "exact": False}
+        facts = {"incarnation": incarnation, "after": "", "began": 0, "exact": False}
         answers = HomeDoor(self.sampler, self.lock, TABLES, facts, {"reward.function": '"f"'})
         self.answers = answers
         self.door = Door("127.0.0.1:0", make_run_token(folder), answers.methods())

@@ -90,3 +90,17 @@ def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_nod
     tasks.leave("b")
     assert list(tasks.workers) == ["a"] and tasks.unserved() == ["score"]
     assert len(claimed("a", 2 * LEASE)) == 1
+
+
+def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone():
+    """Otherwise a node that takes longer than a lease to fail is tried for ever."""
+    tasks = tasks_of((0, "score"))
+    tasks.ask("a", ["score"], 0.0)
+    tasks.expire(LEASE)
+    assert tasks.ask("b", ["score"], LEASE).key == (0, "score")
+    tasks.fail("a", (0, "score"), "late")
+    tasks.fail("a", (0, "score"), "again")
+    assert not tasks.given_up and tasks.ask("c", ["score"], LEASE) is None
+    tasks.expire(2 * LEASE)
+    tasks.fail("b", (0, "score"), "late too")
+    assert tasks.given_up == {0: "late too"}

@@ -31,7 +31,7 @@ from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differ
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.workers import home_links
 from distflow_jax.flow.workers.agreement import shared_tables
-from distflow_jax.flow.workers.doors import Doors, addresses, read_doors
+from distflow_jax.flow.workers.doors import Doors, addresses, read_doors, start_before
 from distflow_jax.flow.workers.frames import (
     Frame,
     pieces_of,
@@ -133,7 +133,7 @@ def home_with(folder, tables):
     """A home whose workers must have these tables."""
     lock = threading.Condition()
     home = Home(Rule(GROUPS, LAG), exact=False, version=0, lease_seconds=1.0, max_tries=2)
-    facts = {"incarnation": "one", "exact": False}
+    facts = {"incarnation": "one", "after": "", "began": 0, "exact": False}
     answers = HomeDoor(HomeSampler(home, lock), lock, tables, facts)
     with contextlib.closing(Door("127.0.0.1:0", make_run_token(folder), answers.methods())) as door:
         homes = (f"127.0.0.1:{door.port}",)
@@ -155,10 +155,12 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
 
 
 def test_doors_are_written_whole_and_read_back(tmp_path):
-    assert read_doors(tmp_path) is None
+    assert read_doors(tmp_path) is None and start_before(tmp_path) == ""
     Doors("a1", ("127.0.0.1:5",)).write(tmp_path)
     assert read_doors(tmp_path) == Doors("a1", ("127.0.0.1:5",), ended=False)
+    assert start_before(tmp_path) == "a1"
     (tmp_path / "doors.json").write_text("{")
+    assert start_before(tmp_path) == ""
     with pytest.raises(ValueError, match="not a file of doors"):
         read_doors(tmp_path)
     assert addresses("host:1,[::1]:2") == ("host:1", "[::1]:2")

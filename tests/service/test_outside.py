@@ -95,3 +95,12 @@ def test_calls_that_are_refused(tmp_path):
         trainer.get_experience_data()
     with pytest.raises(ValueError, match="column 'rollout_logp' is missing"):
         trainer.put_experience_data({"uid": [], "response": []})
+
+
+def test_a_training_without_the_prompts_of_a_step_ends_when_it_is_closed(tmp_path):
+    trainer = Trainer(config_of(), tmp_path)
+    trainer.init_engines()
+    trainer.put_prompts_data([{"prompt": "1 + 2 ="}])
+    trainer.close()
+    assert trainer.weight_sync_notify() is None
+    assert not (tmp_path / "doors.json").exists()

@@ -42,6 +42,7 @@ class CompletionsServer:
     def __init__(self, engine, params, port=0):
         self.engine, self._params = engine, engine.load_params(params)
         self.faults = collections.deque()
+        self.models = [{"id": "tiny"}]  # that it lists
         self.calls = []  # (path, body) of all calls but those for responses
         self.answered = 0
         self.most_running = 0
@@ -153,7 +154,7 @@ class CompletionsServer:
 
     def get(self, handler):
         if handler.path == "/v1/models":
-            return self._send(handler, {"object": "list", "data": [{"id": "tiny"}]})
+            return self._send(handler, {"object": "list", "data": self.models})
         if handler.path == "/metrics":
             text = f"# TYPE x gauge\nprocess_start_time_seconds {self.started}\n"
             return self._send(handler, text.encode())

@@ -19,7 +19,7 @@ from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
-from distflow_jax.flow.workers.doors import Doors
+from distflow_jax.flow.workers.doors import Doors, start_before
 from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.wire import Door
@@ -159,6 +159,7 @@ class Trainers:
             tasks = NodeTasks(["score"], lease_seconds=lease)
             self.samplers.append(HomeSampler(home, lock, tasks=tasks))
             facts = {"incarnation": incarnation, "exact": exact}
+            facts |= {"began": step, "after": start_before(folder)}
             self.answers.append(HomeDoor(self.samplers[-1], lock, TABLES, facts))
             self.doors.append(Door("127.0.0.1:0", token, self.answers[-1].methods()))
         self.admit()

@@ -17,78 +17,11 @@ from typing import Any
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
 from distflow_jax.flow.dispatch.skew import Offer
 from distflow_jax.flow.dispatch.standings import Standings
+from distflow_jax.flow.homes.open_group import Begun, Key, OpenGroup, Piece
 from distflow_jax.flow.lag_rule import Rule
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
 SLOTS_TIMES = 2  # so many responses for each slot: some have ended, and are on their way
-FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
-
-Key = tuple[int, str]  # counter of the prompt, id of the node
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of one response, as far as they are known."""
-
-    tokens: int  # that were sampled
-    lowest: int  # version of them, 0 without tokens
-    highest: int  # version of them, 0 without tokens
-    whole: bool  # the response has ended
-    content: Any  # the response itself, or its tokens so far
-
-
-@dataclasses.dataclass(frozen=True)
-class Begun:
-    """A group as a home holds it from its beginning on."""
-
-    key: Key
-    step: int  # that trains it, at the latest
-    samples: range
-    order: tuple[float, ...]  # of groups of one step, lowest first
-    content: Any  # what a worker needs to answer it
-    size: int = 0  # bytes of it, where they are many
-    expected: float = 1.0  # tokens of a response
-
-
-@dataclasses.dataclass(eq=False)
-class _Open:
-    """A group whose responses have not all ended."""
-
-    group: Begun
-    floor: int  # lowest version that its tokens may have
-    ended: dict[int, Piece] = dataclasses.field(default_factory=dict)
-    under_way: dict[int, Piece] = dataclasses.field(default_factory=dict)
-    worker: str = ""  # that has a lease; "": none
-    until: float = 0.0  # end of the lease
-    last: str = ""  # worker that had the last lease
-    brought: int = 0  # tokens that this one has shown
-    moved: float = 0.0  # when these became more, or the lease began
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
-    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
-    told: set[int] = dataclasses.field(default_factory=set)  # samples of which results differed
-
-    def free(self) -> None:
-        """Ends the lease."""
-        self.worker, self.until = "", 0.0
-
-    def lease(self, worker: str, now: float, seconds: float) -> None:
-        """Begins a lease, or prolongs it."""
-        if self.last != worker:
-            self.last, self.brought = worker, self.tokens
-        if self.worker != worker:
-            self.worker, self.moved = worker, now
-        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
-
-    @property
-    def lacks(self) -> int:
-        """Responses that have not ended."""
-        return len(self.group.samples) - len(self.ended)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all responses."""
-        known = (*self.ended.values(), *self.under_way.values())
-        return sum(piece.tokens for piece in known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +81,7 @@ class Home:
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
         self.standings = Standings(lease_seconds)
         self._differs = differs
-        self._open: dict[Key, _Open] = {}
+        self._open: dict[Key, OpenGroup] = {}
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
         self.given_up: dict[int, str] = {}
         self.differing: list[tuple[Key, int, Any]] = []
@@ -168,7 +101,7 @@ class Home:
             raise ValueError(f"the group of prompt {group.key[0]} has begun already")
         known = [piece.lowest for piece in pieces.values() if piece.tokens]
         floor = min([self.version_of(group.step), *known])
-        held = _Open(group, floor)
+        held = OpenGroup(group, floor)
         held.ended = {s: p for s, p in pieces.items() if p.whole}
         held.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
         self._open[group.key] = held
@@ -237,11 +170,12 @@ class Home:
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
         chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, giving)
         for one in (waiting[place] for place in chosen):
-            size += one.group.size
+            pieces = one.sent()
+            size += one.group.size + sum(piece.size for piece in pieces.values())
             if given and size > ANSWER_BYTES:
                 break
             one.lease(worker, now, self._lease_seconds)
-            given.append(Work(one.group, {**one.under_way, **one.ended}))
+            given.append(Work(one.group, pieces))
         self.counts.given += len(given)
         return given
 
@@ -290,12 +224,14 @@ class Home:
         return False
 
     def fail(self, worker: str, key: Key, why: str, now: float) -> None:
-        """Notes that a worker cannot answer a group."""
+        """Notes that a worker cannot answer a group, once of each lease, which may have ended."""
         self.heard(worker, now)
         one = self._open.get(key)
-        if one is None or one.worker != worker:
+        if one is None or (one.worker != worker and worker not in one.silent):
             return
-        one.free()
+        one.silent.discard(worker)
+        if one.worker == worker:
+            one.free()
         one.failures[worker] = one.failures.get(worker, 0) + 1
         if sum(one.failures.values()) >= self._max_tries:
             counter = key[0]
@@ -334,7 +270,7 @@ class Home:
 
     # -- one group --------------------------------------------------------------------------------
 
-    def _fits(self, one: _Open, worker: str, held: int, others: set[str]) -> bool:
+    def _fits(self, one: OpenGroup, worker: str, held: int, others: set[str]) -> bool:
         """Whether a worker that holds a version may answer a group, and none of the others that
         give what they get should."""
         version = self.version_of(one.group.step)
@@ -344,7 +280,7 @@ class Home:
             return False
         return worker not in one.failures or not others - one.failures.keys()
 
-    def _learn(self, one: _Open, sample: int, piece: Piece) -> None:
+    def _learn(self, one: OpenGroup, sample: int, piece: Piece) -> None:
         if sample not in one.group.samples:
             self.counts.unknown += 1
             return
@@ -372,7 +308,7 @@ class Home:
             if piece.tokens > (known.tokens if known else 0):
                 one.under_way[sample] = piece
 
-    def _end_if_complete(self, one: _Open) -> bool:
+    def _end_if_complete(self, one: OpenGroup) -> bool:
         if len(one.ended) < len(one.group.samples):
             return False
         del self._open[one.group.key]
@@ -380,7 +316,7 @@ class Home:
         return True
 
 
-def _offer(one: _Open) -> Offer:
+def _offer(one: OpenGroup) -> Offer:
     """A group as numbers: a response lacks at least a tenth of what was expected of it."""
     expected, begun = one.group.expected, bool(one.ended or one.under_way)
     if not begun:
@@ -394,7 +330,7 @@ def _offer(one: _Open) -> Offer:
     return Offer(one.group.step, begun, len(left), max(left, default=0.0), sum(left))
 
 
-def _priority(one: _Open) -> tuple[float, ...]:
+def _priority(one: OpenGroup) -> tuple[float, ...]:
     """Earlier steps first, then what has begun, then the order of the groups."""
     begun = bool(one.ended or one.under_way)
     return (one.group.step, not begun, *one.group.order, one.group.key[0])

@@ -166,11 +166,13 @@ class NodeTasks:
         return True
 
     def fail(self, worker: str, key: Key, why: str) -> None:
-        """Notes that a worker cannot run a task."""
+        """Notes that a worker cannot run a task, once of each lease, which may have ended."""
         one = self._open.get(key)
-        if one is None or one.worker != worker:
+        if one is None or (one.worker != worker and worker not in one.silent):
             return
-        one.free()
+        one.silent.discard(worker)
+        if one.worker == worker:
+            one.free()
         one.failures[worker] = one.failures.get(worker, 0) + 1
         if sum(one.failures.values()) >= self._max_tries:
             self.forget([key[0]])

@@ -42,6 +42,15 @@ def read_doors(folder: str | os.PathLike) -> Doors | None:
         raise ValueError(f"{path} is not a file of doors ({error}): remove it") from error
 
 
+def start_before(folder: str | os.PathLike) -> str:
+    """The incarnation that was the last one in a run's folder; "" if none is known."""
+    try:
+        found = read_doors(folder)
+    except ValueError:  # this start writes the file anew
+        return ""
+    return "" if found is None else found.incarnation
+
+
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
     parts: Sequence[str] = join.split(",")

@@ -18,6 +18,8 @@ from distflow_jax.flow.workers.image_frames import SentImages, images_of, patch_
 from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 
 _T = TypeVar("_T")
+FRAME_BYTES = 256 << 20  # of a frame between a home and a worker, at most
+_TOKEN_BYTES = 17  # of a response's arrays: four numbers and a mark of each token
 _PROMPT = "prompt"  # of the arrays, before a group's place
 _BROKEN = (KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error)
 
@@ -180,4 +182,14 @@ def progress_of(pieces: Mapping[int, Piece]) -> Progress:
 
 def _piece(version: np.ndarray, whole: bool, content: Episode | Partial) -> Piece:
     low, high = (int(version.min()), int(version.max())) if len(version) else (0, 0)
-    return Piece(len(version), low, high, whole, content)
+    return Piece(len(version), low, high, whole, content, _size(content, len(version)))
+
+
+def progress_bytes(progress: Progress) -> int:
+    """Bytes of a request's samples in a frame, about."""
+    return sum(piece.size for piece in pieces_of(progress).values())
+
+
+def _size(content: Episode | Partial, tokens: int) -> int:
+    experts = content.response.routed_experts if isinstance(content, Episode) else None
+    return _TOKEN_BYTES * tokens + (0 if experts is None else experts.nbytes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.workers.doors import addresses, read_doors
-from distflow_jax.flow.workers.frames import Frame, checked
+from distflow_jax.flow.workers.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 
@@ -47,10 +47,19 @@ class Links:
     """Callers of all homes of one start of a run, in the order of the processes."""
 
     incarnation: str
+    after: str  # incarnation of the start before; "": there is none
+    began: int  # version of the checkpoint that this start goes on from
     exact: bool
     newest: int  # version that all homes have
     first_version: int  # that a worker which joins should hold
     callers: Sequence[Caller]
+
+    def kept_of(self, incarnation: str) -> int:
+        """The newest version that this start has in common with an earlier one; -1: none is known.
+
+        Later versions of the earlier one are other weights, though their numbers come again.
+        """
+        return self.began if incarnation == self.after else -1
 
     def home_of(self, counter: int) -> Caller:
         """The home of a prompt's group."""
@@ -147,7 +156,8 @@ class Joining:
         with contextlib.ExitStack() as on_failure:
 
             def caller(home: str) -> Caller:
-                return on_failure.enter_context(contextlib.closing(Caller(home, token, self._name)))
+                made = Caller(home, token, self._name, limit_bytes=FRAME_BYTES)
+                return on_failure.enter_context(contextlib.closing(made))
 
             with contextlib.closing(Caller(address, token, self._name)) as first:
                 facts = self._hello(first, end)
@@ -157,6 +167,8 @@ class Joining:
             on_failure.pop_all()
         return Links(
             str(facts["incarnation"]),
+            str(facts["after"]),
+            int(facts["began"]),
             bool(facts["exact"]),
             min(int(one["newest"]) for one in told),
             min(int(one["wanted"][0]) for one in told),

@@ -85,6 +85,8 @@ class Worker:
                 if not self._round():
                     with shared.lock:
                         shared.lock.wait(IDLE_SECONDS)
+            if shared.rejoined:
+                self._begin_anew()
             with shared.lock:
                 self.finished = shared.over
                 shared.goes = self._progress() | shared.goes
@@ -102,7 +104,7 @@ class Worker:
         """A look at what the homes have sent, and a decode call; whether there was work."""
         shared, sampler = self._shared, self._sampler
         with shared.lock:
-            rejoined, shared.rejoined = shared.rejoined, False
+            rejoined = shared.rejoined
             dropped, shared.dropped = shared.dropped, set()
             came, shared.came = shared.came, collections.deque()
         if rejoined:
@@ -239,22 +241,24 @@ class Worker:
             return best if idle and best != held else None
 
     def _begin_anew(self) -> None:
-        """Goes on for a run that was started again: what later weights have sampled is dropped."""
-        newest = self._talk.links.newest
+        """Goes on for a run that was started again: what undone weights have sampled is dropped."""
+        kept = self._shared.kept
         left = self._progress()
         self._drop(set(self._open))
         with self._shared.lock:
             goes = {**left, **self._shared.goes}
-            self._shared.goes = {k: p for k, p in goes.items() if _up_to(p, newest)}
+            self._shared.goes = {k: p for k, p in goes.items() if _up_to(p, kept)}
             self._shared.saves = None
             self._shared.failed.clear()
             self._shared.dropped.clear()
-            if self._sampler.version > newest:
+            if self._sampler.version > kept:
                 self._shared.version = -1
+            self._shared.rejoined = False  # only now: the other thread brings nothing before
+            self._shared.lock.notify_all()
 
 
-def _up_to(progress: Progress, newest: int) -> bool:
+def _up_to(progress: Progress, version: int) -> bool:
     """Whether weights of a version, or older ones, have sampled all tokens."""
     versions = [e.response.version for e in progress.episodes.values()]
     versions += [chunk[3] for p in progress.partials for chunk in p.chunks]
-    return all(v.max(initial=0) <= newest for v in versions)
+    return all(v.max(initial=-1) <= version for v in versions)

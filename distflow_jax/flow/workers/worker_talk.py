@@ -10,11 +10,12 @@ import time
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
-from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
+from distflow_jax.flow.workers.frames import Frame, progress_bytes, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 from distflow_jax.rollout.requests import GroupRequest
 
+BRING_BYTES = 32 << 20  # of the samples in one frame, but for a single group
 WAIT_SECONDS = 0.02  # between two looks at another thread
 ASK_SECONDS = 0.1  # between two questions that were answered by nothing
 
@@ -49,7 +50,8 @@ class Shared:
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
     times: SlotTimes = dataclasses.field(default_factory=SlotTimes)
-    rejoined: bool = False  # the run was started again
+    rejoined: bool = False  # the run was started again, and the main thread has not begun anew
+    kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
 
     def wake(self) -> None:
@@ -89,7 +91,8 @@ class Talk:
                 with shared.lock:
                     shared.lock.wait(ASK_SECONDS)
         with contextlib.suppress(Unreachable, Refused):
-            self._exchange()
+            if not shared.rejoined:  # otherwise there may be samples of weights that are undone
+                self._exchange()
 
     def _exchange(self) -> bool:
         """Brings samples, and asks for work; whether anything was brought or came."""
@@ -107,10 +110,8 @@ class Talk:
     def _bring(self, found: dict[Key, Progress], *, whole: bool) -> bool:
         """Brings samples to their homes; `whole`: the worker does not go on with these groups."""
         shared = self._shared
-        by_home: dict[int, dict[Key, Progress]] = {}
-        for key, progress in found.items():
-            by_home.setdefault(key[0] % len(self.links.callers), {})[key] = progress
-        for place, samples in by_home.items():
+        frames = _by_homes(found, len(self.links.callers))
+        for place, samples in frames:
             with shared.lock:
                 calls, shared.calls = shared.calls, 0
             frame = samples_frame({"calls": calls, "goes_on": not whole}, samples)
@@ -124,7 +125,7 @@ class Talk:
                 else:
                     dropped = answer.facts.get("dropped", [])
                     shared.dropped |= {(int(c), str(node)) for c, node in dropped}
-        return bool(by_home)
+        return bool(frames)
 
     def _ask(self) -> bool:
         shared, came, wanted, newest = self._shared, 0, [], []
@@ -182,8 +183,25 @@ class Talk:
             self._shared.wanted = ()
             if links.incarnation != before:
                 self._shared.came.clear()
-                self._shared.rejoined = True
-                log.warning("the run was started again after step %d", links.newest)
+                self._shared.rejoined, self._shared.kept = True, links.kept_of(before)
+                log.warning("the run was started again after step %d", links.began)
                 self._shared.lock.notify_all()
                 while self._shared.rejoined and not self._shared.over:
                     self._shared.lock.wait(WAIT_SECONDS)
+
+
+def _by_homes(found: dict[Key, Progress], homes: int) -> list[tuple[int, dict[Key, Progress]]]:
+    """Samples by home, in frames of at most BRING_BYTES, or of one group."""
+    frames: list[tuple[int, dict[Key, Progress]]] = []
+    for place in range(homes):
+        size = BRING_BYTES + 1
+        for key, progress in found.items():
+            if key[0] % homes != place:
+                continue
+            own = progress_bytes(progress)
+            if size + own > BRING_BYTES:
+                size = 0
+                frames.append((place, {}))
+            size += own
+            frames[-1][1][key] = progress
+    return frames

@@ -74,7 +74,12 @@ def _logp(answer: Answer, count: int) -> np.ndarray:
         raise RefusedAnswer(f"{count} tokens with {len(answer.logp)} log-probs")
     if not all(type(value) in (int, float) for value in answer.logp):
         raise RefusedAnswer("a token without log-prob")
-    logp = np.array(answer.logp, np.float32)
+    try:
+        logp = np.array(answer.logp, np.float64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer("a log-prob that no float holds") from error
+    with np.errstate(over="ignore"):
+        logp = logp.astype(np.float32)
     wrong = logp[~(np.isfinite(logp) & (logp <= MOST_LOGP))]
     if len(wrong):
         raise RefusedAnswer(f"the log-prob {wrong[0]:g}")

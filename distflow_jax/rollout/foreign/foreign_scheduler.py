@@ -76,6 +76,10 @@ class ForeignScheduler:
     """Drives one foreign engine: submit requests, call `step` until nothing is `busy`.
 
     One thread at a time. Responses have no margins (0: every token may be a near-tie).
+
+    Attributes:
+      params: that the engine was given last.
+      version: of these.
     """
 
     stalled = False
@@ -85,7 +89,7 @@ class ForeignScheduler:
     ):
         """Brings the weights to the engine. EngineError if it does not take them."""
         self.engine, self.version, self.stats = engine, version, RolloutStats()
-        self._limits, self._params = limits, params
+        self._limits, self.params = limits, params
         self._waiting = WaitingQueue()
         self._later: list[tuple[float, Group, Partial]] = []  # to be repeated, by time
         self._running: dict[int, _Try] = {}
@@ -158,9 +162,6 @@ class ForeignScheduler:
             if self._given_up:
                 raise self._given_up.pop(0)
         ended, self._ended = self._ended, []
-        for group, response in ended:
-            if group.on_response is not None:
-                group.on_response(response)
         return [response for _, response in ended]
 
     def abort(self, group_id: int) -> list[Response]:
@@ -223,7 +224,7 @@ class ForeignScheduler:
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
         while (self._running or self._adrift) and not self.engine.swaps_in_flight:
             self._collect()
-        self._params, self.version = params, version
+        self.params, self.version = params, version
         self._lost.load(params, version, cache)
 
     def close(self) -> None:
@@ -251,7 +252,7 @@ class ForeignScheduler:
         if not self._waiting or not self.free_slots:
             return
         if not self._running and not self._adrift and not self._lost.is_same():
-            self._lost.bring_back(self._params, self.version)
+            self._lost.bring_back(self.params, self.version)
         while self._waiting and self.free_slots:
             self._send(self._next_tries())
 
@@ -294,9 +295,11 @@ class ForeignScheduler:
         failures = {entry.id: entry for entry in found if isinstance(entry, Failure)}
         # answers beside a lost connection may be those of an engine with other weights
         if any(entry.lost for entry in failures.values()) and not self._lost.is_same(fault=True):
-            self._put_back([failures.get(n, Failure(n, _RESTARTED)) for n in self._running], 0)
+            # a prompt that breaks every connection must not be repeated for ever
+            self._put_back(list(failures.values()))
+            self._put_back([Failure(number, _RESTARTED) for number in self._running], 0)
             self._adrift.clear()
-            self._lost.bring_back(self._params, self.version)
+            self._lost.bring_back(self.params, self.version)
             return
         for entry in found:
             self._adrift.pop(entry.id, None)
@@ -331,6 +334,8 @@ class ForeignScheduler:
         entry.group.left -= 1
         if not entry.group.left:
             self._groups.pop(entry.group.id, None)
+        if entry.group.on_response is not None:  # now: others may give up before it is returned
+            entry.group.on_response(response)
 
     def _put_back(self, failures: Sequence[Failure], cost: int = 1) -> None:
         """Lets responses wait for another try. `cost`: tries that it takes each of them."""

@@ -25,7 +25,9 @@ class ForeignStart:
             self._scheduler = ForeignScheduler(
                 self.engine, state.params, self._limits, version=state.version
             )
-        elif self._scheduler.version != state.version:
+        elif (
+            self._scheduler.version != state.version or self._scheduler.params is not state.params
+        ):  # after a restart of the run a version may be that of other weights
             self._scheduler.load(state.params, state.version)
         self._scheduler.stats = RolloutStats()
         return self._scheduler

@@ -157,7 +157,8 @@ class OpenAIEngine:
             listed = self._settings.server.call_json("GET", "/v1/models", **limits).get("data")
         except CallFailed as error:
             raise EngineError(f"{self.name} does not answer: {error}") from error
-        names = [entry.get("id") for entry in listed or () if isinstance(entry, Mapping)]
+        entries = listed if isinstance(listed, list) else ()
+        names = [entry.get("id") for entry in entries if isinstance(entry, Mapping)]
         if not names or self._settings.model and self._settings.model not in names:
             raise EngineError(
                 f"{self.name} serves no model {self._settings.model!r}; it lists {names}"

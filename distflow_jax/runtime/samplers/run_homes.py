@@ -26,7 +26,8 @@ from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
-from distflow_jax.flow.workers.doors import Doors, announced
+from distflow_jax.flow.workers.doors import Doors, announced, start_before
+from distflow_jax.flow.workers.frames import FRAME_BYTES
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.flow.workers.wire import Door
@@ -37,7 +38,6 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 
-LIMIT_BYTES = 256 << 20  # of a worker's frame: the samples of all groups that it has
 END_SECONDS = 3.0  # in which workers hear that the run is over
 
 
@@ -82,7 +82,8 @@ def deliver_to_workers(
     Publications.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
-    incarnation = processes.all_gather_json(secrets.token_hex(8))[0]
+    said = [secrets.token_hex(8), start_before(workdir)]
+    incarnation, before = processes.all_gather_json(said)[0]
     merged = functools.partial(lora.merged, scale=config.lora.scale)
     shelf = WeightShelf(incarnation, merged, prepared.sizes.engine.dtype)
     sync, kept = _Leaving(), config.flow.buffers
@@ -98,13 +99,14 @@ def deliver_to_workers(
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
     tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
-    facts = {"incarnation": incarnation, "exact": config.flow.swap == "boundary"}
+    facts = {"incarnation": incarnation, "after": before, "began": state.step}
+    facts["exact"] = config.flow.swap == "boundary"
     answers = HomeDoor(producer.sampler, producer.lock, tables, facts, node_table(whole))
     door = Door(
         _place(config.flow.listen),
         make_run_token(workdir),
         answers.methods() | shelf.methods(),
-        limit_bytes=LIMIT_BYTES,
+        limit_bytes=FRAME_BYTES,
     )
     homes = processes.all_gather_json(announced(config.flow.listen, door.port))
     doors = Doors(incarnation, tuple(homes))

@@ -51,6 +51,8 @@ def test_good_answer():
         ({"logp": [-1.0, None, -1.0]}, "without log-prob"),
         ({"logp": [-1.0, float("nan"), -1.0]}, "log-prob nan"),
         ({"logp": [-1.0, 0.5, -1.0]}, "log-prob 0.5"),
+        ({"logp": [-1.0, -(10**400), -1.0]}, "a log-prob that no float holds"),
+        ({"logp": [-1.0, -1e300, -1.0]}, "log-prob -inf"),
         ({"version": [3, 3]}, "2 versions"),
         ({"version": [3, 4, 3]}, "version 4"),
         ({"version": [2, 3, 3]}, "version 2"),

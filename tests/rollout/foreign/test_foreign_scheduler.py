@@ -213,6 +213,14 @@ def test_engine_that_is_not_there_is_named(sampler, tmp_path):
             pass
 
 
+@pytest.mark.parametrize("models", [5, [5], None, "tiny"])
+def test_an_engine_that_lists_no_models_is_named(server, tmp_path, models):
+    server.models = models
+    with pytest.raises(RuntimeError, match="serves no model"):
+        with openai_scheduler(server, FIRST, tmp_path):
+            pass
+
+
 def test_requests_that_no_engine_takes(server, tmp_path):
     prompt = prompt_of(1, [5, 6])
     with openai_scheduler(server, FIRST, tmp_path) as scheduler:

@@ -1,0 +1,85 @@
+"""Groups of a home and what is known of their responses, each with its lease."""
+
+import dataclasses
+from typing import Any
+
+PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
+FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
+
+Key = tuple[int, str]  # counter of the prompt, id of the node
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens of one response, as far as they are known."""
+
+    tokens: int  # that were sampled
+    lowest: int  # version of them, 0 without tokens
+    highest: int  # version of them, 0 without tokens
+    whole: bool  # the response has ended
+    content: Any  # the response itself, or its tokens so far
+    size: int = 0  # bytes of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A group as a home holds it from its beginning on."""
+
+    key: Key
+    step: int  # that trains it, at the latest
+    samples: range
+    order: tuple[float, ...]  # of groups of one step, lowest first
+    content: Any  # what a worker needs to answer it
+    size: int = 0  # bytes of it, where they are many
+    expected: float = 1.0  # tokens of a response
+
+
+@dataclasses.dataclass(eq=False)
+class OpenGroup:
+    """A group of a home whose responses have not all ended."""
+
+    group: Begun
+    floor: int  # lowest version that its tokens may have
+    ended: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    under_way: dict[int, Piece] = dataclasses.field(default_factory=dict)
+    worker: str = ""  # that has a lease; "": none
+    until: float = 0.0  # end of the lease
+    last: str = ""  # worker that had the last lease
+    brought: int = 0  # tokens that this one has shown
+    moved: float = 0.0  # when these became more, or the lease began
+    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
+    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
+    told: set[int] = dataclasses.field(default_factory=set)  # samples of which results differed
+
+    def free(self) -> None:
+        """Ends the lease."""
+        self.worker, self.until = "", 0.0
+
+    def lease(self, worker: str, now: float, seconds: float) -> None:
+        """Begins a lease, or prolongs it."""
+        if self.last != worker:
+            self.last, self.brought = worker, self.tokens
+        if self.worker != worker:
+            self.worker, self.moved = worker, now
+        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
+
+    def sent(self) -> dict[int, Piece]:
+        """Known responses that a worker gets, those that have ended first; ones beyond PIECES_BYTES
+        it samples again."""
+        found, size = {}, 0
+        for sample, piece in (*self.ended.items(), *self.under_way.items()):
+            size += piece.size
+            if size <= PIECES_BYTES:
+                found[sample] = piece
+        return found
+
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return len(self.group.samples) - len(self.ended)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        known = (*self.ended.values(), *self.under_way.values())
+        return sum(piece.tokens for piece in known)

@@ -1,0 +1,124 @@
+"""Rounds of a worker, one by one: what it keeps, drops and takes, without homes."""
+
+import collections
+import functools
+import threading
+import time
+import types
+
+import pytest
+from support.counted_homes import Sampler, request_of, response_of
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.workers import worker_talk
+from distflow_jax.flow.workers.frames import progress_bytes
+from distflow_jax.flow.workers.home_links import Links
+from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.flow.workers.worker_talk import Came
+
+NODE = "gen"
+
+
+def links_of(incarnation, *, after="", began=0, newest=0):
+    return Links(incarnation, after, began, False, newest, newest, ())
+
+
+class Rounds:
+    """A worker whose rounds the test makes. `again`: links to which it joins again."""
+
+    def __init__(self, links, again=None, slots=64):
+        ended, self.pulled = collections.deque(), []
+        self.sampler = Sampler(links.newest, ended)
+        self.worker = Worker(
+            self.sampler,
+            links,
+            types.SimpleNamespace(again=lambda seconds, stopped: again),
+            self._pull,
+            Pace(1e9, 1.0),
+            slots=slots,
+            cache="keep",
+            ended=ended,
+        )
+        self.shared, self.talk = self.worker._shared, self.worker._talk
+        self.round = self.worker._round
+
+    def _pull(self, links, version):
+        self.pulled.append((links.incarnation, version))
+        return f"weights {version}"
+
+    def come(self, counter, progress=None):
+        progress = progress or Progress()
+        came = Came(self.shared.version, (counter, NODE), request_of(counter), progress)
+        self.shared.came.append(came)
+
+    def until(self, done, seconds=20):
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end
+            self.round()
+
+
+def versions_of(progress):
+    found = [e.response.version for e in progress.episodes.values()]
+    found += [chunk[3] for partial in progress.partials for chunk in partial.chunks]
+    return {int(version) for array in found for version in array}
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"), [("one", {3}), ("an older one", set())], ids=["next start", "later start"]
+)
+def test_samples_of_weights_that_a_restart_has_undone_are_dropped(before, kept):
+    """The next start began with 3 and has a version 5 of its own, which is other weights."""
+    again = links_of("two", after=before, began=3, newest=5)
+    rounds = Rounds(links_of("one", newest=3), again)
+    rounds.come(2)
+    rounds.round()
+    (work,) = rounds.sampler._open
+    known = rounds.sampler.progress()[work]
+    rounds.shared.goes[9, NODE] = Progress()  # of no weights
+    rounds.shared.goes[5, NODE] = known  # by version 3
+    rounds.sampler.load("weights 5", 5, cache="keep")
+    rounds.shared.version = rounds.shared.newest = 5
+    rounds.come(4)
+    rounds.round()
+    joins = threading.Thread(target=rounds.talk._rejoin)
+    joins.start()
+    rounds.until(lambda: not joins.is_alive())
+    found = {key[0]: versions_of(progress) for key, progress in rounds.shared.goes.items()}
+    assert found == {9: set()} | ({5: kept} if kept else {})
+    rounds.until(lambda: rounds.shared.version == 5)
+    assert rounds.pulled == [("two", 5)] and rounds.sampler.version == 5
+
+
+def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
+    rounds = Rounds(links_of("one", newest=3), links_of("two", after="one", began=3, newest=3))
+    rounds.come(2)
+    rounds.round()
+    seen = []
+    suspend = functools.partial(rounds.sampler.suspend)
+
+    def slow(dropping):
+        seen.append(rounds.shared.rejoined)
+        return suspend(dropping)
+
+    rounds.sampler.suspend = slow
+    joins = threading.Thread(target=rounds.talk._rejoin)
+    joins.start()
+    rounds.until(lambda: not joins.is_alive())
+    assert seen == [True] and not rounds.shared.rejoined
+
+
+def test_samples_go_to_their_homes_in_frames_of_bounded_size(monkeypatch):
+    found = {}
+    for counter in range(12):
+        episode = single_turn(response_of(request_of(counter), 0, [0] * (1 + counter)))
+        found[counter, NODE] = Progress({0: episode})
+    most = progress_bytes(found[9, NODE])
+    monkeypatch.setattr(worker_talk, "BRING_BYTES", most)
+    frames = worker_talk._by_homes(found, 2)
+    sent = [key for _, samples in frames for key in samples]
+    assert sorted(sent) == sorted(found) and len(frames) > 4
+    for place, samples in frames:
+        assert {key[0] % 2 for key in samples} == {place}
+        assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most
