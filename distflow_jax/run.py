@@ -249,11 +249,8 @@ class Run:
             files.enter_context(self.recorder)  # its report reads what the others leave
             for resource in (self.instruments, self.utilization):
                 files.callback(resource.close)
+            files.callback(self._stop_sampling)  # also where something fails while it starts
             self._start()
-            if self.flow is not None:
-                files.callback(self.flow.close)
-            if self.taker is not None:
-                files.callback(self.taker.close)
             buffered = self.config.coordinator.double_buffer and not self.config.flow.ahead
             batches = _read(self.prepared.loader, self.instruments.spans)
             prompts = files.enter_context(Prefetch(batches, enabled=buffered))
@@ -361,6 +358,13 @@ class Run:
         self._saved_step = step
 
     # -- what surrounds the loop ------------------------------------------------------------------
+
+    def _stop_sampling(self) -> None:
+        """Ends samplers that run ahead, as far as they have begun."""
+        with contextlib.ExitStack() as both:
+            for resource in (self.flow, self.taker):
+                if resource is not None:
+                    both.callback(resource.close)
 
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""

@@ -87,6 +87,8 @@ class Producer:
                 wanted = [p for p in batch if self.wants(p.counter)]
                 self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
                 self._drawn += self.admission.rule.groups
+        if self._drawn >= self.saved.end:  # the rest are prompts of other processes
+            self.saved.keep({prompt.counter for prompt in self._waiting})
         # what an earlier run has begun goes on, even if this one's max_lag is smaller
         ready = [p for p in self._waiting if p.counter < end or p.counter in self.saved]
         beginning = []

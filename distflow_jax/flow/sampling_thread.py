@@ -172,10 +172,13 @@ class SamplingThread:
         with self._lock:
             newest = max(self._inbox, default=producer.sampler.version)
             work = self._order.next(newest)
+            left = None  # taken now: `make_room` drops what nobody needs any more
+            if work is not None and producer.sampler.version < work.version:
+                left = self._leave(work.version)
         if work is None:
             return False
-        if producer.sampler.version < work.version:
-            self._take(work.version)
+        if left is not None:
+            self._load(left, work.version)
         if work.step is None:
             self._evaluations.make(producer.sampler, self._heard)
             with self._lock:
@@ -196,17 +199,25 @@ class SamplingThread:
         return True
 
     def _take(self, version: int) -> None:
-        """Takes weights that have left, in place of those that are held: of this version, or
-        without an order the newest, which may have come in their place meanwhile."""
+        """Takes the newest weights that have left, in place of those that are held: of this version
+        or a later one."""
         with self._lock:
-            if self._order is None:
-                version = max(self._inbox, default=version)
-            left = self._inbox.get(version)
-            if left is None:  # dropped: newer ones are leaving
+            version = max(self._inbox, default=version)
+            if version not in self._inbox:  # dropped: newer ones are leaving
                 return
-            for older in [v for v in self._inbox if v <= version]:
-                del self._inbox[older]
-            self._arriving = True
+            left = self._leave(version)
+        self._load(left, version)
+
+    def _leave(self, version: int) -> Any:
+        """Takes weights out of the inbox, and drops older ones; under the lock."""
+        left = self._inbox[version]
+        for older in [v for v in self._inbox if v <= version]:
+            del self._inbox[older]
+        self._arriving = True
+        return left
+
+    def _load(self, left: Any, version: int) -> None:
+        """Loads weights that are on their way, in place of those that are held."""
         sampler, started = self._producer.sampler, time.monotonic()
         sampler.free_weights()
         with self._arrive(left) as weights:

