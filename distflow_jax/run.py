@@ -249,7 +249,7 @@ class Run:
             files.enter_context(self.recorder)  # its report reads what the others leave
             for resource in (self.instruments, self.utilization):
                 files.callback(resource.close)
-            files.callback(self._stop_sampling)  # also where something fails while it starts
+            files.callback(_stop_sampling, self)  # also where something fails while it starts
             self._start()
             buffered = self.config.coordinator.double_buffer and not self.config.flow.ahead
             batches = _read(self.prepared.loader, self.instruments.spans)
@@ -358,13 +358,6 @@ class Run:
         self._saved_step = step
 
     # -- what surrounds the loop ------------------------------------------------------------------
-
-    def _stop_sampling(self) -> None:
-        """Ends samplers that run ahead, as far as they have begun."""
-        with contextlib.ExitStack() as both:
-            for resource in (self.flow, self.taker):
-                if resource is not None:
-                    both.callback(resource.close)
 
     def _start(self) -> None:
         """Describes the run and starts its samplers, whose memory is then known too."""
@@ -516,6 +509,14 @@ def _offer_weights(run: Run, metrics: dict[str, Any]) -> dict[str, float]:
     if run.flow is None or run.schedule.evaluates_first(step):
         return {}
     return run.flow.publications.offer(step, metrics, needed=run.schedule.evaluates(step))
+
+
+def _stop_sampling(run: Run) -> None:
+    """Ends samplers that run ahead, as far as they have begun."""
+    with contextlib.ExitStack() as both:
+        for resource in (run.flow, run.taker):
+            if resource is not None:
+                both.callback(resource.close)
 
 
 def _write_checkpoint(run: Run, *, with_samples: bool) -> None:

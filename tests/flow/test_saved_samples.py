@@ -1,6 +1,7 @@
 """Samples of a checkpoint: what was saved comes back, to its own prompt, once."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -176,10 +177,20 @@ def test_columns_of_several_lengths_are_refused():
             found.take(1, {"rollout": request})
 
 
-def test_samples_of_other_processes_are_forgotten():
-    """Where the process has drawn all prompts that have samples."""
-    first, second = ({(c, "rollout"): Progress({}, [])} for c in (1, 2)) if False else (None, None)
-    del first, second
+def test_samples_of_other_processes_are_forgotten_and_freed():
+    parts = [make(seed, first=seed, step=2) for seed in (0, 1)]
+    additions = [InMemory(*to_arrays(progress)) for progress, _ in parts]
+    alive = [weakref.ref(addition) for addition in additions]
+    found = SavedSamples(additions)
+    del additions
+    progress, requests = parts[0]
+    found.take(0, asked(requests, 0))
+    found.keep({2, 9})
+    assert found.counters == {2} and found.end == 3 and 1 not in found
+    assert [ref() is None for ref in alive] == [False, True]
+    for node, mine in found.take(2, asked(requests, 2)).items():
+        assert_same(mine, progress[2, node])
+    assert alive[0]() is None and not found.counters
 
 
 def test_nothing_saved():
