@@ -7,7 +7,7 @@ import time
 import types
 
 import pytest
-from support.counted_homes import Sampler, request_of, response_of
+from support.counted_homes import Sampler, length_of, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
@@ -153,3 +153,22 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     rounds.until(lambda: seen)
     shared.saves = None
     assert seen == [kept] and saves() == set()
+
+
+def test_responses_that_ended_elsewhere_take_no_slots():
+    """Of two responses to prompt 4 one came with its group; none of prompt 2."""
+    rounds = Rounds(links_of("one", newest=3), slots=8)
+    episode = single_turn(response_of(request_of(4), 0, [3] * length_of(4, 0)))
+    rounds.come(4, Progress({0: episode}))
+    assert rounds.shared.came[0].lacks == 1
+    rounds.round()
+    assert rounds.shared.room == 7
+    rounds.come(2)
+    rounds.round()
+    assert rounds.shared.room == 5
+    rounds.shared.dropped.add((4, NODE))
+    rounds.come(4, Progress({0: episode}))
+    rounds.round()
+    assert rounds.shared.room == 8 - rounds.worker._under_way()
+    rounds.until(lambda: not rounds.sampler.busy)
+    assert rounds.shared.room == 8

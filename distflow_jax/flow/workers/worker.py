@@ -66,6 +66,7 @@ class Worker:
             links, joining, self._shared, orphan_seconds=pace.orphan, save_seconds=pace.save
         )
         self._open: dict[Key, GroupRequest] = {}
+        self._arrived: dict[Key, int] = {}  # responses of these that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next_save, self._calls = 0.0, 0
@@ -131,7 +132,7 @@ class Worker:
             self._calls = calls
             for key, episodes in ended:
                 shared.goes[key] = Progress({e.response.sample: e for e in episodes})
-            coming = sum(work.request.sampling.num_samples for work in shared.came)
+            coming = sum(work.lacks for work in shared.came)
             under_way = self._under_way()
             shared.times.round(under_way, counts.tokens)
             shared.room = max(0, self._slots - under_way - coming)
@@ -151,7 +152,8 @@ class Worker:
             response = self._ended.popleft()
             if response.prompt.counter in keys:
                 self._ended.append(response)
-        return wanted - len(self._ended)
+        self._arrived = {key: self._arrived[key] for key in self._open}
+        return wanted - sum(self._arrived.values()) - len(self._ended)
 
     def _progress(self) -> dict[Key, Progress]:
         """Samples of all requests that are open, which do not grow any more."""
@@ -173,6 +175,8 @@ class Worker:
         try:
             self._sampler.submit(key, work.request, work.progress)
             self._open[key] = work.request
+            here = {r.sample for r in self._ended if r.prompt.counter == key[0]}
+            self._arrived[key] = len(work.progress.episodes.keys() - here)
         except ValueError as error:
             with shared.lock:
                 shared.failed[key] = str(error)

@@ -31,6 +31,11 @@ class Came:
     request: GroupRequest
     progress: Progress
 
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return self.request.sampling.num_samples - len(self.progress.episodes)
+
 
 @dataclasses.dataclass
 class Shared:
@@ -162,12 +167,12 @@ class Talk:
             answer = self._call(caller, "ask", Frame(told))
             if answer is None:
                 return False
-            work = work_of(answer)
+            work = [Came(held, *one) for one in work_of(answer)]
             wanted.append(int(answer.facts["wanted"][0]))
             newest.append(int(answer.facts["newest"]))
             with shared.lock:
-                shared.came.extend(Came(held, *one) for one in work)
-                shared.room -= sum(request.sampling.num_samples for _, request, _ in work)
+                shared.came.extend(work)
+                shared.room -= sum(one.lacks for one in work)
                 if held == shared.version and not work:
                     shared.asked += 1
                 elif work:
