@@ -7,11 +7,11 @@ import time
 import types
 
 import pytest
-from support.counted_homes import Sampler, request_of, response_of
+from support.counted_homes import Sampler, length_of, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
-from distflow_jax.flow.workers import worker_talk
+from distflow_jax.flow.workers import worker, worker_talk
 from distflow_jax.flow.workers.frames import progress_bytes
 from distflow_jax.flow.workers.home_links import Links
 from distflow_jax.flow.workers.worker import Pace, Worker
@@ -122,3 +122,53 @@ def test_samples_go_to_their_homes_in_frames_of_bounded_size(monkeypatch):
     for place, samples in frames:
         assert {key[0] % 2 for key in samples} == {place}
         assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
+def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
+    seconds, kept, monkeypatch
+):
+    monkeypatch.setattr(worker, "LOAD_SECONDS", seconds)
+    rounds = Rounds(links_of("one", newest=3))
+    shared, swap, seen = rounds.shared, rounds.sampler.load, []
+
+    def saves():
+        with shared.lock:
+            rounds.talk._keep_open()
+            found, shared.saves = shared.saves or {}, None
+        assert all(progress == Progress() for progress in found.values())
+        return {key[0] for key in found}
+
+    def load(params, version, *, cache):
+        rounds.come(6)  # the other thread goes on to ask
+        seen.append(saves())
+        swap(params, version, cache=cache)
+
+    rounds.sampler.load = load
+    rounds.come(2)
+    rounds.round()
+    shared.saves = None
+    assert saves() == set()
+    shared.newest = 4
+    rounds.until(lambda: seen)
+    shared.saves = None
+    assert seen == [kept] and saves() == set()
+
+
+def test_responses_that_ended_elsewhere_take_no_slots():
+    """Of two responses to prompt 4 one came with its group; none of prompt 2."""
+    rounds = Rounds(links_of("one", newest=3), slots=8)
+    episode = single_turn(response_of(request_of(4), 0, [3] * length_of(4, 0)))
+    rounds.come(4, Progress({0: episode}))
+    assert rounds.shared.came[0].lacks == 1
+    rounds.round()
+    assert rounds.shared.room == 7
+    rounds.come(2)
+    rounds.round()
+    assert rounds.shared.room == 5
+    rounds.shared.dropped.add((4, NODE))
+    rounds.come(4, Progress({0: episode}))
+    rounds.round()
+    assert rounds.shared.room == 8 - rounds.worker._under_way()
+    rounds.until(lambda: not rounds.sampler.busy)
+    assert rounds.shared.room == 8

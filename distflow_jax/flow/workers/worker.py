@@ -24,6 +24,7 @@ from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
 from distflow_jax.rollout.requests import GroupRequest, Response
 
 IDLE_SECONDS = 0.02  # between two looks at what other threads have done
+LOAD_SECONDS = 1200.0  # of a load in which groups stay here: a response's and the weights' time
 MOST_LOST = 20  # pulls in a row that trainers may refuse
 LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
 
@@ -61,8 +62,11 @@ class Worker:
         self._pull, self._pace, self._slots, self._cache = pull, pace, slots, cache
         times = SlotTimes(slots)
         self._shared = Shared(version=sampler.version, newest=links.newest, times=times)
-        self._talk = Talk(links, joining, self._shared, orphan_seconds=pace.orphan)
+        self._talk = Talk(
+            links, joining, self._shared, orphan_seconds=pace.orphan, save_seconds=pace.save
+        )
         self._open: dict[Key, GroupRequest] = {}
+        self._arrived: dict[Key, int] = {}  # responses of these that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next_save, self._calls = 0.0, 0
@@ -128,7 +132,7 @@ class Worker:
             self._calls = calls
             for key, episodes in ended:
                 shared.goes[key] = Progress({e.response.sample: e for e in episodes})
-            coming = sum(work.request.sampling.num_samples for work in shared.came)
+            coming = sum(work.lacks for work in shared.came)
             under_way = self._under_way()
             shared.times.round(under_way, counts.tokens)
             shared.room = max(0, self._slots - under_way - coming)
@@ -148,7 +152,8 @@ class Worker:
             response = self._ended.popleft()
             if response.prompt.counter in keys:
                 self._ended.append(response)
-        return wanted - len(self._ended)
+        self._arrived = {key: self._arrived[key] for key in self._open}
+        return wanted - sum(self._arrived.values()) - len(self._ended)
 
     def _progress(self) -> dict[Key, Progress]:
         """Samples of all requests that are open, which do not grow any more."""
@@ -170,6 +175,8 @@ class Worker:
         try:
             self._sampler.submit(key, work.request, work.progress)
             self._open[key] = work.request
+            here = {r.sample for r in self._ended if r.prompt.counter == key[0]}
+            self._arrived[key] = len(work.progress.episodes.keys() - here)
         except ValueError as error:
             with shared.lock:
                 shared.failed[key] = str(error)
@@ -205,17 +212,27 @@ class Worker:
                     self._pulling = None
                 return
             self._pulling = None
-            began = time.monotonic()
-            self._sampler.free_weights()
-            self._sampler.load(future.result(), pulled, cache=self._cache)
-            self.loads, self._lost = self.loads + 1, 0
-            self.load_seconds += time.monotonic() - began
-            with self._shared.lock:
-                self._shared.version, self._shared.asked = pulled, 0
+            self._load(future.result(), pulled)
         elif version is not None:
             future = self._puller.submit(self._pull, self._talk.links, version)
             future.add_done_callback(lambda _: self._shared.wake())
             self._pulling = version, self._talk.links, future
+
+    def _load(self, params: Any, version: int) -> None:
+        """Swaps the weights. An engine may end its responses first, so the leases go on."""
+        shared, began = self._shared, time.monotonic()
+        with shared.lock:
+            shared.kept_open, shared.keep_until = set(self._open), began + LOAD_SECONDS
+        try:
+            self._sampler.free_weights()
+            self._sampler.load(params, version, cache=self._cache)
+        finally:
+            with shared.lock:
+                shared.kept_open, shared.keep_until = set(), 0.0
+        self.loads, self._lost = self.loads + 1, 0
+        self.load_seconds += time.monotonic() - began
+        with shared.lock:
+            shared.version, shared.asked = version, 0
 
     def _note_lost(self, error: BaseException) -> None:
         """Raises what has ended a pull, unless trainers may have newer weights, or be away."""

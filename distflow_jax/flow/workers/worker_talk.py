@@ -31,6 +31,11 @@ class Came:
     request: GroupRequest
     progress: Progress
 
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return self.request.sampling.num_samples - len(self.progress.episodes)
+
 
 @dataclasses.dataclass
 class Shared:
@@ -46,6 +51,9 @@ class Shared:
     # to be brought: samples that the sampler does not go on with, and those that it does
     goes: dict[Key, Progress] = dataclasses.field(default_factory=dict)
     saves: dict[Key, Progress] | None = None
+    # groups that wait while the main thread loads weights, and until when their leases are kept
+    kept_open: set[Key] = dataclasses.field(default_factory=set)
+    keep_until: float = 0.0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
@@ -73,9 +81,18 @@ class Talk:
       links: to the homes of the present start of the run.
     """
 
-    def __init__(self, links: Links, joining: Joining, shared: Shared, *, orphan_seconds: float):
+    def __init__(
+        self,
+        links: Links,
+        joining: Joining,
+        shared: Shared,
+        *,
+        orphan_seconds: float,
+        save_seconds: float,
+    ):
         self.links, self._joining, self._shared = links, joining, shared
-        self._orphan_seconds = orphan_seconds
+        self._orphan_seconds, self._save_seconds = orphan_seconds, save_seconds
+        self._next_keep = 0.0
 
     def serve(self) -> None:
         """Talks until the worker ends, and once more then. Raises what ends it."""
@@ -98,6 +115,7 @@ class Talk:
         """Brings samples, and asks for work; whether anything was brought or came."""
         shared = self._shared
         with shared.lock:
+            self._keep_open()
             goes, saves, shared.saves = dict(shared.goes), shared.saves, None
             failed, shared.failed = shared.failed, {}
         for key, why in failed.items():
@@ -106,6 +124,14 @@ class Talk:
         if saves is not None:
             self._bring({k: p for k, p in saves.items() if k not in goes}, whole=False)
         return self._ask() or sent
+
+    def _keep_open(self) -> None:
+        """Lets the leases go on while the main thread loads weights; under the lock."""
+        shared, now = self._shared, time.monotonic()
+        if shared.saves is None and self._next_keep <= now < shared.keep_until:
+            self._next_keep = now + self._save_seconds
+            keys = shared.kept_open | {work.key for work in shared.came}
+            shared.saves = {key: Progress() for key in keys} or None
 
     def _bring(self, found: dict[Key, Progress], *, whole: bool) -> bool:
         """Brings samples to their homes; `whole`: the worker does not go on with these groups."""
@@ -141,12 +167,12 @@ class Talk:
             answer = self._call(caller, "ask", Frame(told))
             if answer is None:
                 return False
-            work = work_of(answer)
+            work = [Came(held, *one) for one in work_of(answer)]
             wanted.append(int(answer.facts["wanted"][0]))
             newest.append(int(answer.facts["newest"]))
             with shared.lock:
-                shared.came.extend(Came(held, *one) for one in work)
-                shared.room -= sum(request.sampling.num_samples for _, request, _ in work)
+                shared.came.extend(work)
+                shared.room -= sum(one.lacks for one in work)
                 if held == shared.version and not work:
                     shared.asked += 1
                 elif work:

@@ -26,6 +26,32 @@ class CallFailed(Exception):
         self.lost = lost
 
 
+class Connections:
+    """The connections of calls under way, which another thread may end together."""
+
+    def __init__(self):
+        self._lock, self._socks, self._closed = threading.Lock(), set[socket.socket](), False
+
+    def add(self, sock: socket.socket) -> None:
+        """Notes a connection. ConnectionAbortedError if all were ended."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("the engine is closed")
+            self._socks.add(sock)
+
+    def discard(self, sock: socket.socket) -> None:
+        """Forgets a connection."""
+        with self._lock:
+            self._socks.discard(sock)
+
+    def close(self) -> None:
+        """Ends all connections, and those that would be added."""
+        with self._lock:
+            self._closed = True
+            for sock in self._socks:
+                _cut(sock)
+
+
 @dataclasses.dataclass(frozen=True)
 class HttpServer:
     """An HTTP server's address, and the key that it wants."""
@@ -43,21 +69,31 @@ class HttpServer:
             raise ValueError(f"{self.url!r} is no address of an engine; give http://HOST:PORT")
 
     def call(
-        self, method: str, path: str, body: Any = None, *, seconds: float, most_bytes: int
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        seconds: float,
+        most_bytes: int,
+        among: Connections | None = None,
     ) -> bytes:
         """The body of a 2xx answer that came within so many seconds. CallFailed otherwise.
 
-        `body`: sent as JSON; None: no body.
+        `body`: sent as JSON; None: no body. `among`: the connection can be ended with these.
         """
         base = urllib.parse.urlsplit(self.url)
         kind = {"http": http.client.HTTPConnection, "https": _HttpsConnection}[base.scheme]
         connection = kind(base.hostname, base.port, timeout=seconds)
-        end, clock = time.monotonic() + seconds, None
+        among = among or Connections()
+        end, clock, sock = time.monotonic() + seconds, None, None
         try:
             data = None if body is None else json.dumps(body, allow_nan=False).encode()
             connection.connect()
+            sock = connection.sock
+            among.add(sock)
             # a server that sends a byte now and then would never meet the timeout of a socket
-            clock = threading.Timer(end - time.monotonic(), _cut, [connection.sock])
+            clock = threading.Timer(end - time.monotonic(), _cut, [sock])
             clock.daemon = True
             clock.start()
             connection.request(method, base.path.rstrip("/") + path, data, self._headers(data))
@@ -71,6 +107,8 @@ class HttpServer:
         finally:
             if clock is not None:
                 clock.cancel()
+            if sock is not None:
+                among.discard(sock)
             connection.close()
         if not 200 <= response.status < 300:
             raise CallFailed(f"HTTP {response.status} of {path}: {_shown(content)}")

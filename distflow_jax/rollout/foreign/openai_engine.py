@@ -21,7 +21,7 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     Failure,
     Status,
 )
-from distflow_jax.rollout.foreign.http_call import CallFailed, HttpServer
+from distflow_jax.rollout.foreign.http_call import CallFailed, Connections, HttpServer
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.rollout.requests import SamplingParams
 
@@ -114,7 +114,7 @@ class OpenAIEngine:
         self._settings, self._folders = settings, folders
         self._stops, self._seed = sorted(int(stop) for stop in stops), seed
         self._model = settings.model
-        self._threads = AnswerThreads(settings.slots)
+        self._threads, self._answers = AnswerThreads(settings.slots), Connections()
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         """See ForeignEngine."""
@@ -173,6 +173,7 @@ class OpenAIEngine:
     def close(self) -> None:
         """See ForeignEngine."""
         self._threads.close()
+        self._answers.close()  # a process ends when all its threads have
 
     # -- in the threads ---------------------------------------------------------------------------
 
@@ -184,6 +185,7 @@ class OpenAIEngine:
                 self._body(request),
                 seconds=self._settings.try_seconds,
                 most_bytes=_BYTES + _BYTES_PER_TOKEN * request.sampling.limit,
+                among=self._answers,
             )
             yield read_completion(found, request)
         except CallFailed as error:

@@ -1,0 +1,36 @@
+"""What a closed engine leaves behind."""
+
+import socket
+
+import numpy as np
+from support.tiny_model import TINY
+from support.tiny_sampler import TOKENIZER
+
+from distflow_jax.rollout.foreign.engine_protocol import EngineRequest, Failure
+from distflow_jax.rollout.foreign.http_call import HttpServer
+from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
+from distflow_jax.rollout.foreign.weight_folders import WeightFolders
+from distflow_jax.rollout.requests import SamplingParams
+
+
+def test_a_closed_engine_cuts_the_calls_that_run(tmp_path):
+    """The server reads the call and does not answer, for which the engine would wait 600 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20.0)
+        engine = OpenAIEngine(
+            OpenAISettings(HttpServer(f"http://127.0.0.1:{server.getsockname()[1]}"), model="m"),
+            WeightFolders(tmp_path, TINY, TOKENIZER),
+            stops=[],
+            seed=3,
+        )
+        sampling = SamplingParams(num_samples=1, limit=4)
+        engine.submit([EngineRequest(7, 0, 0, np.arange(1, 4, dtype=np.int32), sampling)])
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20.0)
+            assert connection.recv(1)  # it has begun
+            engine.close()
+            while connection.recv(1 << 16):
+                pass
+            (failure,) = engine.results(20.0)
+            assert isinstance(failure, Failure) and failure.id == 7 and failure.lost
