@@ -31,9 +31,9 @@ class Faults:
         self._dead: set[str] = set()
         self.done: collections.Counter[str] = collections.Counter()
 
-    def caller(self, address: str, token: bytes, name: str) -> Caller:
+    def caller(self, address: str, token: bytes, name: str, *, limit_bytes: int) -> Caller:
         """A caller of a worker, in place of Caller."""
-        return _FaultyCaller(address, token, name, self)
+        return _FaultyCaller(address, token, name, self, limit_bytes)
 
     def kill(self, name: str) -> None:
         """Has a worker send nothing from now on, not that it leaves either."""
@@ -63,8 +63,8 @@ class Faults:
 class _FaultyCaller(Caller):
     """A caller of one worker, whose calls may fail on their way, or come twice."""
 
-    def __init__(self, address: str, token: bytes, name: str, faults: Faults):
-        super().__init__(address, token, name)
+    def __init__(self, address: str, token: bytes, name: str, faults: Faults, limit_bytes: int):
+        super().__init__(address, token, name, limit_bytes=limit_bytes)
         self._faults, self._worker = faults, name
         self._later: tuple[str, bytes] | None = None  # a frame that will come once more
 
