@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 
-from distflow_jax.flow.workers.wire import Caller, Unreachable
+from distflow_jax.flow.workers.wire import LIMIT_BYTES, Caller, Unreachable
 
 LOST, UNANSWERED, TWICE, LATE = "lost", "unanswered", "twice", "late"
 SHARES = {LOST: 0.005, UNANSWERED: 0.01, TWICE: 0.05, LATE: 0.02}  # of the calls
@@ -31,7 +31,9 @@ class Faults:
         self._dead: set[str] = set()
         self.done: collections.Counter[str] = collections.Counter()
 
-    def caller(self, address: str, token: bytes, name: str, *, limit_bytes: int) -> Caller:
+    def caller(
+        self, address: str, token: bytes, name: str, *, limit_bytes: int = LIMIT_BYTES
+    ) -> Caller:
         """A caller of a worker, in place of Caller."""
         return _FaultyCaller(address, token, name, self, limit_bytes)
 
