@@ -142,7 +142,7 @@ class SamplingThread:
             newest = max(self._inbox, default=None)
             takes = newest is not None and self._takes(newest)
         if takes:
-            self._take(newest)
+            self._take_newest()
         if self._wanted is not None and self._producer.sampler.version >= self._wanted:
             self._wait_held()
             return True
@@ -198,13 +198,12 @@ class SamplingThread:
         self._round_of_sampler()
         return True
 
-    def _take(self, version: int) -> None:
-        """Takes the newest weights that have left, in place of those that are held: of this version
-        or a later one."""
+    def _take_newest(self) -> None:
+        """Takes the newest weights that have left, in place of those that are held."""
         with self._lock:
-            version = max(self._inbox, default=version)
-            if version not in self._inbox:  # dropped: newer ones are leaving
+            if not self._inbox:  # dropped meanwhile: newer ones are leaving
                 return
+            version = max(self._inbox)
             left = self._leave(version)
         self._load(left, version)
 

@@ -426,7 +426,7 @@ def test_grpo_of_the_readme_runs(place):
 
 @pytest.fixture(scope="module")
 def plans(place):
-    """What plan.py prints of each config, with every optional node and on eight devices."""
+    """Output of plan.py for each config, with every optional node and on eight devices."""
     flags = ["--config.algorithm.kl_coef=0.1", "--config.training.mini_batches=2", "--devices=8"]
     flags.append("--config.training.device_memory_gib=16")  # whatever an eighth of this machine has
     started = {

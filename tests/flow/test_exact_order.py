@@ -106,7 +106,7 @@ def test_a_region_begins_no_group_of_a_step_that_may_not_take_it():
 
 
 def test_a_run_that_ends_has_no_work_of_newer_weights():
-    """What older ones sample is still there: the groups that a checkpoint waits for."""
+    """Work of older ones goes on: the groups that a checkpoint waits for."""
     process = Process(Rule(5, 2), 12, judged=False, last=None, due=lambda version: True)
     while process.admission.finished < 3:
         process.draw.choice((process.sample, process.train))()

@@ -49,7 +49,7 @@ def test_a_process_without_a_group_in_all_that_is_left(tmp_path, bounds):
 
 
 def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
-    """That of a run's last step: it goes on as if the run had not ended there."""
+    """The account after a run's last step goes on as if the run had not ended there."""
     flow, whole = plain_flow(tmp_path, owned(), steps=2), BATCH * SAMPLES * TOKENS
     for step in (1, 2):
         flow.take(step)
@@ -138,7 +138,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
 
 def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
-    """What the checkpoint of step 1 waits for is the evaluation of version 0, then step 2."""
+    """The checkpoint of step 1 waits for the evaluation of version 0, then for step 2."""
     made, ends, end_with = [], threading.Event(), SamplingThread.end_with
 
     def told(self, version):

@@ -222,7 +222,7 @@ def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone()
 
 
 def test_known_responses_count_towards_the_bytes_of_an_answer():
-    """Those of one group that no frame holds are left out: its worker samples them again."""
+    """Responses that no frame holds are left out: the worker samples them again."""
     home = home_of()
     large = dataclasses.replace(piece([0]), size=ANSWER_BYTES // 2 + 1)
     for counter in range(3):

@@ -1,4 +1,4 @@
-"""What the training sees of groups and weights that the thread of a sampler is about to take."""
+"""Groups and weights that the thread of a sampler is about to take, as the training sees them."""
 
 import contextlib
 import itertools
@@ -11,6 +11,7 @@ from support.tiny_model import prompt_of
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts
+from distflow_jax.flow.exact_order import Work
 from distflow_jax.flow.lag_rule import Admission, Rule
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.sampling_thread import SamplingThread
@@ -23,7 +24,7 @@ NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["respon
 
 
 class NoSampler:
-    """What a producer needs of a sampler that never samples."""
+    """The calls of a sampler that a producer makes; it never samples."""
 
     def __init__(self):
         self.version, self.busy, self.counts = 0, False, Counts()
@@ -110,3 +111,46 @@ def test_weights_that_come_while_others_are_taken():
         assert sampler.version == version
     thread.close()
     thread.raise_error()
+
+
+class Overtaken(threading.Condition):
+    """A lock behind whose next release another thread comes first."""
+
+    then = None
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+
+
+def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
+    """The order has given the work away; the trainer makes room for its next weights."""
+    producer = producer_of(NoSampler(), lambda: None, steps=1)
+    lock, evaluated = Overtaken(), []
+    producer.lock = lock
+
+    def next_work(newest):
+        if newest < 1 or evaluated:
+            return None
+        lock.then = thread.make_room
+        return Work(1, None)
+
+    thread = SamplingThread(
+        producer,
+        contextlib.nullcontext,
+        list,
+        order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
+        evaluations=types.SimpleNamespace(
+            make=lambda sampler, heard: evaluated.append(sampler.version)
+        ),
+        cache="keep",
+        buffers=2,
+    )
+    thread.deliver(types.SimpleNamespace(ready=True, version=1), 1)
+    with lock:
+        assert lock.wait_for(lambda: evaluated, 20)
+    thread.close()
+    thread.raise_error()
+    assert evaluated == [1]

@@ -110,7 +110,7 @@ def _exists(case, counter):
 
 
 def check(case, waves, cuts):
-    """What holds of every job."""
+    """Asserts the truths of every job: each group in one wave, and the same waves everywhere."""
     for cut in cuts:
         mini_of = minis_at_once(case, cut)
         mine = [wave for wave in waves if wave.step == cut.step]

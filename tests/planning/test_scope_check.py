@@ -137,7 +137,7 @@ def test_a_state_needs_the_batch(tmp_path):
 
 
 def test_nodes_of_the_guides(tmp_path):
-    """Those of docs/tasks.md, in which one reads what another one writes on the mesh."""
+    """Nodes of docs/tasks.md, in which one reads what another one writes on the mesh."""
     files = [b for b in blocks(ROOT / "docs" / "tasks.md") if b.title.startswith("kl_advantage")]
     for block in files:
         (tmp_path / block.title).write_text(block.text)

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -126,6 +127,20 @@ def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
             assert max(by_step[step - 1]) < min(by_step[step])
     assert all(len(counters) <= PROMPTS for counters in by_step.values())
     assert not unexplained_metrics(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_while_a_run_starts_ends_its_sampler(tmp_path, monkeypatch):
+    """Its thread has begun by then; left alone it would keep the interpreter from ending."""
+
+    def fails(*args):
+        assert [t for t in threading.enumerate() if t.name.startswith("sampler")]
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(run, "make_taker", fails)
+    with pytest.raises(OSError, match="no space left"):
+        run.train_here(config_of("flow.max_lag=1", *PART), tmp_path)
+    assert not [t for t in threading.enumerate() if t.name.startswith("sampler")]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def write_pairs(path: pathlib.Path) -> None:
 
 
 def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
-    """What differs from configs/tiny.py."""
+    """Settings that differ from configs/tiny.py."""
     changed = {"dag": name, "training.steps": STEPS, "eval.dataset": "", "checkpoint.every": STEPS}
     if name in ("dpo", "reward_model"):
         write_pairs(folder / "pairs.jsonl")

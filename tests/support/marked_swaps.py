@@ -19,7 +19,7 @@ from distflow_jax.flow.publishing import swap_turns
 from distflow_jax.flow.sampling_thread import SamplingThread
 
 ROUND_SECONDS = 0.2
-whole, quick = SamplingThread._take, Producer.round
+whole, quick = SamplingThread._take_newest, Producer.round
 
 
 def late(self):
@@ -28,12 +28,12 @@ def late(self):
     return quick(self)
 
 
-def marked(self, version):
+def marked(self):
     """Takes weights, and notes it."""
     producer = self._producer
     before, started = producer.sampler.version, time.monotonic()
     paused = producer.sampler.busy and not producer.has_idle_slots and self._wanted is None
-    whole(self, version)
+    whole(self)
     if producer.sampler.version != before:
         line = [producer.sampler.version, started, time.monotonic(), paused]
         with (pathlib.Path(os.environ["SWAPS"]) / f"{os.getpid()}.jsonl").open("a") as file:
@@ -42,5 +42,5 @@ def marked(self, version):
 
 if __name__ == "__main__":
     swap_turns.FIRST_SECONDS = swap_turns.LEAST_SECONDS = 600.0
-    SamplingThread._take, Producer.round = marked, late
+    SamplingThread._take_newest, Producer.round = marked, late
     run_script("train")

@@ -73,7 +73,7 @@ def _rows_cut_left(encoded: EncodedRows, rows: np.ndarray, most: RowLimits) -> F
         return rows, {}
     empty = np.zeros(len(rows), bool)
     for row in map(int, rows):
-        encoded.lengths(row)  # what is missing, or refused by the model's family, is so here
+        encoded.answers(row)  # one that is missing is refused here
         if dataset[row].images:
             empty[row] = not len(encoded.place(row).last(most.prompt)[0].tokens)
     if empty.all():
