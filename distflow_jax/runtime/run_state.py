@@ -130,7 +130,7 @@ def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
     position = int(info["loader"]["position"])
     if config.flow.ahead and position != first:
         raise ValueError(
-            f"data.prompts_per_step={batch}: the checkpoint of step {step} has another number, "
+            f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "
             f"by which its batch began at prompt {position}; give that again, or start in a new "
             "--workdir"
         )
