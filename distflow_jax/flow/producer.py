@@ -157,6 +157,11 @@ class Producer:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
 
+    @property
+    def lacks_prompts(self) -> bool:
+        """Whether prompts of groups that may begin were not there after `admit`; under `lock`."""
+        return self._drawn < self.admission.end(self.sampler.version)
+
     def wants(self, counter: int) -> bool:
         """Whether the group of a prompt that is drawn is to begin; under `lock`."""
         return self.admission.untrained(counter)

@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ class OutsideSampler:
         shardings = param_shardings(network, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
         self._target = pull_target(abstract_params(network), shardings, dtype)
         self._open: dict[Key, _Open] = {}
+        self._held = -1  # the version that the program has asked for work by
         self._closing, self.ended = threading.Event(), False
         self._beat = threading.Thread(
             target=self._keep_leases, args=(lease_seconds / 3,), name="leases", daemon=True
@@ -53,7 +55,7 @@ class OutsideSampler:
 
     def ask(self, held: int, room: int) -> int:
         """Takes groups for so many responses by a version; returns the newest version."""
-        newest = []
+        self._held, newest = held, []
         for caller in self._links.callers:
             answer = self._call(caller, "ask", Frame({"version": held, "room": room}))
             if self.ended:
@@ -119,10 +121,20 @@ class OutsideSampler:
         return answer
 
     def _keep_leases(self, seconds: float) -> None:
-        while not self._closing.wait(seconds) and not self.ended:
-            with self._lock:
-                held = {key: Progress() for key in self._open}
-            try:
-                self._bring(held, goes_on=True, calls=0)
-            except (Unreachable, Refused):
-                time.sleep(seconds)  # the next call of the program says why
+        """Tells homes that the program lives, and that its groups are under way."""
+        with ThreadPoolExecutor(1, thread_name_prefix="beat") as pool:
+            while not self._closing.wait(seconds) and not self.ended:
+                try:
+                    beat = pool.submit(self._tell_of_life)
+                except RuntimeError:  # the interpreter ends, and close() was not called
+                    return
+                try:
+                    beat.result()
+                except (Unreachable, Refused):
+                    time.sleep(seconds)  # the next call of the program says why
+
+    def _tell_of_life(self) -> None:
+        with self._lock:
+            held = {key: Progress() for key in self._open}
+        self._bring(held, goes_on=True, calls=0)
+        self.ask(self._held, 0)  # homes of no group hear of it too

@@ -14,6 +14,7 @@ from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.homes.home_thread import HomeThread
+from distflow_jax.flow.homes.open_group import Piece
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.producer import SamplingNode
@@ -99,6 +100,23 @@ def test_trainers_without_a_worker_say_so_each_minute_until_one_comes(waiting):
     assert thread.starved == ["gen"]
     home.heard("w", after.clock.now)
     assert len(after(1.0)) == 2 and thread.starved == []
+
+
+def test_prompts_that_nobody_puts_count_as_waiting(waiting):
+    home, thread, after = waiting
+    after(0.0)
+    whole = Piece(1, 0, 0, True, None)
+    for work in home.ask("w", 0, 100, 0.0):
+        home.bring("w", work.group.key, {0: whole, 1: whole}, 0.0)
+    home.leave("w")
+    assert home.num_open == 0
+    assert after(STARVED + 1) == [] and thread.starved == []
+    home.publish(1)  # groups of step 3 may begin, and have no prompts
+    after(0.0)
+    assert thread.starved == []
+    (line,) = after(STARVED + 1)
+    assert "0 groups wait for one, and prompts are missing; start one" in line
+    assert thread.starved == ["gen"]
 
 
 def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(waiting):

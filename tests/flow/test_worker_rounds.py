@@ -1,6 +1,7 @@
 """Rounds of a worker, one by one: what it keeps, drops and takes, without homes."""
 
 import collections
+import dataclasses
 import functools
 import threading
 import time
@@ -12,12 +13,14 @@ from support.counted_homes import Sampler, length_of, request_of, response_of
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.workers import worker, worker_talk
-from distflow_jax.flow.workers.frames import progress_bytes
+from distflow_jax.flow.workers.frames import Frame, progress_bytes, samples_of, work_frame
 from distflow_jax.flow.workers.home_links import Links
 from distflow_jax.flow.workers.worker import Pace, Worker
 from distflow_jax.flow.workers.worker_talk import Came
+from distflow_jax.rollout.requests import SamplingParams
 
 NODE = "gen"
+FACTS = {"incarnation": "one", "ended": False, "newest": 3, "wanted": [3]}
 
 
 def links_of(incarnation, *, after="", began=0, newest=0):
@@ -117,11 +120,46 @@ def test_samples_go_to_their_homes_in_frames_of_bounded_size(monkeypatch):
     most = progress_bytes(found[9, NODE])
     monkeypatch.setattr(worker_talk, "BRING_BYTES", most)
     frames = worker_talk._by_homes(found, 2)
-    sent = [key for _, samples in frames for key in samples]
+    assert not any(more for _, _, more in frames)
+    sent = [key for _, samples, _ in frames for key in samples]
     assert sorted(sent) == sorted(found) and len(frames) > 4
-    for place, samples in frames:
+    for place, samples, _ in frames:
         assert {key[0] % 2 for key in samples} == {place}
         assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most
+
+
+def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monkeypatch):
+    """The home knows response 1; 0, 2 and 3 end here one after the other."""
+    links = dataclasses.replace(links_of("one", newest=3), callers=(None,))
+    rounds, key = Rounds(links), (2, NODE)
+    request = request_of(2)
+    ended = {s: single_turn(response_of(request, s, [3] * 10)) for s in range(4)}
+    monkeypatch.setattr(worker_talk, "BRING_BYTES", progress_bytes(Progress({0: ended[0]})))
+    brought, answers = [], []
+
+    def call(caller, method, frame):
+        if method == "ask":
+            return work_frame(FACTS, [(key, request, Progress({1: ended[1]}))])
+        requests = {key: dataclasses.replace(request, sampling=SamplingParams(4, 16))}
+        found = samples_of(frame, requests).get(key, Progress())
+        brought.append((sorted(found.episodes), frame.facts["goes_on"]))
+        return Frame(FACTS | {"dropped": answers.pop() if answers else []})
+
+    monkeypatch.setattr(rounds.talk, "_call", call)
+    rounds.shared.room = 8
+    rounds.talk._ask()
+    saves = {key: Progress({1: ended[1], 0: ended[0]})}
+    for _ in range(2):
+        rounds.talk._bring(saves, whole=False)
+    assert brought == [([0], True), ([], True)]
+    rounds.shared.goes[key] = Progress(ended)
+    rounds.talk._bring({key: Progress(ended)}, whole=True)
+    assert brought[2:] == [([2], True), ([3], False)]
+    assert not rounds.shared.goes and not rounds.talk._told
+    rounds.talk._bring(saves, whole=False)
+    answers.append([list(key)])  # the home has given the group to another worker
+    rounds.talk._bring(saves, whole=False)
+    assert rounds.shared.dropped == {key} and not rounds.talk._told
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])

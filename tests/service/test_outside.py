@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import time
 
+import numpy as np
 import pytest
 from support.paths import ROOT
 
 import distflow_jax as df
+from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.service.prompt_store import NotPutYet, PromptStore
 from distflow_jax.service.trainer import Trainer
@@ -19,11 +22,11 @@ SMALL = {
     "mesh.devices": "0:1",
     "observe.trackers": (),
 }
+LAGGING = {"flow.workers": True, "flow.max_lag": 1, "eval.dataset": ""}
 
 
 def config_of(**changes):
-    values = {"flow.workers": True, "flow.max_lag": 1, "eval.dataset": ""}
-    return df.load_config("tiny", SMALL | values | changes).config
+    return df.load_config("tiny", SMALL | LAGGING | changes).config
 
 
 @pytest.mark.slow
@@ -104,3 +107,26 @@ def test_a_training_without_the_prompts_of_a_step_ends_when_it_is_closed(tmp_pat
     trainer.close()
     assert trainer.weight_sync_notify() is None
     assert not (tmp_path / "doors.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_training_without_the_prompts_of_a_later_step_ends_with_its_checkpoint(tmp_path):
+    seconds = {"flow.lease_seconds": 1.0, "flow.starved_seconds": 5.0, "flow.save_seconds": 0.5}
+    corrected = {"algorithm.correction": "token_tis"}
+    config = df.load_config("tiny", SMALL | LAGGING | corrected | seconds).config
+    trainer = Trainer(config, tmp_path)
+    trainer.init_engines()
+    trainer.put_prompts_data([{"prompt": "1 + 2 =", "ground_truth": "3"}] * 4)
+    weights = trainer.weight_sync_notify()
+    assert weights.version == 0
+    time.sleep(6.0)  # the program lives, and has nothing to sample for longer than a lease
+    uids = trainer.get_experience_data()["uid"]
+    assert len(uids) == 8
+    stop = min(open_model(config.model.source).tokenizer.stop_ids)
+    responses = [np.full(1, stop, np.int32)] * 8
+    trainer.put_experience_data({"uid": uids, "response": responses, "rollout_logp": [[-1.0]] * 8})
+    assert trainer.weight_sync_notify(0).version == 1
+    with pytest.raises(RuntimeError, match="exit code 75"):
+        trainer.close()
+    assert (tmp_path / "checkpoints" / "1").exists()

@@ -198,7 +198,8 @@ class Home:
     ) -> bool:
         """Takes what a worker knows of a group's responses; whether it has the group from now on.
 
-        With `goes_on` it would work on: that prolongs its lease, and a worker whose lease has ended
+        Responses that have ended may be left out once they are known here. With `goes_on` the
+        worker would work on: that prolongs its lease, and a worker whose lease has ended
         gets it back if it brings something and nobody else has it. Otherwise it is for others.
         """
         self.heard(worker, now)
@@ -206,7 +207,7 @@ class Home:
         if one is None:
             self.counts.unknown += 1
             return False
-        lacked, brought = one.lacks, sum(piece.tokens for piece in pieces.values())
+        lacked, brought = one.lacks, sum(piece.tokens for piece in {**one.ended, **pieces}.values())
         for sample, piece in pieces.items():
             self._learn(one, sample, piece)
         has = one.worker == worker

@@ -119,9 +119,13 @@ class HomeThread:
             standings.lapsed.clear()
 
     def _unserved(self) -> list[str]:
-        """Nodes that groups wait for, and no worker runs that gives what it got; under the lock."""
+        """Nodes that groups wait for, and no worker runs that gives what it got; under the lock.
+
+        Groups whose prompts are missing wait too: nobody is there who would put them.
+        """
         home = self._home
-        sampling = home.num_open > 0 and not home.standings.giving(home.workers)
+        waiting = home.num_open > 0 or self._producer.lacks_prompts
+        sampling = waiting and not home.standings.giving(home.workers)
         return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
 
     def _look_for_workers(self) -> None:
@@ -130,13 +134,14 @@ class HomeThread:
             missing = self._unserved()
             served = bool(missing) and missing[0] in self._tasks.served
             groups = self._tasks.num_open(missing[0]) if served else self._home.num_open
+            lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
         if not missing:
             self._alone_since = self._told = now
         elif now - self._told >= TELL_SECONDS:
             self._told = now
             log.warning(
-                "no worker%s was at work for %.0f s, and %d groups wait for one; start one: %s%s",
+                "no worker%s was at work for %.0f s, and %d groups wait for one%s; start one: %s%s",
                 f" that runs node {missing[0]!r}" if served else "",
-                *(now - self._alone_since, groups, self._how),
+                *(now - self._alone_since, groups, lacking, self._how),
                 f" --nodes={missing[0]}" if served else "",
             )

@@ -15,7 +15,7 @@ from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 from distflow_jax.rollout.requests import GroupRequest
 
-BRING_BYTES = 32 << 20  # of the samples in one frame, but for a single group
+BRING_BYTES = 32 << 20  # of the samples in one frame, but for a single response
 WAIT_SECONDS = 0.02  # between two looks at another thread
 ASK_SECONDS = 0.1  # between two questions that were answered by nothing
 
@@ -93,6 +93,7 @@ class Talk:
         self.links, self._joining, self._shared = links, joining, shared
         self._orphan_seconds, self._save_seconds = orphan_seconds, save_seconds
         self._next_keep = 0.0
+        self._told: dict[Key, set[int]] = {}  # ended responses that the homes have, by sample
 
     def serve(self) -> None:
         """Talks until the worker ends, and once more then. Raises what ends it."""
@@ -119,6 +120,7 @@ class Talk:
             goes, saves, shared.saves = dict(shared.goes), shared.saves, None
             failed, shared.failed = shared.failed, {}
         for key, why in failed.items():
+            self._told.pop(key, None)
             self._call(self.links.home_of(key[0]), "fail", Frame({"keys": [list(key)], "why": why}))
         sent = self._bring(goes, whole=True)
         if saves is not None:
@@ -134,24 +136,37 @@ class Talk:
             shared.saves = {key: Progress() for key in keys} or None
 
     def _bring(self, found: dict[Key, Progress], *, whole: bool) -> bool:
-        """Brings samples to their homes; `whole`: the worker does not go on with these groups."""
+        """Brings samples to their homes; `whole`: the worker does not go on with these groups.
+
+        A response that has ended is brought once.
+        """
         shared = self._shared
-        frames = _by_homes(found, len(self.links.callers))
-        for place, samples in frames:
+        untold = {key: self._untold(key, progress) for key, progress in found.items()}
+        frames = _by_homes(untold, len(self.links.callers))
+        for place, samples, more in frames:
             with shared.lock:
                 calls, shared.calls = shared.calls, 0
-            frame = samples_frame({"calls": calls, "goes_on": not whole}, samples)
+            frame = samples_frame({"calls": calls, "goes_on": more or not whole}, samples)
             answer = self._call(self.links.callers[place], "bring", frame)
             if answer is None:
                 return False
+            gone = {(int(c), str(node)) for c, node in answer.facts.get("dropped", [])}
             with shared.lock:
-                if whole:
-                    for key in samples:
+                for key, progress in samples.items():
+                    self._told.setdefault(key, set()).update(progress.episodes)
+                    if whole and not more:
                         shared.goes.pop(key, None)
-                else:
-                    dropped = answer.facts.get("dropped", [])
-                    shared.dropped |= {(int(c), str(node)) for c, node in dropped}
+                    if key in gone or (whole and not more):
+                        del self._told[key]
+                if not whole:
+                    shared.dropped |= gone
         return bool(frames)
+
+    def _untold(self, key: Key, progress: Progress) -> Progress:
+        """The part of a request's samples that its home does not have."""
+        told = self._told.get(key, set())
+        episodes = {s: e for s, e in progress.episodes.items() if s not in told}
+        return Progress(episodes, progress.partials)
 
     def _ask(self) -> bool:
         shared, came, wanted, newest = self._shared, 0, [], []
@@ -168,6 +183,7 @@ class Talk:
             if answer is None:
                 return False
             work = [Came(held, *one) for one in work_of(answer)]
+            self._told |= {one.key: set(one.progress.episodes) for one in work}
             wanted.append(int(answer.facts["wanted"][0]))
             newest.append(int(answer.facts["newest"]))
             with shared.lock:
@@ -208,6 +224,7 @@ class Talk:
             self._shared.newest, self._shared.asked = links.newest, 0
             self._shared.wanted = ()
             if links.incarnation != before:
+                self._told.clear()
                 self._shared.came.clear()
                 self._shared.rejoined, self._shared.kept = True, links.kept_of(before)
                 log.warning("the run was started again after step %d", links.began)
@@ -216,18 +233,41 @@ class Talk:
                     self._shared.lock.wait(WAIT_SECONDS)
 
 
-def _by_homes(found: dict[Key, Progress], homes: int) -> list[tuple[int, dict[Key, Progress]]]:
-    """Samples by home, in frames of at most BRING_BYTES, or of one group."""
-    frames: list[tuple[int, dict[Key, Progress]]] = []
+def _by_homes(
+    found: dict[Key, Progress], homes: int
+) -> list[tuple[int, dict[Key, Progress], bool]]:
+    """Samples by home, in frames of at most BRING_BYTES, or of one response.
+
+    Returns of each frame the home, the samples, and whether more of them follow in a later one.
+    """
+    early: list[tuple[int, dict[Key, Progress], bool]] = []
+    frames: list[tuple[int, dict[Key, Progress], bool]] = []
     for place in range(homes):
         size = BRING_BYTES + 1
         for key, progress in found.items():
             if key[0] % homes != place:
                 continue
-            own = progress_bytes(progress)
+            *parts, last = _parts(progress)
+            early += [(place, {key: part}, True) for part in parts]
+            own = progress_bytes(last)
             if size + own > BRING_BYTES:
                 size = 0
-                frames.append((place, {}))
+                frames.append((place, {}, False))
             size += own
-            frames[-1][1][key] = progress
-    return frames
+            frames[-1][1][key] = last
+    return early + frames
+
+
+def _parts(progress: Progress) -> list[Progress]:
+    """Samples of a request in parts of at most BRING_BYTES, or of one response; the last one has
+    those under way."""
+    parts, size = [Progress()], 0
+    for sample, episode in progress.episodes.items():
+        own = progress_bytes(Progress({sample: episode}))
+        if parts[-1].episodes and size + own > BRING_BYTES:
+            parts.append(Progress())
+            size = 0
+        size += own
+        parts[-1].episodes[sample] = episode
+    parts[-1].partials = progress.partials
+    return parts
