@@ -1,7 +1,6 @@
 """Prompts in a global order that is the same for any number of processes."""
 
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -235,14 +234,13 @@ class Loader:
 
     def _with_images(self, drafts: list[tuple[Prompt, Sequence[ImageSource]]]) -> list[Prompt]:
         """Prompts with their images, which are read together."""
-        sources = [source for _, images in drafts for source in images]
-        if not sources:
+        if not any(sources for _, sources in drafts):
             return [prompt for prompt, _ in drafts]
         assert isinstance(self._tokenizer, SeeingTokenizer)  # EncodedRows has refused others
-        images = iter(read_images(sources, self._tokenizer.layout))
+        images = read_images([sources for _, sources in drafts], self._tokenizer.layout)
         return [
-            dataclasses.replace(prompt, images=tuple(itertools.islice(images, len(of_prompt))))
-            for prompt, of_prompt in drafts
+            dataclasses.replace(prompt, images=found)
+            for (prompt, _), found in zip(drafts, images, strict=True)
         ]
 
     def _draft(

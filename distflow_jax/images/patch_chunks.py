@@ -11,6 +11,9 @@ import numpy as np
 from distflow_jax.images.prompt_images import PromptImages
 from distflow_jax.images.record import ImagePatches
 
+# of a chunk, so that the window numbers of models/vision/encode.py are below 2 ** 31
+MOST_SEGMENTS = 2047
+
 
 @dataclasses.dataclass(frozen=True)
 class PatchSizes:
@@ -80,25 +83,24 @@ class ChunkPlan:
         Patches of a window lie side by side, so that tiles of other windows can be left out. None,
         and nothing is written, where they do not fit any more.
         """
-        before = list(self._filled)
+        filled, numbers = list(self._filled), list(self._numbers)
         runs, places = segment_runs(images), []
         for _, count in runs:
-            free = (c for c, n in enumerate(self._filled) if n + count <= self.sizes.chunk)
-            chunk = next(free, None)
+            free = (c for c, n in enumerate(filled) if n + count <= self.sizes.chunk)
+            chunk = next((c for c in free if numbers[c] < MOST_SEGMENTS), None)
             if chunk is None:
-                self._filled = before
                 return None
-            places.append((chunk, self._filled[chunk]))
-            self._filled[chunk] += count
-        where = []
-        for (first, count), (chunk, start) in zip(runs, places, strict=True):
+            numbers[chunk] += 1
+            places.append((chunk, filled[chunk], numbers[chunk]))
+            filled[chunk] += count
+        self._filled, self._numbers, where = filled, numbers, []
+        for (first, count), (chunk, start, number) in zip(runs, places, strict=True):
             target = slice(start, start + count)
             order = self._order(images.positions[first : first + count])
             source = first + _patches_of(order, self.sizes.merge)
             into.patches[chunk, target] = images.patches[source]
             into.positions[chunk, target] = images.positions[source]
-            self._numbers[chunk] += 1
-            into.segments[chunk, target] = self._numbers[chunk]
+            into.segments[chunk, target] = number
             feature = (chunk * self.sizes.chunk + start) // self.sizes.merge
             where.append(feature + np.argsort(order).astype(np.int32))
         return np.concatenate(where)

@@ -23,7 +23,7 @@ MOST_PIXELS = 64 << 20  # of one image; a decoded one takes three bytes each
 MOST_BYTES = 256 << 20  # of one file
 MOST_RATIO = 200  # of the longer side to the shorter one
 LEAST_SIDE = 2
-PREVIEW = 256  # pixels of a side of an image whose patches are cut
+PREVIEW = 256  # pixels of a side of an image whose patches are cut, where it is alone in its prompt
 _ORIENTATION = 0x0112  # of EXIF
 _TURNED = (5, 6, 7, 8)  # orientations that swap height and width
 _TIFF_SIDES = (0x0100, 0x0101)  # tags of the width and height before it is turned
@@ -130,14 +130,14 @@ class _Refused(Exception):
     """A picture that is not taken; the text is the problem and its fix."""
 
 
-def preview(pixels: np.ndarray) -> np.ndarray:
-    """A picture, uint8 [H, W, 3], with sides of at most PREVIEW pixels."""
+def preview(pixels: np.ndarray, side: int = PREVIEW) -> np.ndarray:
+    """A picture, uint8 [H, W, 3], with sides of at most so many pixels."""
     height, width = pixels.shape[:2]
-    if max(height, width) <= PREVIEW:
+    if max(height, width) <= side:
         return pixels
     image = pillow.load()
     picture = image.fromarray(pixels)
-    picture.thumbnail((PREVIEW, PREVIEW), image.Resampling.BOX)
+    picture.thumbnail((side, side), image.Resampling.BOX)
     return np.array(picture)
 
 

@@ -7,13 +7,15 @@ data set counted. A placeholder that stands in prose is tokenized as the text th
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from distflow_jax.images.picture_files import ImageSource, preview
+from distflow_jax.images.picture_files import PREVIEW, ImageSource, preview
 from distflow_jax.images.record import MARK, Image, ImageLayout, ImageSize, image_of
 
 # a conversation of which a chat template can render the next turn
@@ -173,24 +175,38 @@ def size_in_layout(source: ImageSource, layout: ImageLayout) -> ImageSize:
     return _named(source.place, layout, *source.size())
 
 
-def read_image(source: ImageSource, layout: ImageLayout) -> Image:
-    """Decodes an image and cuts it into its family's patches. Raises ValueError."""
+def read_image(source: ImageSource, layout: ImageLayout, images: int = 1) -> Image:
+    """Decodes an image and cuts it into its family's patches. Raises ValueError.
+
+    `images`: those of its prompt, whose previews together are no larger than one alone.
+    """
     image = image_of(source.pixels())
     size = _named(source.place, layout, *image.pixels.shape[:2])
-    return with_patches(image, layout, size)
+    return with_patches(image, layout, size, images)
 
 
-def read_images(sources: Sequence[ImageSource], layout: ImageLayout) -> list[Image]:
-    """`read_image` of each, several at a time: Pillow works without Python's lock."""
-    workers = min(len(sources), os.cpu_count() or 1, _MOST_WORKERS)
+def read_images(
+    prompts: Sequence[Sequence[ImageSource]], layout: ImageLayout
+) -> list[tuple[Image, ...]]:
+    """`read_image` of the images of prompts, several at a time: Pillow works without Python's
+    lock."""
+    read = functools.partial(read_image, layout=layout)
+    work = [(source, len(sources)) for sources in prompts for source in sources]
+    workers = min(len(work), os.cpu_count() or 1, _MOST_WORKERS)
     if workers < 2:
-        return [read_image(source, layout) for source in sources]
-    with concurrent.futures.ThreadPoolExecutor(workers, "images") as pool:
-        return list(pool.map(functools.partial(read_image, layout=layout), sources))
+        images = [read(source, images=number) for source, number in work]
+    else:
+        with concurrent.futures.ThreadPoolExecutor(workers, "images") as pool:
+            images = list(pool.map(lambda one: read(one[0], images=one[1]), work))
+    found = iter(images)
+    return [tuple(itertools.islice(found, len(sources))) for sources in prompts]
 
 
-def with_patches(image: Image, layout: ImageLayout, size: ImageSize | None = None) -> Image:
-    """An image with its patches, which are cut once; the pixels become a preview."""
+def with_patches(
+    image: Image, layout: ImageLayout, size: ImageSize | None = None, images: int = 1
+) -> Image:
+    """An image with its patches, which are cut once; the pixels become a preview. `images` as of
+    read_image."""
     if image.patches is not None:
         return image
     size = size or layout.size(*image.pixels.shape[:2])
@@ -199,7 +215,8 @@ def with_patches(image: Image, layout: ImageLayout, size: ImageSize | None = Non
         raise ValueError(
             f"the layout cut {patches.features} features and had announced {size.features}"
         )
-    return Image(preview(image.pixels), image.digest, patches, size.shrunk)
+    small = preview(image.pixels, math.isqrt(PREVIEW**2 // images))
+    return Image(small, image.digest, patches, size.shrunk)
 
 
 def _named(place: str, layout: ImageLayout, height: int, width: int) -> ImageSize:

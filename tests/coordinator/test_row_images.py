@@ -1,5 +1,7 @@
 """Patches beside rows: a prompt's once in each row, in chunks, and the same after a transfer."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.seeing import MODELS, seeing_prompt, seeing_samples, sizes_of
@@ -9,7 +11,7 @@ from distflow_jax.batch import RowShape
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
-from distflow_jax.images.patch_chunks import ChunkPlan, PatchSizes, chunks_for
+from distflow_jax.images.patch_chunks import MOST_SEGMENTS, ChunkPlan, PatchSizes, chunks_for
 from distflow_jax.images.prompt_images import (
     content_keys,
     from_bytes,
@@ -20,6 +22,7 @@ from distflow_jax.images.prompt_images import (
 from distflow_jax.images.record import ImagePatches
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.layout import Layout
+from distflow_jax.models.vision.encode import window_segments
 
 SHAPE = RowShape(1, 6, 128, 8)
 
@@ -77,6 +80,17 @@ def test_patches_of_a_window_lie_side_by_side():
         np.testing.assert_array_equal(places, at)
     windows = [tuple(x) for x in (chunks.positions[0, :count] // 4).tolist()]
     assert windows == sorted(windows)
+
+
+def test_a_chunk_has_no_more_images_than_its_windows_have_numbers():
+    one = ImagePatches(np.ones((4, 3), np.uint8), np.zeros((4, 2), np.int32), np.ones(4), 1, (1, 1))
+    sizes = PatchSizes(4 * 2050, 2, 3, 2, 4, window=4)
+    plan, chunks = ChunkPlan(sizes), sizes.empty()
+    for _ in range(2 * MOST_SEGMENTS):
+        assert plan.add(one, chunks) is not None
+    assert plan.add(one, chunks) is None
+    numbers = window_segments(SimpleNamespace(window=4), chunks.positions, chunks.segments)
+    assert all(len(np.unique(row[row > 0])) == MOST_SEGMENTS for row in np.asarray(numbers))
 
 
 def test_rows_that_several_processes_hold_are_counted_by_one():

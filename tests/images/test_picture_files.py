@@ -181,5 +181,6 @@ def test_equal_pixels_are_one_image_in_any_format():
 
 def test_a_preview_is_small():
     assert preview(noise(400, 900)).shape == (114, PREVIEW, 3)
+    assert preview(noise(400, 900), 90).shape == (40, 90, 3)
     small = noise(20, 30)
     assert preview(small) is small

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from support.plain_layout import END, PLACEHOLDER, START, PlainLayout
 
-from distflow_jax.images.picture_files import Drawing
-from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout, with_patches
+from distflow_jax.images.picture_files import PREVIEW, Drawing
+from distflow_jax.images.placing import (
+    SeeingTokenizer,
+    read_image,
+    read_images,
+    size_in_layout,
+    with_patches,
+)
 from distflow_jax.images.record import ImageSize, image_of
 from distflow_jax.models.tokenizer import Tokenizer
 
@@ -177,3 +183,12 @@ def test_an_image_is_cut_once_and_shrunk_to_its_limit():
 
     with pytest.raises(ValueError, match="cut 15 features and had announced 99"):
         read_image(source, Wrong())
+
+
+def test_previews_of_one_prompt_are_together_no_larger_than_one():
+    pixels = np.zeros((300, 300, 3), np.uint8)
+    source = Drawing("task, image 1", 300, 300, lambda: pixels)
+    one, none, seven = read_images([[source], [], [source] * 7], PlainLayout(most=16))
+    assert none == () and len(seven) == 7
+    assert one[0].pixels.shape == (PREVIEW, PREVIEW, 3)
+    assert 0.9 * one[0].pixels.size < sum(x.pixels.size for x in seven) <= one[0].pixels.size
