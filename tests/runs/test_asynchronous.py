@@ -87,7 +87,8 @@ def check_batches(uids, *, steps=STEPS):
     assert len(uids) == PROMPTS * steps * SAMPLES
 
 
-@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 3])
 def test_samplers_that_share_the_trainers_devices(tmp_path, lag):
     """Rollouts end when the step has its groups; the others go on under the next weights."""
     config = config_of(f"flow.max_lag={lag}", "rollout.max_response_length=24")

@@ -96,7 +96,9 @@ def check(name, found):
     [
         ("smolvlm", True, dict(attention_block=16, remat="full")),
         pytest.param("smolvlm", False, dict(remat="none"), marks=pytest.mark.slow),
-        ("qwen2_5_vl", True, dict(remat="full", tower=Form(16))),
+        pytest.param(
+            "qwen2_5_vl", True, dict(remat="full", tower=Form(16)), marks=pytest.mark.slow
+        ),
         pytest.param(
             "qwen3_vl", True, dict(attention_block=16, tower=Form(32)), marks=pytest.mark.slow
         ),

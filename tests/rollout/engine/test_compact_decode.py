@@ -57,7 +57,7 @@ def occupied(engine, params):
     ("axes", "changes"),
     [
         ((1, 1), {}),
-        ((2, 1), {}),
+        pytest.param((2, 1), {}, marks=pytest.mark.slow),
         pytest.param((2, 2), {}, marks=pytest.mark.slow),
         pytest.param((1, 1), {"speculative_tokens": 2}, marks=pytest.mark.slow),
     ],

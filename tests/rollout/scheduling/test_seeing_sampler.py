@@ -75,7 +75,7 @@ def check(name, responses, temperature=1.0):
     "name",
     [
         "smolvlm",
-        "qwen3_vl",
+        pytest.param("qwen3_vl", marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
         pytest.param("gemma3", marks=pytest.mark.slow),
     ],
