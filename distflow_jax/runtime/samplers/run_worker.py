@@ -109,7 +109,9 @@ def run_worker(
             return EXIT_DONE
         if served.samples:
             ended = files.enter_context(serving(service, stop.is_set))
-            return _sample(asked, Joining(join, name, tables), name, ended)
+            code = _sample(asked, Joining(join, name, tables), name, ended)
+            # the end of the run may have reached the service alone
+            return EXIT_DONE if service.finished else code
         service.serve(stop.is_set)
     print(f"ended after {service.served} nodes of groups", flush=True)
     return EXIT_DONE if service.finished else EXIT_PREEMPTED
