@@ -593,9 +593,11 @@ def _never() -> bool:
 
 
 def _give_step(plan: Plan, store: FieldStore, step: int) -> None:
-    """Puts what the loop gives for responses that were sampled ahead."""
-    for field, column in _with_step(plan, {"uid": store.uid}, step).items():
-        store.put(None, field, column)
+    """Puts what the loop gives for responses that were sampled ahead, of which nodes may have
+    dropped some."""
+    if STEP in dict(plan.loader_fields):
+        entries = store.uid if store.is_shared((None, STEP)) else store.own
+        store.put(None, STEP, np.full(len(entries), step, np.int64))
 
 
 def _with_step(plan: Plan, given: dict[str, Any], step: int) -> dict[str, Any]:

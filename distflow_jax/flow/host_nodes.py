@@ -98,10 +98,11 @@ class NodesAhead:
         if self.until is None:
             return
         verdicts = np.asarray(self.until(group.store.columns), bool)
-        if verdicts.shape != (len(group.store.uid),):
+        responses = len(group.store.own)  # a node may have dropped some
+        if verdicts.shape != (responses,):
             raise ValueError(
-                f"the region's `until` gave {verdicts.shape} verdicts for {len(group.store.uid)} "
-                "responses: one bool for each is needed"
+                f"the region's `until` gave {verdicts.shape} verdicts for {responses} responses: "
+                "one bool for each is needed"
             )
         group.keep = bool(verdicts.all())
 
