@@ -408,7 +408,10 @@ class Run:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
         coordinator, region = self.runtime.coordinator, self.prepared.plan.region
         if region is None:
-            coordinator.begin(self._draw(prompts))
+            given = self._draw(prompts)
+            if given is None:
+                raise EndOfData
+            coordinator.begin(given)
             return None
         return Rounds(
             coordinator,

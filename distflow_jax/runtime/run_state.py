@@ -118,6 +118,14 @@ def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
     Steps of a region, or of a budget of tokens, end amid a batch.
     """
     counter, batch = info.get("counter"), config.data.prompts_per_step
+    position = int(info["loader"]["position"])
+    if counter is None or not config.flow.ahead:
+        if position % batch:
+            raise ValueError(
+                f"data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
+                f"{position} prompts, which are no whole number of such batches, so some would be "
+                "trained on twice; give the number of before, or start in a new --workdir"
+            )
     if counter is None:
         return
     first = counter // batch * batch
@@ -127,7 +135,6 @@ def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
             f"flow.max_lag=0 steps take whole batches, so prompts from {first} on would be trained "
             "on twice; give flow.max_lag again, or start in a new --workdir"
         )
-    position = int(info["loader"]["position"])
     if config.flow.ahead and position != first:
         raise ValueError(
             f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "

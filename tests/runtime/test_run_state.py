@@ -51,7 +51,12 @@ def test_batches_go_on_where_the_checkpoint_stands():
         )
         check_batches({"counter": counter, "loader": {"position": position}}, 4, config)
 
-    check(None, 8, 5)
+    check(None, 8, 4)
+    for flow in ({}, {"max_lag": 1}):
+        with pytest.raises(ValueError, match="prompts_per_step=5: .* step 4 has trained on 8 prom"):
+            check(None, 8, 5, **flow)
+    with pytest.raises(ValueError, match="prompts_per_step=32: .* has trained on 48 prompts"):
+        check(48, 48, 32)
     check(13, 8, 8, max_lag=1)
     check(16, 16, 8)
     check(16, 16, 4, max_lag=1)
