@@ -31,7 +31,7 @@ from distflow_jax.training.streamed_update import (
     WaveSums,
     make_streamed_update,
 )
-from distflow_jax.training.update import make_update
+from distflow_jax.training.update import HAS_SEQUENCES, make_update
 
 _NONFINITE = "training/nonfinite"  # metric: optimizer steps that changed nothing
 
@@ -121,7 +121,10 @@ class UpdateStage:
 
     def _named(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The metrics under the names that a run reports."""
-        found = {f"{self._context.prefix}{k}": x for k, x in metrics.items() if k != _NONFINITE}
+        kept = (_NONFINITE, HAS_SEQUENCES)
+        found = {f"{self._context.prefix}{k}": x for k, x in metrics.items() if k not in kept}
+        if HAS_SEQUENCES in metrics:  # for the merging of several updates
+            found[HAS_SEQUENCES] = metrics[HAS_SEQUENCES]
         return found | {f"{_NONFINITE}/{self._context.node.id}": metrics[_NONFINITE]}
 
 
@@ -201,13 +204,15 @@ def _settings(algorithm: AlgorithmConfig) -> str:
 
 
 def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mean over the updates [n]; maxima stay maxima, counts add up."""
-    merged = {}
+    """Mean over the updates [n] that had sequences; maxima stay maxima, counts add up."""
+    metrics = dict(metrics)
+    has = metrics.pop(HAS_SEQUENCES)
+    updates, merged = jnp.maximum(has.sum(dtype=jnp.float32), 1.0), {}
     for name, values in metrics.items():
         if name.endswith("_max"):
             merged[name] = values.max()
         elif name.startswith(_NONFINITE):
             merged[name] = values.sum()
         else:
-            merged[name] = values.mean()
+            merged[name] = jnp.where(has, values, 0.0).sum() / updates
     return merged

@@ -20,6 +20,9 @@ from distflow_jax.training import microbatch
 from distflow_jax.training.objective import Batch, Metrics, Objective, Preview
 from distflow_jax.training.state import TrainState, divided, joined, state_shardings
 
+# bool beside the metrics of an optimizer step: whether it had sequences, so that these count
+HAS_SEQUENCES = "training/has_sequences"
+
 
 @dataclasses.dataclass(frozen=True)
 class UpdateShape:
@@ -223,8 +226,9 @@ def applied(
         f"{name}/grad_norm": norm,
         f"{name}/lr": jnp.asarray(schedule(state.count), jnp.float32),
         "training/nonfinite": (~finite).astype(jnp.float32),
+        HAS_SEQUENCES: valid.any(),
     }
     # without sequences, decaying moments must not move the parameters either
-    useful = finite & valid.any()
+    useful = finite & metrics[HAS_SEQUENCES]
     new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
     return joined(new, frozen), metrics

@@ -97,3 +97,28 @@ def test_mini_batches_in_waves_are_the_batch_at_once(batch):
         np.testing.assert_allclose(merged[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     assert int(state.count) == MINI_BATCHES
     assert distance(jax.device_get(state.params), jax.device_get(wanted.params)) < 1e-5
+
+
+def test_metrics_are_those_of_the_updates_that_had_sequences(batch):
+    """Of a step with fewer groups than others the last mini-batches are empty."""
+    context = context_of(MINI_BATCHES, proximal="rollout")
+    stage, mesh = build_policy_update(context), context.shape.mesh
+
+    def metrics_of(fields):
+        params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))
+        state = init_state(params, TINY, context.optimizer, mesh)
+        state, _, metrics = jax.jit(stage)(state, fields, {})
+        return int(state.count), metrics
+
+    empty = jax.tree.map(lambda x: x.at[1:].set(jnp.zeros((), x.dtype)), batch)
+    steps, found = metrics_of(empty)
+    assert steps == 1
+    first = build_policy_update(context_of(1, proximal="rollout"))
+    params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))
+    state = init_state(params, TINY, context.optimizer, mesh)
+    _, _, wanted = jax.jit(first)(state, jax.tree.map(lambda x: x[:1], batch), {})
+    assert wanted.keys() == found.keys() and wanted["actor/grad_norm"] > 0
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    steps, none = metrics_of(jax.tree.map(jnp.zeros_like, batch))
+    assert steps == 0 and none["actor/loss"] == none["actor/grad_norm"] == 0
