@@ -50,6 +50,7 @@ from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow
+from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.homes.home_thread import Starved
 from distflow_jax.layout import STEP
 from distflow_jax.observe.metrics import without_empty
@@ -499,7 +500,9 @@ class Run:
 
 def _sync_finished(run: Run) -> None:
     """Brings the weights of all finished steps to each sampler, unless samplers that run ahead can
-    do without. Collective."""
+    do without, or sample for evaluations alone. Collective."""
+    if not sampling_tasks(run.prepared.plan):
+        return
     version = run.state.step - 1
     if run.flow is None or not run.flow.publications.passed_over(version):
         run.sync_weights(version)

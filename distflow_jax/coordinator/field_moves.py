@@ -304,12 +304,14 @@ def reshard(
     return moved
 
 
-def unpack(store: FieldStore, shares: Shares, edge: Edge, value: jax.Array) -> list[Any]:
-    """A field [K, R, L] or [K, R, S] of a mesh -> column of this process's N samples."""
+def unpack(store: FieldStore, shares: Shares, edge: Edge, value: jax.Array) -> Sequence[Any]:
+    """A field of a mesh -> column of this process's N samples: a list of arrays of [K, R, L], an
+    array [N] of [K, R, S]."""
     layout, me = edge.source_layout, processes.process_index()
     placement = shares.placement(layout, me)
     local = _own_rows(value)
-    if local.shape[2] == placement.shape.tokens:
+    per_token = local.shape[2] == placement.shape.tokens
+    if per_token:
         found = batch_lib.from_token_field(_outline(shares, layout), placement, local)
     else:
         found = batch_lib.from_sequence_field(placement, local)
@@ -327,7 +329,8 @@ def unpack(store: FieldStore, shares: Shares, edge: Edge, value: jax.Array) -> l
         for p, blob in _exchange(store, edge.field, blobs, senders).items():
             from_p = map(int, home[sender[home] == p])
             here |= zip(from_p, column_codec.decode(blob), strict=True)
-    return [here[int(n)] for n in home]
+    column = [here[int(n)] for n in home]
+    return column if per_token else np.array(column, local.dtype)
 
 
 def _places(ranks: Sequence[int]) -> list[tuple[int, int]]:
@@ -362,7 +365,8 @@ def share(store: FieldStore, edge: Edge, own: Sequence[Any]) -> Sequence[Any]:
     blob = column_codec.encode(own, edge.field)
     came = _exchange(store, edge.field, dict.fromkeys(others, blob), others)
     columns = (own if p == me else column_codec.decode(came[p]) for p in group)
-    return [entry for column in columns for entry in column]
+    entries = [entry for column in columns for entry in column]
+    return np.array(entries, own.dtype) if isinstance(own, np.ndarray) else entries
 
 
 def _exchange(

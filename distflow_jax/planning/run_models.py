@@ -14,6 +14,7 @@ import optax
 
 from distflow_jax.checkpoint.trained_weights import read_trained, trained_weights_digest
 from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import ALWAYS, When
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.layout import Layout
 from distflow_jax.models import lora
@@ -123,10 +124,13 @@ def network_of(role: str, decoder: DecoderConfig) -> Network:
     return decoder
 
 
-def optimizer_of(config: Config, role: str) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """Optimizer and learning rate of a role's models."""
+def optimizer_of(
+    config: Config, role: str, when: When = ALWAYS
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Optimizer and learning rate of a role's models, which are trained in the steps of `when`."""
     chosen = config.critic.optimizer if role == "CRITIC" else config.training.optimizer
-    updates = config.training.steps * config.training.mini_batches * config.training.epochs
+    steps = sum(when.active(step) for step in range(1, config.training.steps + 1))
+    updates = max(steps, 1) * config.training.mini_batches * config.training.epochs
     return make_optimizer(chosen, updates), learning_rate(chosen, updates)
 
 

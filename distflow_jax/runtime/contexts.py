@@ -115,7 +115,7 @@ class ContextFactory:
 
     def _train(self, task: Task) -> TrainContext:
         config = self._run.config
-        optimizer, schedule = optimizer_of(config, task.node.role)
+        optimizer, schedule = optimizer_of(config, task.node.role, task.node.condition)
         return TrainContext(
             node=task.node,
             prefix=self._prefix(task.node),

@@ -48,13 +48,15 @@ def build_reward(context: RewardContext) -> Stage:
 
     def reward(state, fields, options):
         prompts, responses = fields["prompt"], fields["response"]
-        uids = list(map(tuple, fields["uid"].tolist()))
-        if early and all(uid in early for uid in uids):
-            results = [early.pop(uid).result() for uid in uids]
-        else:
-            results = pool.score(
-                [request(p, tokens) for p, tokens in zip(prompts, responses, strict=True)]
-            )
+        uids = map(tuple, fields["uid"].tolist())
+        begun = [early.pop(uid, None) for uid in uids]
+        # of a group that goes on after a restart some responses had ended before
+        missing = [i for i, future in enumerate(begun) if future is None]
+        scored = pool.score([request(prompts[i], responses[i]) for i in missing])
+        found = dict(zip(missing, scored, strict=True))
+        results = [
+            found[i] if future is None else future.result() for i, future in enumerate(begun)
+        ]
         score_N = np.array([result.score for result in results], np.float32)
         numbers = [result.logged for result in results]
         if "environment_reward" in fields:

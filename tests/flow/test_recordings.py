@@ -93,6 +93,19 @@ def check_store(ours, theirs):
             assert all(same(a, b) for a, b in zip(mine, wanted, strict=True))
 
 
+def test_versions_of_a_group_are_those_of_its_sampled_tokens():
+    """A token that an environment wrote has no version: 0 stands there."""
+    group = group_of(1, samples=3)
+    none = np.zeros(0, np.int32)
+    responses = [np.arange(4, dtype=np.int32), np.zeros(1, np.int32), none]
+    masks = [np.array([1, 1, 0, 1], bool), np.zeros(1, bool), none.astype(bool)]
+    group.store.put("rollout", "response", responses)
+    group.store.put("rollout", "response_mask", masks)
+    group.store.put("rollout", "version", [np.array([8, 9, 0, 9]), np.zeros(1, np.int32), none])
+    facts = facts_of(group, 0)
+    assert (facts.first, facts.last, facts.responses) == (8, 9, (4, 1, 0))
+
+
 def test_a_record_comes_back_as_it_was(tmp_path):
     written(tmp_path, (1, 2))
     recording = Recording(tmp_path, 0, 0, 1)

@@ -30,7 +30,7 @@ def picky(solution_str):
 def scores_of(config, responses, *, early=False):
     """The stage on responses to one prompt whose answer is "47"; one token is one byte.
 
-    With `early` it is told of each as it ends, the last first.
+    With `early` it is told of each as it ends, the last first; `early` may be the numbers of some.
     """
     prompt = Prompt(0, 0, np.zeros(3, np.int32), "?", "source", "47", {})
     listener = ResponseListener()
@@ -48,7 +48,8 @@ def scores_of(config, responses, *, early=False):
                 waiting=lambda name: lambda: None,
             )
         )
-        for sample in reversed(range(len(responses)) if early else ()):
+        ended = range(len(responses)) if early is True else early or ()
+        for sample in reversed(ended):
             tokens = np.array(TOKENIZER.encode(responses[sample]), np.int32)
             none = np.zeros(len(tokens), np.float32)
             version = np.zeros(len(tokens), np.int32)
@@ -135,11 +136,12 @@ def test_scores_are_the_same_early_or_late(tmp_path):
     file.write_text(REWARDS)
     config = RewardConfig(function=f"{file}:score", num_workers=2)
     responses = ["47", "abc", "4", "47"]
-    (late, numbers), (early, early_numbers) = (
-        scores_of(config, responses, early=early) for early in (False, True)
+    (late, numbers), (early, early_numbers), (some, some_numbers) = (
+        scores_of(config, responses, early=early) for early in (False, True, [1])
     )
     np.testing.assert_array_equal(early, late)
-    assert early_numbers == numbers
+    np.testing.assert_array_equal(some, late)
+    assert early_numbers == some_numbers == numbers
 
 
 def test_a_batch_function_waits_for_all_responses(tmp_path):

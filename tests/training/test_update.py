@@ -16,8 +16,11 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field
+from distflow_jax.config.run_config import Config
+from distflow_jax.dag.graph import When
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.planning.run_models import optimizer_of
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.training.batch_forward import make_logp
 from distflow_jax.training.expert_balance import balanced
@@ -25,6 +28,7 @@ from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import abstract_state, init_state
+from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.training.update import UpdateShape, make_update
 
 MINI_BATCHES, EPOCHS, STEPS = 2, 2, 4
@@ -275,6 +279,17 @@ def test_schedule(schedule, warm):
         rest = 2.0 * (0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2)
     np.testing.assert_allclose(got, [*rise, *rest], rtol=1e-5)
     assert min(got) > 0
+
+
+@pytest.mark.parametrize(
+    ("when", "updates"), [(When(), 80), (When(after=20), 40), (When(every=5), 16)]
+)
+def test_the_cosine_ends_with_the_last_step_that_trains(when, updates):
+    """A critic's warm-up, and a model that is trained now and then, take steps off the curve."""
+    optimizer = OptimizerConfig(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
+    training = TrainingConfig(steps=40, mini_batches=2, optimizer=optimizer)
+    _, rate = optimizer_of(Config(training=training), "ACTOR", when)
+    assert rate(updates - 1) > rate(updates) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Facts of a complete group that processes tell each other."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def facts_of(group: Group, home: int) -> GroupFacts:
     """The facts of a group whose nodes that run ahead have run, all responses that were kept."""
     columns = group.store.columns
     prompts, responses = columns["prompt"], columns["response"]
-    spans = [_span(entry) for entry in columns.get(VERSION, ()) if np.size(entry)]
+    spans = [_span(versions) for versions in _sampled(columns) if len(versions)]
     return GroupFacts(
         counter=group.counter,
         home=home,
@@ -81,6 +81,11 @@ def step_lengths(groups: Sequence[GroupFacts]) -> StepLengths:
     return StepLengths(counter, home, prompt, response)
 
 
+def _sampled(columns: Mapping[str, Sequence[Any]]) -> list[np.ndarray]:
+    """The versions of each response's sampled tokens: those that an environment wrote have none."""
+    pairs = zip(columns.get(VERSION, ()), columns["response_mask"], strict=False)
+    return [np.asarray(versions)[np.asarray(mask, bool)] for versions, mask in pairs]
+
+
 def _span(versions: np.ndarray) -> tuple[int, int]:
-    found = np.asarray(versions)
-    return int(found.min()), int(found.max())
+    return int(versions.min()), int(versions.max())
