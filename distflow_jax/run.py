@@ -74,6 +74,7 @@ from distflow_jax.runtime.run_state import (
     check_lost,
     first_or_restored_state,
     loader_position,
+    node_states,
     save_state,
 )
 from distflow_jax.runtime.samplers.replays import open_recording
@@ -458,7 +459,10 @@ class Run:
             with self.phases.span("write_profile"):
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
-        metrics = {} if self.times.warm else planned_metrics(self.prepared, self.runtime)
+        metrics = dict[str, float]()
+        if not self.times.warm:
+            metrics |= planned_metrics(self.prepared, self.runtime)
+            node_states(self.prepared, self.state)  # refuses what checkpoints cannot keep
         if self.config.flow.swap == "boundary":
             if self.schedule.evaluates(step):
                 self.sync_weights(step)

@@ -6,15 +6,15 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
 from distflow_jax.flow.budgets.deadline_rule import in_order
 from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.node_states import encoded, from_json, to_json
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.training_config import TrainingConfig
 
@@ -86,7 +86,8 @@ def first_or_restored_state(
     check_order(info, step, prepared.config.flow)
     check_batches(info, step, prepared.config)
     prepared.loader.restore(info["loader"])
-    of_nodes = {key: np.float32(value) for key, value in info["nodes"].items()}
+    place = (processes.process_index(), processes.process_count())
+    of_nodes = {key: from_json(key, value, *place) for key, value in info["nodes"].items()}
     return RunState(
         models=states.initial(restored, offload.adopt) | runtime.first_states | of_nodes,
         step=step,
@@ -197,11 +198,12 @@ def save_state(
     prepared: PreparedRun, state: RunState, checkpointer: Checkpointer, *, added_to: bool
 ) -> None:
     """Starts a checkpoint: the trained models, the loader's place, and the nodes' own states.
+    Collective.
 
     `added_to`: whether each process adds to it, see Checkpointer.save.
     """
-    # what is neither a model nor a sampler is one number of a node, an adaptive coefficient
-    of_nodes = state.models.keys() - prepared.models.keys() - prepared.samplers.keys()
+    own = node_states(prepared, state)
+    states = processes.all_gather_json(own) if own else []
     info = {
         "loader": prepared.loader.state(loader_position(prepared, state)),
         "nonfinite": state.nonfinite,
@@ -210,10 +212,20 @@ def save_state(
         "counter": state.counter,
         "begun": state.begun,
         "ledger": state.ledger,
-        "nodes": {key: float(state.models[key]) for key in state.models if key in of_nodes},
+        "nodes": {key: to_json([theirs[key] for theirs in states]) for key in own},
     }
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}
     checkpointer.save(state.step, trained, info, added_to=added_to)
+
+
+def node_states(prepared: PreparedRun, state: RunState) -> dict[str, Any]:
+    """This process's states of nodes as JSON: what is neither a model's nor a sampler's.
+
+    ValueError for one that checkpoints cannot keep.
+    """
+    others = prepared.models.keys() | prepared.samplers.keys()
+    own = {key: x for key, x in state.models.items() if key not in others}
+    return {key: encoded(key.removeprefix("node:"), x) for key, x in own.items()}
 
 
 def loader_position(prepared: PreparedRun, state: RunState) -> int:
