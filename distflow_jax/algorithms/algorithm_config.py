@@ -309,8 +309,9 @@ def _check_correction(config: AlgorithmConfig) -> None:
             if value is None:
                 continue
             _check_used(config, f"{key}_{side}", key, users)
-            if value <= 0:
-                raise ValueError(f"algorithm.{key}_{side} must be positive, got {value}")
+            if value < 0 or (value == 0 and side == "high"):
+                least = "at least 0" if side == "low" else "above 0"
+                raise ValueError(f"algorithm.{key}_{side} must be {least}, got {value}")
         bounds = config.bounds(key, table)
         if bounds.get("low", 0) >= bounds.get("high", 1):
             raise ValueError(

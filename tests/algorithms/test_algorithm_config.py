@@ -77,7 +77,8 @@ REFUSED = [
         {"correction": "token_mis", "correction_low": 2.0, "correction_high": 1.0},
         "correction_low=2.0 must be below algorithm.correction_high=1.0",
     ),
-    ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be positive"),
+    ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be above 0"),
+    ({"correction": "sequence_mis", "correction_low": -1.0}, "correction_low must be at least 0"),
     ({"correction_batch_normalize": True}, "has no effect without a correction"),
     (
         {

@@ -523,6 +523,20 @@ def test_metrics_of_the_correction():
     assert_close(got["rollout_corr/rollout_rs_masked_fraction"], share)
 
 
+@pytest.mark.parametrize("name", ["a3po", "rollout without correction", "everything"])
+def test_the_gap_is_that_of_trainer_and_sampler(name):
+    """Whatever the proximal policy is: the sampler may be it, and has a gap all the same."""
+    got, f = metrics_of(name), fields(False)
+    trainer = flat(f, "old" if config_of(name).proximal == "recomputed" else "logp")
+    sampler = flat(f, "roll")
+    assert_close(got["rollout_corr/log_ratio_abs_mean"], np.abs(trainer - sampler).mean())
+    assert_close(got["rollout_corr/log_ratio_abs_max"], np.abs(trainer - sampler).max())
+    gap = np.abs(np.exp(trainer) - np.exp(sampler))
+    assert_close(got["training/rollout_probs_diff_mean"], gap.mean())
+    assert_close(got["training/rollout_probs_diff_max"], gap.max())
+    assert gap.max() > 1e-3
+
+
 def test_the_gap_is_told_by_age():
     """Rows whose tokens have several ages: shares, the gap of each, and verl's sample size."""
     f, config, oldest = fields(False), config_of("everything"), 3
@@ -650,6 +664,6 @@ def test_the_kept_weight_is_zero_where_all_is_rejected():
         batch = packed_batch(f, config, 2)
         _, counts = policy.prepare(batch, algorithm=config)
         counts = policy.denominators_of(counts, algorithm=config, max_response=9)
-        _, sums, maxima = policy._correction(batch.old_logp, batch, config, counts)
+        _, sums, maxima = policy._correction(*[batch.old_logp] * 2, batch, config, counts)
         assert maxima["rollout_corr/kept_weight_max"] == 0
     assert metrics_of("reject k3")["rollout_corr/kept_weight_max"] == 1

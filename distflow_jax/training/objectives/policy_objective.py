@@ -166,9 +166,9 @@ def evaluate(
     def mean(x):
         return masked_sum(jax.lax.stop_gradient(x), mask) / denominators.tokens
 
-    correction, sums, maxima = _correction(old_logp, batch, algorithm, denominators)
+    trainer = old_logp if algorithm.proximal == "recomputed" else logp
+    correction, sums, maxima = _correction(old_logp, trainer, batch, algorithm, denominators)
     if batch.rollout_logp is not None:
-        trainer = old_logp if algorithm.proximal == "recomputed" else logp
         terms = off_policy_terms(trainer, batch.rollout_logp, rows)
         sequences = counted(rows)
         sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
@@ -240,11 +240,16 @@ def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfi
 
 def _correction(
     old_logp: jax.Array,
+    trainer: jax.Array,
     batch: PolicyBatch,
     algorithm: AlgorithmConfig,
     denominators: Denominators,
 ) -> tuple[jax.Array | None, dict[str, jax.Array], dict[str, jax.Array]]:
-    """(weight per token or None, metrics that are sums, metrics that are maxima)."""
+    """(weight per token or None, metrics that are sums, metrics that are maxima).
+
+    `old_logp`: of the proximal policy; `trainer`: of the trainer, whose gap to the sampler is
+    measured. Both [R, L].
+    """
     sums: dict[str, jax.Array] = {}
     maxima: dict[str, jax.Array] = {}
     if batch.rollout_logp is None:
@@ -254,13 +259,14 @@ def _correction(
     def mean(x):
         return masked_sum(x, mask) / denominators.tokens
 
-    reference = jax.lax.stop_gradient(old_logp)
+    reference = jax.lax.stop_gradient(trainer)
     gap = jnp.where(mask, jnp.abs(jnp.exp(reference) - jnp.exp(batch.rollout_logp)), 0.0)
-    log_ratio = correction_lib.log_rho(old_logp, batch.rollout_logp, rows)
+    log_gap = jnp.abs(correction_lib.log_rho(reference, batch.rollout_logp, rows))
     sums["training/rollout_probs_diff_mean"] = mean(gap)
-    sums["rollout_corr/log_ratio_abs_mean"] = mean(jnp.abs(log_ratio))
+    sums["rollout_corr/log_ratio_abs_mean"] = mean(log_gap)
     maxima["training/rollout_probs_diff_max"] = masked_max(gap, mask)
-    maxima["rollout_corr/log_ratio_abs_max"] = masked_max(jnp.abs(log_ratio), mask)
+    maxima["rollout_corr/log_ratio_abs_max"] = masked_max(log_gap, mask)
+    log_ratio = correction_lib.log_rho(old_logp, batch.rollout_logp, rows)
     weight = None
     if algorithm.correction != "none":
         found = CORRECTIONS[algorithm.correction].correct(
