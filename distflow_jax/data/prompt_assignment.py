@@ -63,23 +63,27 @@ class LengthEstimates:
         """Records the mean response length in tokens (at least 1) of a step's rows, [n] each."""
         with self._lock:
             self._pending.append((step, np.asarray(rows), np.asarray(lengths, np.float32)))
+            self._absorb(step - self._lag)  # no state of an earlier step is asked for any more
 
     def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Expected tokens of each row, float32 [n]; an unknown row gets the mean of the known."""
         with self._lock:
-            self._apply(step - 1 - self._lag)
-            known = self._length[self._length > 0]
+            length = self._length_at(step - 1 - self._lag)
+            known = length[length > 0]
             mean = np.float32(known.mean(dtype=np.float64)) if len(known) else np.float32(1)
-            found = self._length[rows]
+            found = length[rows]
             if self.unseen is not None and not found.all():
-                ranked = self.unseen(self._length, np.asarray(rows))
+                ranked = self.unseen(length, np.asarray(rows))
                 return np.where(found > 0, found, ranked).astype(np.float32)
         return np.where(found > 0, found, mean)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The estimates for a checkpoint after `step`, JSON-able."""
+        """The estimates for a checkpoint after `step`, JSON-able.
+
+        Those of later steps may have been used already: they are drawn ahead.
+        """
         with self._lock:
-            self._apply(step - self._lag)
+            self._absorb(step - self._lag)
             return {
                 "length": base64.b64encode(zlib.compress(self._length.tobytes())).decode(),
                 "pending": [[s, r.tolist(), n.tolist()] for s, r, n in self._pending],
@@ -94,10 +98,18 @@ class LengthEstimates:
                 (s, np.array(r, np.int64), np.array(n, np.float32)) for s, r, n in state["pending"]
             ]
 
-    def _apply(self, last_step: int) -> None:
+    def _absorb(self, last_step: int) -> None:
+        """Takes the observations up to a step into the estimates."""
+        self._length = self._length_at(last_step)
+        self._pending = [entry for entry in self._pending if entry[0] > last_step]
+
+    def _length_at(self, last_step: int) -> np.ndarray:
+        """The estimates by observations up to a step; the same array where there are none."""
+        length = self._length
         for step, rows, lengths in self._pending:
             if step <= last_step:
-                before = self._length[rows]
+                length = length.copy() if length is self._length else length
+                before = length[rows]
                 mixed = MEMORY * before + (1 - MEMORY) * lengths
-                self._length[rows] = np.where(before > 0, mixed, lengths)
-        self._pending = [entry for entry in self._pending if entry[0] > last_step]
+                length[rows] = np.where(before > 0, mixed, lengths)
+        return length
