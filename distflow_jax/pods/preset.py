@@ -16,6 +16,7 @@ from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.training_config import TrainingConfig
+from distflow_jax.watchdog.controller import HealthConfig
 
 CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
 CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}
@@ -76,6 +77,8 @@ def grpo(
             clip_high=0.28,
             correction="none" if by.sampler_dtype == "auto" else "token_tis",
         ),
+        # a rollout or an update of the largest takes half an hour where hardware is half as fast
+        health=HealthConfig(stuck_seconds=7200.0),
         data=DataConfig(
             # the same number of tokens per chip for every context
             prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),

@@ -68,7 +68,7 @@ class HealthConfig:
     # 3 beats, and longer than the longest pause of a busy host
     dead_seconds: float = 30.0
     # seconds in which no process begins or ends a phase, after which the job counts as stuck;
-    # longer than the longest compilation, which is one phase
+    # longer than the longest compilation, rollout, update or evaluation: each is one phase
     stuck_seconds: float = 1800.0
 
     def __post_init__(self):

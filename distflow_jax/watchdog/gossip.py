@@ -366,4 +366,5 @@ def _standstill(indices: Sequence[int], table: Table, clock: Callable[[float], s
         text += f"{names(indices)} {verb} behind, {here}; the others wait {position(ahead)}"
     else:
         text += f"{names(indices) if len(indices) == 1 else 'all processes'} stuck {here}"
-    return text + (f"; {names(done)} had ended in order" if done else "")
+    text += f"; {names(done)} had ended in order" if done else ""
+    return f"{text}; if it only needs longer, raise health.stuck_seconds"

@@ -214,6 +214,9 @@ def test_gossip_has_more_time():
     assert judge(table, 143.0) == ("unreachable", [5])
 
 
+LONGER = "; if it only needs longer, raise health.stuck_seconds"
+
+
 def test_those_behind_are_named_when_nobody_moves():
     heard = 2000.0
     table = table_of(
@@ -226,15 +229,16 @@ def test_those_behind_are_named_when_nobody_moves():
     assert judge(table, 2001.0) == ("stuck", [1, 2])
     assert words("stuck", [1, 2], table, 2001.0) == (
         "no progress since 11:29:59: processes 1, 2 are behind, at step 7 in node 'rollout'; the "
-        "others wait at step 7 in node 'actor_train'"
+        "others wait at step 7 in node 'actor_train'; if it only needs longer, raise "
+        "health.stuck_seconds"
     )
     same = table_of(running(0, 12, heard), running(1, 12, heard))
     assert judge(same, 2001.0) == ("stuck", [0, 1])
     assert words("stuck", [0, 1], same, 2001.0).endswith(
-        ": all processes stuck at step 7 in node 'rollout'"
+        f": all processes stuck at step 7 in node 'rollout'{LONGER}"
     )
     left = same | {2: Peer(Record(2, state=DONE), 0.0, 0.0)}
-    assert words("stuck", [0, 1], left, 2001.0).endswith("; process 2 had ended in order")
+    assert words("stuck", [0, 1], left, 2001.0).endswith(f"; process 2 had ended in order{LONGER}")
 
 
 def test_processes_that_wait_for_others_are_not_the_ones_that_are_stuck():
@@ -250,7 +254,7 @@ def test_processes_that_wait_for_others_are_not_the_ones_that_are_stuck():
     assert judge(table, 2001.0) == ("stuck", [1])
     assert words("stuck", [1], table, 2001.0).endswith(
         f": process 1 is behind, at step 7 in node {late!r}; the others wait at step 7 in node "
-        f"{waits!r}"
+        f"{waits!r}{LONGER}"
     )
     all_wait = table_of(*(running(i, 12, 2000.0, phase=waits) for i in range(2)))
     assert judge(all_wait, 2001.0) == ("stuck", [0, 1])
