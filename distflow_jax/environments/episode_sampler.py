@@ -277,9 +277,7 @@ class EpisodeSampler:
             request = dataclasses.replace(entry.request, hold=True).with_limit(self._turn)
             driver.begin(entry.key, request)
         driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
-        if scheduler.busy:
-            for response in scheduler.step():
-                driver.turn_ended(response)
+        driver.step()
         for (key, sample), episode in list(driver.done.items()):
             entry = self._open[key]
             entry.episodes[sample] = episode

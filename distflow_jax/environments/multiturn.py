@@ -8,6 +8,7 @@ response) and on what the environments answered, never on when they did.
 
 import collections
 import dataclasses
+import functools
 import math
 import queue
 import time
@@ -135,7 +136,7 @@ class _Group:
 
     index: int
     request: GroupRequest
-    conversations: list[_Conversation] = dataclasses.field(default_factory=list)
+    conversations: dict[int, _Conversation] = dataclasses.field(default_factory=dict)  # by sample
     first: Observed = dataclasses.field(default_factory=lambda: Observed(np.zeros(0, np.int32)))
     id: int | None = None
 
@@ -149,7 +150,7 @@ def run_turns(
     most: int,
     on_response: Callable[[Response], None] | None = None,
 ) -> list[Episode]:
-    """Answers all requests, each of another prompt; episodes in (request, sample) order.
+    """Answers all requests; episodes in (request, sample) order.
 
     At most `most` responses run at a time, or one group if that is more; prompts with the longest
     expected responses come first.
@@ -165,9 +166,7 @@ def run_turns(
                 index = pending.popleft()
                 driver.begin(index, requests[index])
             driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
-            if scheduler.busy:
-                for response in scheduler.step():
-                    driver.turn_ended(response)
+            driver.step()
     finally:
         driver.close()
     return [driver.done[key] for key in sorted(driver.done)]
@@ -192,7 +191,7 @@ class TurnDriver:
         self._on_response = on_response
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._by_thread: dict[int, _Conversation] = {}
-        self._by_uid: dict[tuple[int, int], _Conversation] = {}
+        self._turns: list[tuple[_Group, Response]] = []  # that have ended in this round
 
     @property
     def live(self) -> int:
@@ -213,9 +212,8 @@ class TurnDriver:
         for sample in request.samples:
             thread = EnvironmentThread(self._environments, self._answers)
             conversation = _Conversation(group, sample, thread)
-            group.conversations.append(conversation)
+            group.conversations[sample] = conversation
             self._by_thread[thread.number] = conversation
-            self._by_uid[request.prompt.counter, sample] = conversation
             thread.reset(request.prompt)
 
     def take_answers(self, *, wait: bool) -> None:
@@ -237,9 +235,30 @@ class TurnDriver:
             if conversation.thread.deadline <= now:
                 self._too_late(conversation)
 
-    def turn_ended(self, turn: Response) -> None:
+    def step(self) -> None:
+        """A round of the scheduler, if it is busy; goes on with the turns that have ended."""
+        if self._scheduler.busy:
+            self._scheduler.step()
+        turns, self._turns = self._turns, []
+        for group, turn in turns:
+            self._turn_ended(group.conversations[turn.sample], turn)
+
+    def close(self) -> None:
+        """Ends all threads that are left; does not wait for them."""
+        for conversation in self._by_thread.values():
+            conversation.thread.close()
+
+    # -- turns and answers ------------------------------------------------------------------------
+
+    def _keep_turn(self, group: _Group, turn: Response) -> None:
+        """Keeps a turn until the scheduler's round is over, as none is extended within one.
+
+        The group tells whose it is: uids of two nodes that sample to one prompt are alike.
+        """
+        self._turns.append((group, turn))
+
+    def _turn_ended(self, conversation: _Conversation, turn: Response) -> None:
         """Hands a turn of the model to its environment, or ends the response."""
-        conversation = self._by_uid[turn.prompt.counter, turn.sample]
         conversation.parts.append(_Part.of(turn))
         conversation.routed_experts = turn.routed_experts
         conversation.turns += 1
@@ -251,13 +270,6 @@ class TurnDriver:
             self._end(conversation, conversation.failed)
         else:
             conversation.thread.step(turn.tokens)
-
-    def close(self) -> None:
-        """Ends all threads that are left; does not wait for them."""
-        for conversation in self._by_thread.values():
-            conversation.thread.close()
-
-    # -- answers ----------------------------------------------------------------------------------
 
     def _take(self, answer: Answer) -> None:
         conversation = self._by_thread.get(answer.thread)
@@ -311,19 +323,20 @@ class TurnDriver:
 
     def _submit_if_ready(self, group: _Group) -> None:
         """Hands a prompt to the scheduler once the environments of all its responses are reset."""
-        if not all(c.first or c.failed for c in group.conversations):
+        conversations = group.conversations.values()
+        if not all(c.first or c.failed for c in conversations):
             return
-        reset = [c for c in group.conversations if not c.failed]
+        reset = [c for c in conversations if not c.failed]
         if reset:
             group.first = self._common_observation(reset)
         request, first = group.request, group.first
         if len(first.tokens):
-            for conversation in group.conversations:
+            for conversation in conversations:
                 conversation.parts.append(_Part.observed(first.tokens, first.shown))
             limit = min(request.sampling.limit, self._limits.response - len(first.tokens))
             prompt = _with_first(request.prompt, first)
             request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
-        group.id = self._scheduler.submit(request)
+        group.id = self._scheduler.submit(request, functools.partial(self._keep_turn, group))
 
     def _common_observation(self, reset: list[_Conversation]) -> Observed:
         """The first observation of all responses to a prompt; those with another one fail."""
@@ -354,7 +367,6 @@ class TurnDriver:
         self._scheduler.held.release(group.id, sample)
         conversation.thread.close()
         del self._by_thread[conversation.thread.number]
-        del self._by_uid[group.request.prompt.counter, sample]
         *columns, _ = zip(*conversation.parts, strict=True)
         tokens, logp, margin, version, mask = (np.concatenate(x) for x in columns)
         shown = joined((len(part.tokens), part.shown) for part in conversation.parts)

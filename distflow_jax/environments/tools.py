@@ -19,7 +19,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 
 TOOLS: dict[str, Callable[[str], str]] = {"calculator": calculate}
 
-_CALL = re.compile(r'<tool(?: name="([^"<>]*)")?>(.*?)</tool>', re.DOTALL)
+_OPENING, _CLOSING = re.compile(r'<tool(?: name="([^"<>]*)")?>'), "</tool>"
 
 
 class Tools:
@@ -61,7 +61,7 @@ class Tools:
 
     def step(self, tokens: np.ndarray, text: str) -> Turn:
         """Calls the tools that a turn, int32 [T] and its text, calls."""
-        calls = _CALL.findall(text)
+        calls = find_calls(text)
         if not calls:
             return Turn(done=True)
         answers = [self._call(name, argument) for name, argument in calls[: self._max_calls]]
@@ -84,6 +84,21 @@ class Tools:
         except ValueError as error:
             return f"error: {error}"[: self._max_characters], False
         return answer[: self._max_characters], True
+
+
+def find_calls(text: str) -> list[tuple[str, str]]:
+    """(name or "", text between the tags) of each call, in time linear in the text's length.
+
+    A call ends at the first closing tag; where none is left, nothing is searched any more.
+    """
+    calls, at = [], 0
+    while (opening := _OPENING.search(text, at)) is not None:
+        end = text.find(_CLOSING, opening.end())
+        if end < 0:
+            break
+        calls.append((opening[1] or "", text[opening.end() : end]))
+        at = end + len(_CLOSING)
+    return calls
 
 
 def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:

@@ -82,6 +82,7 @@ class GroupRequest:
     sampling: SamplingParams
     hold: bool = False  # a finished response keeps its slot, for HeldSequences.extend
     first_sample: int = 0  # sample number of the first response: (counter, number) keys the noise
+    begun: int = 0  # tokens of the responses that the prompt ends with: noise goes on after theirs
     turn: int = 0  # requests of a lower turn take slots first
     # among those of a turn, lowest first; None: as scheduling/sampling_order.py's `longest`
     rank: tuple[float, ...] | None = None

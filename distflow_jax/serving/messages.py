@@ -107,10 +107,11 @@ def sample_request(
     message = decode(data)
     _known(
         message,
-        "prompt messages tokens num_samples first_sample max_tokens temperature top_k top_p stop "
-        "uid stream",
+        "prompt messages tokens begun num_samples first_sample max_tokens temperature top_k top_p "
+        "stop uid stream",
     )
     read = _prompt(message, limits, prompts)
+    begun = _integer(message, "begun", 0, 0, len(read.tokens) - 1)
     samples = _integer(message, "num_samples", 1, 1, limits.max_samples)
     length = _integer(message, "max_tokens", limits.default_response, 1, limits.max_response)
     temperature = _number(message, "temperature", 1.0)
@@ -126,7 +127,7 @@ def sample_request(
         *(uid, uid, read.tokens, read.text, "", None, {}), images=read.images, patch=read.patch
     )
     return SampleRequest(
-        GroupRequest(prompt, sampling, first_sample=first),
+        GroupRequest(prompt, sampling, first_sample=first, begun=begun),
         _stop(message),
         _boolean(message, "stream", True),
     )

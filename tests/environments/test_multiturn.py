@@ -19,8 +19,9 @@ from support.turn_sampler import LIMITS, PARAMS, PROMPTS, STOP_IDS, TOKENIZER, S
 
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
-from distflow_jax.environments.multiturn import TurnLimits
+from distflow_jax.environments.multiturn import TurnLimits, sample_turns
 from distflow_jax.environments.registry import Environments
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
@@ -235,6 +236,32 @@ def test_order_of_prompts(sampler, episodes):
     order = [2, 0, 3, 1]
     got = sampler.run("Parrot", prompts=[PROMPTS[i] for i in order])
     assert_agree({uid: got[uid] for uid in episodes}, episodes)
+
+
+def test_two_requests_for_one_prompt_are_kept_apart(sampler, episodes):
+    """As of two nodes that sample at one time; their responses have the same uids."""
+    how = {"turn_length": LIMITS.turn, "max_turns": LIMITS.turns}
+    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, seconds=60.0, **how)
+    greedy = SamplingParams(1, LIMITS.response, 0.0)
+    sampler.state, alone, _ = sample_turns(
+        sampler.engine, sampler.state, PROMPTS, greedy, environments
+    )
+    both = EpisodeSampler(sampler.engine, sampler.state, environments)
+    for prompt in PROMPTS:
+        sampling = SamplingParams(4, LIMITS.response)
+        both.submit((prompt.counter, "drawn"), GroupRequest(prompt, sampling))
+        both.submit((prompt.counter, "greedy"), GroupRequest(prompt, greedy))
+    found = {}
+    while both.busy:
+        found |= dict(both.round())
+    sampler.state = both.close()
+    for node, wanted in (("drawn", list(episodes.values())), ("greedy", alone)):
+        got = [e for prompt in PROMPTS for e in found[prompt.counter, node]]
+        assert_agree(by_uid(got), by_uid(wanted))
+
+
+def by_uid(episodes):
+    return {(e.response.prompt.counter, e.response.sample): e for e in episodes}
 
 
 # -- beside the sampler ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tools: exact arithmetic that no text can make expensive, and calls found in a turn's text."""
 
 import dataclasses
+import re
 import time
 from decimal import Decimal
 
@@ -9,7 +10,7 @@ import pytest
 from support.tiny_model import prompt_of
 
 from distflow_jax.environments.calculator import calculate
-from distflow_jax.environments.tools import Tools, calculator
+from distflow_jax.environments.tools import Tools, calculator, find_calls
 from distflow_jax.models.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.byte_level(300)
@@ -152,6 +153,27 @@ def test_all_calls_of_a_turn_are_answered_up_to_a_number():
     answer, seen = turn(tools, "<tool>1</tool>" * 5, chat=False)
     assert seen.endswith("<result>error: only 2 calls in one turn</result>")
     assert answer.logged == {"tool_calls": 5, "tool_errors": 1}
+
+
+def test_calls_are_those_of_one_regular_expression():
+    """Whatever stands in the text, calls within calls and tags without an end among it."""
+    call = re.compile(r'<tool(?: name="([^"<>]*)")?>(.*?)</tool>', re.DOTALL)
+    parts = ["<tool>", '<tool name="a">', '<tool name="', "</tool>", "1+1", "\n", '">', "<", ""]
+    rng, found = np.random.default_rng(0), 0
+    for _ in range(2000):
+        text = "".join(rng.choice(parts, rng.integers(1, 12)))
+        assert find_calls(text) == call.findall(text), text
+        found += len(find_calls(text))
+    assert found > 400
+
+
+@pytest.mark.parametrize("tag", ["<tool>", '<tool name="calculator">', '<tool name="'])
+def test_openings_without_an_end_are_found_at_once(tag):
+    """A model that repeats itself must not hold up the others: the time is linear in the text."""
+    started = time.perf_counter()
+    assert find_calls(tag * 40_000) == []
+    assert len(find_calls(tag + ">1</tool>" + tag * 40_000)) == (tag[-1] == ">")
+    assert time.perf_counter() - started < 2
 
 
 def test_tools_of_ones_own(tmp_path):

@@ -132,6 +132,29 @@ def test_what_an_environment_gives_is_the_score(tmp_path):
     assert mean % (2.5 / 16) == pytest.approx(0) and mean >= 0
 
 
+@pytest.mark.slow
+def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
+    """Sampled and greedy responses to a prompt share a TurnDriver (environments/multiturn.py)."""
+    config = config_of(
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
+        "dag=remax",
+        "flow.max_lag=1",
+        "algorithm.correction=token_tis",
+        "rollout.num_samples=2",
+        "training.steps=2",
+        "eval.dataset=",
+    )
+    assert run.train_here(config, tmp_path) == run.EXIT_DONE
+    steps = [metrics for metrics in read_metrics(tmp_path / "metrics.jsonl") if metrics["step"]]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["rollout/environment/turns/mean"] > 1
+        for node in ("rollout", "greedy_rollout"):
+            assert metrics[f"{node}/environment/errors"] == 0
+    # tokens stand in the conversations that gave them: the weights of step 1 are the sampler's
+    assert steps[0]["training/rollout_probs_diff_max"] < 1e-4
+
+
 MODEL = DecoderConfig(
     vocab_size=300, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=96
 )

@@ -45,6 +45,7 @@ class CompletionsServer:
         self.models = [{"id": "tiny"}]  # that it lists
         self.calls = []  # (path, body) of all calls but those for responses
         self.answered = 0
+        self.seeds = []  # of requests for responses
         self.most_running = 0
         self.loaded = []  # folders
         self.started = time.time()
@@ -174,6 +175,7 @@ class CompletionsServer:
 
     def _completion(self, handler, body):
         self._handled.append(handler)
+        self.seeds.append(body["seed"])
         try:
             self._complete(handler, body)
         finally:

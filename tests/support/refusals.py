@@ -46,6 +46,8 @@ BAD = [
     ({"prompt": "x", "max_tokens": 0}, "max_tokens must be from 1 to 200, got 0"),
     ({"prompt": "x", "max_tokens": 201}, "max_tokens must be from 1 to 200, got 201"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens must be an integer"),
+    ({"tokens": [5, 6], "begun": 2}, "begun must be from 0 to 1, got 2"),
+    ({"tokens": [5, 6], "begun": -1}, "begun must be from 0 to 1, got -1"),
     ({"prompt": "x", "num_samples": 0}, "num_samples must be from 1 to 16, got 0"),
     ({"prompt": "x", "num_samples": 17}, "num_samples must be from 1 to 16, got 17"),
     ({"prompt": "x", "uid": 1 << 31}, "uid must be from 0"),

@@ -26,11 +26,13 @@ _UNCHANGED = (
 
 
 def small_shapes(shapes: StateShapes) -> StateShapes | None:
-    """Shapes with a quarter of the slots; None where that is too few to be worth a program."""
+    """Shapes with a quarter of the slots and all pages; None where these slots are too few to be
+    worth a program."""
     slots = shapes.slots // 4
     if slots < 4:
         return None
-    config = dataclasses.replace(shapes.config, slots=slots * shapes.ranks)
+    tokens = shapes.pages * shapes.config.page_size * shapes.ranks  # of the one cache there is
+    config = dataclasses.replace(shapes.config, slots=slots * shapes.ranks, cache_tokens=tokens)
     small = StateShapes(shapes.model, config, shapes.mesh)
     small.members = shapes.members
     return small

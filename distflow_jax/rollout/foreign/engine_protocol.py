@@ -22,6 +22,7 @@ class EngineRequest:
     sample: int
     tokens: np.ndarray  # int32 [T]: the prompt, and what the response has already
     sampling: SamplingParams  # `limit`: tokens that are still to be sampled at most
+    begun: int = 0  # of `tokens`, the last ones that are the response's: noise goes on after theirs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -279,6 +279,7 @@ class ForeignScheduler:
                     entry.partial.sample,
                     np.concatenate([request.prompt.tokens, had]).astype(np.int32),
                     dataclasses.replace(request.sampling, num_samples=1, limit=limit),
+                    begun=len(had),
                 )
             )
             self._running[self._next_try] = entry

@@ -13,15 +13,24 @@ from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 
 def runs_of_samples(requests: Sequence[EngineRequest]) -> Iterator[list[EngineRequest]]:
-    """Requests for one prompt as lists whose samples follow each other, alike in all else."""
+    """Requests for one prompt as lists whose samples follow each other, alike in all else.
+
+    A response that has begun stands alone.
+    """
     run: list[EngineRequest] = []
     for request in sorted(requests, key=lambda entry: entry.sample):
-        if run and (request.sample, request.sampling) != (run[-1].sample + 1, run[-1].sampling):
+        if run and not _follows(request, run[-1]):
             yield run
             run = []
         run.append(request)
     if run:
         yield run
+
+
+def _follows(request: EngineRequest, last: EngineRequest) -> bool:
+    if request.begun or last.begun:
+        return False
+    return (request.sample, request.sampling) == (last.sample + 1, last.sampling)
 
 
 class InProcessEngine:
@@ -45,7 +54,7 @@ class InProcessEngine:
             first, numbers = run[0], {request.sample: request.id for request in run}
             prompt = Prompt(first.counter, first.counter, first.tokens, "", "", None, {})
             sampling = dataclasses.replace(first.sampling, num_samples=len(run))
-            group = GroupRequest(prompt, sampling, first_sample=first.sample)
+            group = GroupRequest(prompt, sampling, first_sample=first.sample, begun=first.begun)
 
             def keep(response: Response, numbers=numbers) -> None:
                 self._answers.append(

@@ -206,7 +206,7 @@ class OpenAIEngine:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "seed": noise_seed(self._seed, request.counter, request.sample),
+            "seed": noise_seed(self._seed, request.counter, request.sample, request.begun),
             "stop_token_ids": self._stops,
             "add_special_tokens": False,
             "skip_special_tokens": False,
@@ -217,9 +217,14 @@ class OpenAIEngine:
         }
 
 
-def noise_seed(seed: int, counter: int, sample: int) -> int:
-    """The seed of a response's noise, below 2^53: all numbers that JSON keeps."""
-    words = np.random.SeedSequence([seed, counter, sample]).generate_state(1, np.uint64)
+def noise_seed(seed: int, counter: int, sample: int, begun: int = 0) -> int:
+    """The seed of a response's noise after `begun` tokens, below 2^53: all numbers that JSON keeps.
+
+    A server counts places from its first token, so the rest of a response has a seed of its own:
+    by that of its beginning the same noise would be drawn again.
+    """
+    keys = [seed, counter, sample, begun] if begun else [seed, counter, sample]
+    words = np.random.SeedSequence(keys).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(11))
 
 

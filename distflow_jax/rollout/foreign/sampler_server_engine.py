@@ -46,7 +46,7 @@ class SamplerConnection(Protocol):
 class SamplerServerEngine:
     """A server of distflow.Sampler, which swaps weights in flight and reads them from folders.
 
-    What is drawn depends on the server's seed and on (counter, sample), as in a run.
+    What is drawn depends on the server's seed and on (counter, sample, place), as in a run.
     """
 
     swaps_in_flight = True
@@ -126,7 +126,9 @@ class SamplerServerEngine:
 
 def _message(run: Sequence[EngineRequest]) -> dict[str, Any]:
     first, sampling = run[0], run[0].sampling
+    begun = {"begun": first.begun} if first.begun else {}
     return {
+        **begun,
         "tokens": first.tokens.tolist(),
         "uid": first.counter,
         "first_sample": first.sample,

@@ -54,7 +54,8 @@ class HeldSequences:
         sequence.partial, sequence.logits_by = Partial(request, sample, fed, shown=images), None
         sequence.tokens = len(fed)
         if fits:
-            self._loop.slots.inject(Injection(slot, queue, limit, len(fed)))
+            begun = request.begun
+            self._loop.slots.inject(Injection(slot, queue, begun + limit, begun + len(fed)))
         else:
             self._loop.preempt(slot)
 

@@ -219,6 +219,11 @@ class Scheduler:
         """ValueError for a request that no slot can take; `done`: tokens that it has already."""
         config, limit = self.engine.config, request.sampling.limit
         check_length(len(request.prompt.tokens), config.max_prompt)
+        if not 0 <= request.begun < len(request.prompt.tokens):
+            raise ValueError(
+                f"of a prompt of {len(request.prompt.tokens)} tokens at least one is no part of "
+                f"the response, got begun={request.begun}"
+            )
         if done:
             check_length(len(request.prompt.tokens) + done, longest_read(config))
         if limit > config.max_response:

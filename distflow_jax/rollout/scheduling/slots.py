@@ -1,5 +1,6 @@
 """Slots of one engine: which sequence is in which, and where there is room for the next one."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -205,11 +206,13 @@ class Slots:
 
 
 def _slot_request(partial: Partial, keep: bool) -> SlotRequest:
-    request = partial.request
+    request, sampling = partial.request, partial.request.sampling
+    if request.begun:
+        sampling = dataclasses.replace(sampling, limit=request.begun + sampling.limit)
     return SlotRequest(
         request.prompt.counter,
         partial.sample,
-        request.sampling,
-        emitted=len(partial.tokens),
+        sampling,
+        emitted=request.begun + len(partial.tokens),
         keep=keep,
     )

@@ -21,7 +21,7 @@ from support.tiny_sampler import REQUESTS, Sampler, assert_agree, assert_same, b
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignScheduler, TriesEnded
 from distflow_jax.rollout.foreign.in_process_engine import InProcessEngine
-from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving.access import Access
 
@@ -123,6 +123,8 @@ def test_partial_responses_go_on(server, tmp_path):
     """Exported responses begin again; with tokens of another engine they go on after these."""
     with openai_scheduler(server, FIRST, tmp_path) as scheduler:
         whole = drive(fill(scheduler, PLAIN[:1]))
+        seeds = set(server.seeds)
+        assert len(seeds) == len(PLAIN[0].samples)
         server.faults.extend(["hang"] * len(PLAIN[0].samples))  # none has ended below
         scheduler.submit(PLAIN[0])
         scheduler.step()
@@ -133,13 +135,49 @@ def test_partial_responses_go_on(server, tmp_path):
         (partial,) = [p for p in partials if p.sample == uid[1]]
         zeros = np.zeros(3, np.float32)
         partial.chunks.append((response.tokens[:3], response.logp[:3], zeros, zeros.astype(int)))
+        server.seeds.clear()
         scheduler.restore(partials)
         found = drive(scheduler)
+    # the noise of its beginning is not drawn again, and the others have theirs
+    assert len(set(server.seeds) - seeds) == 1
     np.testing.assert_array_equal(found[uid].tokens[:3], response.tokens[:3])
     assert len(found[uid].tokens) <= PLAIN[0].sampling.limit
     zero = dataclasses.replace(found[uid], prompt=prompt_of(0, found[uid].prompt.tokens))
     (ours,) = forward_logp(TINY, FIRST, [zero])
     np.testing.assert_allclose(found[uid].logp, ours, atol=1e-4)
+
+
+def begun(whole, count=3):
+    """Responses of which another engine has sampled `count` tokens, or all but one."""
+    partials = []
+    for request in PLAIN:
+        for sample in request.samples:
+            response = whole[request.prompt.counter, sample]
+            columns = response.tokens, response.logp, response.margin, response.version
+            chunk = tuple(x[: min(count, len(response.tokens) - 1)] for x in columns)
+            partials.append(Partial(request, sample, np.zeros(0, np.int32), [chunk]))
+    return partials
+
+
+def test_a_response_goes_on_by_the_noise_of_its_places(sampler):
+    """What another engine has begun ends as it would have ended there."""
+    whole = by_uid(sampler.run(PLAIN))
+    engine = InProcessEngine(sampler.engine)
+    scheduler = ForeignScheduler(engine, FIRST, limits_of(sampler.engine))
+    scheduler.restore(begun(whole))
+    assert_agree(list(drive(scheduler).values()), list(whole.values()))
+    engine.close()
+
+
+def test_a_response_goes_on_at_a_server_by_the_noise_of_its_places(tmp_path):
+    own = served_engine()
+    state, wanted, _ = run_requests(own, own.load_params(FIRST), own.init_decode_state(), PLAIN)
+    access = Access(load_folders=(str(tmp_path),))
+    with Serving(load=lambda path: (served_or_folder(own, path), 0), access=access) as serving:
+        with sampler_scheduler(serving.address, own, FIRST, tmp_path) as scheduler:
+            scheduler.restore(begun(by_uid(wanted)))
+            found = drive(scheduler, most=10_000)
+    assert_agree(list(found.values()), wanted)
 
 
 # -- faults -----------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.rollout.cache_sizing import cache_bytes
 from distflow_jax.rollout.decode_state import StateShapes
+from distflow_jax.rollout.engine.compact_decode import small_shapes
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.kv_cache import kernel_attention, page_walk_attention
 from distflow_jax.rollout.kv_cache import pages as cache_lib
@@ -337,3 +338,15 @@ def test_pages_that_the_gpu_kernel_cannot_address_are_refused():
         StateShapes(model, dataclasses.replace(config, cache_tokens=tokens), mesh)
     pages = dataclasses.replace(config, cache_tokens=3 << 15, cache_dtype="auto")
     StateShapes(model, pages, mesh)
+
+
+def test_the_program_for_few_responses_has_the_pages_of_the_engine():
+    """A quarter of them would be between 2 and 4 GiB, and is no cache that there is."""
+    mesh = mesh_of(1, 1, names=("data", "tensor"))
+    model = DecoderConfig(num_layers=32, num_heads=8, num_kv_heads=8, head_dim=128)
+    long = dataclasses.replace(CONFIG, page_size=64, attention="gpu", slots=16, max_response=16384)
+    short = dataclasses.replace(CONFIG, slots=16)
+    for config in (long, dataclasses.replace(long, cache_tokens=5 << 15), short):
+        shapes = StateShapes(model, config, mesh)
+        small = small_shapes(shapes)
+        assert small.slots == shapes.slots // 4 and small.pages == shapes.pages
