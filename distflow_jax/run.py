@@ -410,10 +410,7 @@ class Run:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
         coordinator, region = self.runtime.coordinator, self.prepared.plan.region
         if region is None:
-            given = self._draw(prompts)
-            if given is None:
-                raise EndOfData
-            coordinator.begin(given)
+            coordinator.begin(_there(self._draw(prompts)))
             return None
         return Rounds(
             coordinator,
@@ -459,10 +456,7 @@ class Run:
             with self.phases.span("write_profile"):
                 self.instruments.profile.close()
         # before an evaluation, for which models on the host leave the devices
-        metrics = dict[str, float]()
-        if not self.times.warm:
-            metrics |= planned_metrics(self.prepared, self.runtime)
-            node_states(self.prepared, self.state)  # refuses what checkpoints cannot keep
+        metrics = {} if self.times.warm else _first_metrics(self)
         if self.config.flow.swap == "boundary":
             if self.schedule.evaluates(step):
                 self.sync_weights(step)
@@ -500,6 +494,19 @@ class Run:
         elif step:
             self._record_evaluations(step)
         return EXIT_DONE
+
+
+def _there(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The columns of a batch; EndOfData where the data have no further one."""
+    if given is None:
+        raise EndOfData
+    return given
+
+
+def _first_metrics(run: Run) -> dict[str, float]:
+    """Metrics of a process's first step; ValueError for a node's state that no checkpoint keeps."""
+    node_states(run.prepared, run.state)
+    return planned_metrics(run.prepared, run.runtime)
 
 
 def _sync_finished(run: Run) -> None:
