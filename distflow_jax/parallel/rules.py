@@ -38,6 +38,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),  # of a mixture: tokens are sent to them and outputs back (moe.py)
     "vocab": ("tensor",),
+    "tower_rows": ("data", "fsdp", "expert", "context", "pipeline"),  # rows of patches
     "tower_hidden": ("fsdp",),  # of a vision tower's parameters (models/vision/)
     "tower_heads": ("tensor",),
     "tower_mlp": ("tensor",),
@@ -50,6 +51,9 @@ _REPLICATE_WHERE_INDIVISIBLE = {
     *("batch", "stream", "kv_heads"),
     *("tower_hidden", "tower_heads", "tower_mlp"),
 }
+# a tower's rows are those of the text before the context divides these: the last axes are left out
+# until the others divide them
+_FEWER_WHERE_INDIVISIBLE = {"tower_rows"}
 
 _active_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 _divided: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
@@ -67,6 +71,9 @@ def partition_spec(mesh: Mesh, axes: tuple[str, ...], shape: tuple[int, ...]) ->
     claimed: set[str] = set()
     for name, size in zip(axes, shape, strict=True):
         held = _held(mesh, name)
+        if name in _FEWER_WHERE_INDIVISIBLE:
+            while size % math.prod(held.values()):
+                held.popitem()
         count = math.prod(held.values())
         if size % count == 0:
             assert not claimed & held.keys(), f"two dims of {axes} claim one of {set(held)}"

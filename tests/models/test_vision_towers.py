@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import PIL
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support.paths import TESTS
 from support.seeing import features_alone, logits_alone
 from support.seeing_models import CASES, IMAGES, NUM_IMAGES, drawn_params, tokens_of
@@ -26,6 +28,8 @@ from distflow_jax.models.vision.chunks import encode_chunks
 from distflow_jax.models.vision.encode import encode, window_segments
 from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
+from distflow_jax.models.vision.tower_params import tower_params
+from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parallel.rules import use_mesh
 
 FILE = json.loads((TESTS / "golden" / "vision.json").read_text())
@@ -221,6 +225,43 @@ def test_tiles_give_the_features_and_gradients_of_the_mask(case, form, interpret
     norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(one)))
     gap = jax.tree.map(lambda a, b: np.sum(np.square(a - b)), one, other)
     assert np.sqrt(sum(jax.tree.leaves(gap))) < 1e-5 * norm
+
+
+@pytest.mark.parametrize(
+    ("axes", "share"),
+    [({"data": 2, "context": 2}, 2), ({"data": 4, "context": 2}, 4), ({"context": 4}, 1)],
+)
+def test_a_device_encodes_the_rows_of_its_data_rank(axes, share):
+    """Context ranks divide a row's tokens, of which a tower's rows know nothing."""
+    config = VisionConfig(hidden_size=32, num_layers=1, num_heads=2, mlp_size=64, width=32, grid=8)
+    rows = axes.get("data", 1)
+
+    def flops(sizes):
+        devices = np.array(jax.devices()[: math.prod(sizes.values())])
+        mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes))
+        whole = NamedSharding(mesh, PartitionSpec())
+        by_row = NamedSharding(mesh, PartitionSpec("data" if "data" in sizes else None))
+        shapes = {path: spec.shape for path, spec in tower_params(config).items()}
+        params = {
+            path: jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+            for path, shape in shapes.items()
+        }
+        arrays = [
+            jax.ShapeDtypeStruct((rows, 1, 16, *shape), dtype, sharding=by_row)
+            for shape, dtype in (
+                ((config.patch_bytes,), np.uint8),
+                ((2,), np.int32),
+                ((), np.int32),
+            )
+        ]
+
+        def run(params, *arrays):
+            with use_mesh(mesh):
+                return encode_chunks(config, unflatten_dict(params, sep="/"), *arrays)
+
+        return jax.jit(run).lower(params, *arrays).compile().cost_analysis()["flops"]
+
+    np.testing.assert_allclose(flops(axes), flops({"data": 1}) / share, rtol=0.05)
 
 
 def test_windows_are_other_segment_numbers():

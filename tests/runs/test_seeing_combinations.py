@@ -14,6 +14,7 @@ SETTINGS = {
     "&max_position=1024&vision_hidden=32&vision_layers=2&vision_heads=4&patch=4",
     "data.train": "task:shapes?ask=count&sides=24-64&size=200",
     "data.prompts_per_step": 4,
+    "data.max_prompt_length": 144,
     "rollout.num_samples": 4,
     "rollout.max_response_length": 4,
     "rollout.num_slots": 8,

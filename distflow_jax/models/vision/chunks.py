@@ -56,13 +56,13 @@ def encode_chunks(
             lambda *_: jnp.zeros(shape.shape, shape.dtype),
             *chunk,
         )
-        return None, constrain(found, "length", "batch", "length", "activation")
+        return None, constrain(found, "length", "tower_rows", "length", "activation")
 
     by_chunk = [
-        constrain(jnp.moveaxis(x, 1, 0), "length", "batch", *["length"] * (x.ndim - 2))
+        constrain(jnp.moveaxis(x, 1, 0), "length", "tower_rows", *["length"] * (x.ndim - 2))
         for x in (patches, positions, segments)
     ]
     _, found = jax.lax.scan(body, None, tuple(by_chunk))  # [C, 1 + N, R, S / C, W]
     found = found.transpose(2, 1, 0, 3, 4)
     found = found.reshape(*found.shape[:2], -1, found.shape[-1])
-    return constrain(found, "batch", "length", "length", "activation")
+    return constrain(found, "tower_rows", "length", "length", "activation")

@@ -135,7 +135,7 @@ def _attention(
         )
     if tables is not None:
         q, k = rotate_2d(q, tables), rotate_2d(k, tables)
-    q, k, v = (constrain(x, "batch", "length", "tower_heads", "head_dim") for x in (q, k, v))
+    q, k, v = (constrain(x, "tower_rows", "length", "tower_heads", "head_dim") for x in (q, k, v))
     return named(OUTPUT, _product("BNAH,AHD->BND", attend(q, k, v), w, "output"))
 
 
@@ -146,7 +146,7 @@ def _mlp(c: VisionConfig, w: Weights, h: jax.Array) -> jax.Array:
         up = activation(named(MLP, _product("BND,DF->BNF", h, w, "gate"))) * up
     else:
         up = activation(up)
-    return _product("BNF,FD->BND", constrain(up, "batch", "length", "tower_mlp"), w, "down")
+    return _product("BNF,FD->BND", constrain(up, "tower_rows", "length", "tower_mlp"), w, "down")
 
 
 def _product(spec: str, x: jax.Array, w: Weights, name: str, *, heads: bool = False) -> jax.Array:
@@ -187,7 +187,7 @@ def _projected(
     if norm_merged:
         h = _norm(c, h, w, "norm")
     h = jax.nn.gelu(_product("BME,EF->BMF", h, w, "up"), approximate=False)
-    h = constrain(h, "batch", "length", "tower_mlp")
+    h = constrain(h, "tower_rows", "length", "tower_mlp")
     return _shared(_product("BMF,FW->BMW", h, w, "down"))
 
 
@@ -197,4 +197,4 @@ def _features(h: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _shared(x: jax.Array) -> jax.Array:
     """Pins the layout of x [B, N, D]: rows divided over devices, the rest whole."""
-    return constrain(x, "batch", "length", "activation")
+    return constrain(x, "tower_rows", "length", "activation")

@@ -47,8 +47,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, pairs: Pairs, form: Form) -
         query, key = pairs[:, :, None], pairs[:, None, :]
         return masked_attention(q, k, v, (query == key) & (query > 0))
     size = q.shape[3]
-    heads = ("batch", "length", "tower_heads", "head_dim")
-    of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in pairs))
+    heads = ("tower_rows", "length", "tower_heads", "head_dim")
+    of_pairs = Tiles(*(("tower_rows", *["length"] * (x.ndim - 1)) for x in pairs))
 
     def on_device(q, k, v, tiles):
         if form.head_dim > size:  # scores are divided by the root of the padded size
