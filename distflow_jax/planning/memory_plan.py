@@ -27,6 +27,7 @@ from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.rollout.cache_sizing import feature_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.training.state import TrainState
+from distflow_jax.training.streamed_update import StreamedState
 
 _EVERYWHERE = Layout("mesh")
 
@@ -133,23 +134,22 @@ def plan_memory(
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
     residencies: Mapping[str, Residency] | None = None,
-    accumulators: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
+
+    What waves add up (training/streamed_update.py) is there from the first program of a step on a
+    mesh to the last, beside the gradient of a micro-batch.
 
     Args:
       planned: the plan.
       programs: its programs, by the unit's name.
       costs: of these programs; temporaries are unknown for programs that were not compiled.
       residencies: by node; None: those of the plan.
-      accumulators: specs of what waves add up (training/streamed_update.py), by state key, of the
-        models whose updates take waves. They are there from the first program of a step on a mesh
-        to the last, beside the gradient of a micro-batch.
     """
     residencies = planned.residencies if residencies is None else residencies
     sums = [
         Held("gradients", device_bytes(spec), planned.models[key].layout)
-        for key, spec in (accumulators or {}).items()
+        for key, spec in _accumulators(programs).items()
     ]
     items = _items(planned, programs)
     batch = _batch_bytes(planned.plan.units, programs)
@@ -232,6 +232,16 @@ def _there(
 
 def _trained(unit: Unit) -> set[str]:
     return {task.state_key for task in unit.tasks if task.node.type == "MODEL_TRAIN"}
+
+
+def _accumulators(programs: Mapping[str, Program]) -> dict[str, Any]:
+    """Specs of what waves add up, by state key, of the models whose updates take waves."""
+    return {
+        key: state.sums
+        for program in programs.values()
+        for key, state in program.given_states.items()
+        if isinstance(state, StreamedState)
+    }
 
 
 def _gradients(planned: RunPlan, key: str, program: Program) -> int:

@@ -1,5 +1,6 @@
 """What a device has to hold is known before step 1, and is what then lies on it."""
 
+import copy
 import dataclasses
 import gc
 import json
@@ -40,6 +41,7 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.build import build, make_meshes, trace
 from distflow_jax.runtime.samplers.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
+from distflow_jax.training.streamed_update import with_sums
 
 SMALL = [
     "model.source=random:llama?hidden=64&layers=4&heads=4&kv_heads=2&mlp=128&vocab=512",
@@ -133,9 +135,13 @@ def test_gradients_and_moments_are_of_adapters_alone():
 def test_accumulators_of_waves_are_there_in_every_program(compiled):
     """What waves add up lies beside all that computes on its mesh, and is gone between steps."""
     (key,) = _trained(compiled.planned.plan.units[-1])
-    spec = compiled.programs["actor_train"].given_states[key].params
     planned, programs, costs = compiled.planned, compiled.programs, compiled.costs
-    plain, waves = (plan_memory(planned, programs, costs, None, x) for x in (None, {key: spec}))
+    state = programs["actor_train"].given_states[key]
+    spec = state.params
+    update = copy.copy(programs["actor_train"])
+    update.given_states = update.given_states | {key: with_sums(state, spec)}
+    adding = programs | {"actor_train": update}
+    plain, waves = (plan_memory(planned, found, costs) for found in (programs, adding))
     assert waves.between == plain.between
     for a, b in zip(plain.segments, waves.segments, strict=True):
         more = device_bytes(spec) if a.name in programs else 0
