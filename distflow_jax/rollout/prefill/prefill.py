@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models.attention import masked_attention, within
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
-from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.parallel.rules import sharding, use_mesh
 from distflow_jax.rollout.decode_state import (
     EngineConfig,
     StateShapes,
@@ -252,6 +253,14 @@ def no_tokens(shapes: StateShapes, room: int):
         choices = (c.num_layers, room, c.experts_per_token)
         experts = jnp.zeros(choices, recorded_dtype(c.num_experts))
     return empty, empty + 0, experts
+
+
+def kept_shardings(shapes: StateShapes):
+    """Layouts of what `no_tokens` makes: heads over tensor, as in the cache."""
+    c = shapes.model
+    shape = (c.num_layers, 1, c.num_kv_heads, c.head_dim)
+    keys = sharding(shapes.mesh, ("layers", "length", "kv_heads", "head_dim"), shape)
+    return keys, keys, NamedSharding(shapes.mesh, PartitionSpec())
 
 
 def shared_room(config: EngineConfig) -> int:

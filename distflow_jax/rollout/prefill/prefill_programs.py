@@ -30,11 +30,13 @@ class PrefillPrograms:
         whole = NamedSharding(shapes.mesh, PartitionSpec())
         self._row = sampler_program(shapes, prefill.read_row)
         self._row_after = sampler_program(shapes, prefill.read_row_after)
-        self._chunk = sampler_program(shapes, prefill.read_chunk, donate=3)
+        # all that a chunk is read into lies alike: else its second chunk were another program
+        kept = prefill.kept_shardings(shapes)
+        self._chunk = sampler_program(shapes, prefill.read_chunk, out=(kept, whole), donate=3)
         self._room = jax.jit(
-            functools.partial(prefill.no_tokens, shapes), static_argnums=0, out_shardings=whole
+            functools.partial(prefill.no_tokens, shapes), static_argnums=0, out_shardings=kept
         )
-        self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=whole)
+        self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=kept)
         sizes = shapes.config.images
         # None: the model has no tower, and programs have no images among their arguments
         self.images = None if sizes is None else ImagePrograms(shapes, sizes)
