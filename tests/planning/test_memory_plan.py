@@ -38,6 +38,7 @@ from distflow_jax.planning.run_models import States
 from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import build, make_meshes, trace
 from distflow_jax.runtime.samplers.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
@@ -146,6 +147,32 @@ def test_accumulators_of_waves_are_there_in_every_program(compiled):
     for a, b in zip(plain.segments, waves.segments, strict=True):
         more = device_bytes(spec) if a.name in programs else 0
         assert b == dataclasses.replace(a, gradients=a.gradients + more)
+
+
+def test_long_prompts_are_in_the_plan():
+    """Room for prompts that are read in chunks, and for shared prefixes, as an engine has it."""
+
+    def planned(*assignments):
+        many = ["mesh.rollout_tensor=2", "data.max_prompt_length=256", "training.row_tokens=512"]
+        return plan_run(config_of(*many, *assignments), Machine.current())
+
+    def cache(run):
+        return {s.name: s.cache for s in plan_memory(run, {}, {}).segments}
+
+    short, long, shared = (
+        planned(),
+        *(planned("rollout.prefill_tokens=64", f"rollout.prefix_tokens={n}") for n in (0, 128)),
+    )
+    programs = make_engine(long.source, long.config, long.sizes).programs
+    kept = programs.prompts._room(256 + 64)
+    room = device_bytes(kept)
+    assert room == sum(x.addressable_shards[0].data.nbytes for x in kept[:2])
+    assert cache(long)["rollout"] == cache(short)["rollout"] + 2 * room
+    assert cache(long)["update_weights"] == cache(short)["update_weights"]
+    prefixes = room * (128 + 128) // (256 + 64)
+    assert all(cache(shared)[name] == size + prefixes for name, size in cache(long).items())
+    names = [sampler_programs(run.source.config, run.sizes.engine) for run in (short, long)]
+    assert names == [("prefill", "decode"), ("prefill", "prefill_long", "decode")]
 
 
 def test_what_waits_on_the_host_is_not_there(compiled):

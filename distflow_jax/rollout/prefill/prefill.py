@@ -234,6 +234,17 @@ def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before, sigh
         return (key, value, experts), head_logits(shapes.model, params, last)
 
 
+def takes_chunks(config: EngineConfig) -> bool:
+    """Whether some prompts are too long for a row."""
+    return longest_read(config) > buckets(config)[-1]
+
+
+def chunk_room(config: EngineConfig) -> int:
+    """X of a prompt that is read in chunks: the longest and a chunk, tokens in whole pages."""
+    room = longest_read(config) + buckets(config)[-1]
+    return config.page_size * pages_of(room, config.page_size)
+
+
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
     """The prompt int32 [t] as `Prefix` carries it; None where responses look nothing up in it."""
     if not config.speculative_tokens:

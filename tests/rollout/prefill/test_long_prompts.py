@@ -9,6 +9,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes
 from distflow_jax.rollout.engine.engine import weight_layout
 from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
+from distflow_jax.rollout.prefill.prompt_sizing import reading_bytes
 
 CONFIG = EngineConfig(slots=2, max_prompt=48, max_response=4, page_size=16, prefill_tokens=16)
 
@@ -35,3 +36,14 @@ def test_the_second_chunk_is_the_same_program(sampler):
     counter.close()
     heads = prefix.key.sharding.shard_shape(prefix.key.shape)[2]
     assert heads == TINY.num_kv_heads // 2 and prefix.value.sharding == prefix.key.sharding
+
+
+def test_its_memory_is_that_of_the_program_that_runs(sampler):
+    """Traced from shapes; each chunk is added in place."""
+    programs, params = sampler
+    counter = Compilations()
+    memory = programs.trace_chunk(params).lower().compile().memory_analysis()
+    assert counter.take() == 0, counter.names()
+    counter.close()
+    room = reading_bytes(TINY, CONFIG, 2) // 2
+    assert memory.alias_size_in_bytes == room > 0
