@@ -250,6 +250,38 @@ def test_savings_of_settings_are_what_they_save(compiled):
         assert other.memory().fullest.total == pytest.approx(found[text], rel=0.02)
 
 
+def test_a_cache_of_so_many_tokens_gets_fewer_of_them():
+    """Slots do not change it; planned again, it takes what the advice says."""
+    planned = plan_run(config_of("rollout.cache_tokens=65536"), Machine.current())
+    memory = plan_memory(planned, {}, {})
+    missing = memory.fullest.cache // 3
+    memory = dataclasses.replace(memory, device=memory.fullest.total - missing)
+    found = {c.text: c.fullest for c in _changes(planned, memory, {}, {})}
+    assert not any("num_slots" in text or "cache_fraction" in text for text in found)
+    (text,) = [text for text in found if text.startswith("rollout.cache_tokens=")]
+    other = plan_memory(plan_run(config_of(text), Machine.current()), {}, {})
+    assert other.fullest.total == pytest.approx(found[text], rel=1e-3)  # pages have owners
+    assert other.fullest.total <= memory.device
+
+
+def test_nothing_is_moved_to_the_host_in_waves():
+    planned = plan_run(
+        config_of(
+            "mesh.devices=0:4",
+            "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
+            "flow.max_lag=1",
+            "algorithm.correction=token_tis",
+            "flow.waves=counter",
+            "flow.wave_prompts=4",
+        ),
+        Machine.current(),
+    )
+    machine = dataclasses.replace(planned.machine, platform="gpu")
+    planned = dataclasses.replace(planned, machine=machine)
+    memory = dataclasses.replace(plan_memory(planned, {}, {}), device=1000)
+    assert not any("offload" in change.text for change in _changes(planned, memory, {}, {}))
+
+
 def test_a_cache_that_takes_a_share_of_the_device(compiled):
     planned = dataclasses.replace(
         compiled.planned,
