@@ -79,6 +79,11 @@ class MemoryPlan:
         """The segment that needs the most memory."""
         return max(self.segments, key=lambda segment: segment.total)
 
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the segments whose temporaries are not known, and not in their sums."""
+        return [segment.name for segment in self.segments if segment.temporaries is None]
+
     def with_sampler(
         self, temporaries: int | None, sync: int | None = None, left_out: Collection[str] = ()
     ) -> "MemoryPlan":

@@ -90,9 +90,8 @@ class PodPlan:
         text = f"{self.spare:.1%} of HBM to spare, in {fullest.name!r}"
         if self.refused:
             return f"{text}, without what is too large\n"
-        unknown = [s.name for s in self.memory.segments if s.temporaries is None]
-        if unknown:
-            return f"{text}, without temporaries of {', '.join(unknown)}\n"
+        if self.memory.unknown:
+            return f"{text}, without temporaries of {', '.join(self.memory.unknown)}\n"
         if self.spare < SPARE:
             return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
         return f"{text}\n"

@@ -1,4 +1,4 @@
-"""The subcommand plan in this process: what it plans."""
+"""The subcommand plan in this process: what it plans, and what it says of its sums."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ WAVES = [
 
 @pytest.mark.parametrize("topology", ["", "gpu:1x8"])
 def test_a_run_in_waves_is_planned(topology, capsys):
-    """On this machine and for a pod."""
+    """On this machine and for a pod; the output says what no sum has."""
     options = SimpleNamespace(
         config=override(open_config("tiny"), WAVES),
         chosen=frozenset(),
@@ -38,4 +38,6 @@ def test_a_run_in_waves_is_planned(topology, capsys):
         out="",
     )
     assert plan_command.main(options) == 0
-    assert " actor_train " in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "temporaries of update_weights, rollout" in said
+    assert " actor_train " in said
