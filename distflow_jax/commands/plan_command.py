@@ -19,6 +19,7 @@ from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.memory_plan import MemoryPlan
 from distflow_jax.planning.plan_run import RunPlan, open_loader, plan_run
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
@@ -31,6 +32,7 @@ from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
+from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.mermaid import to_mermaid
@@ -74,7 +76,7 @@ def main(options: SimpleNamespace) -> int:
         fields = fields_on_meshes(planned.plan, programs)
         compiled = compile_plan(planned, programs, only_trace=not options.compile, only_costs=True)
         costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
-        text += f"\n{describe(fields, costs)}\n{memory.describe()}"
+        text += f"\n{describe(fields, costs)}\n{memory.describe()}{_left_out(memory)}"
     print(text)
     if options.mermaid:
         print(to_mermaid(planned.plan))
@@ -85,6 +87,17 @@ def main(options: SimpleNamespace) -> int:
         print(f"error: a run would end before step 1: {missing}", file=sys.stderr)
         return EXIT_USAGE
     return 0
+
+
+def _left_out(memory: MemoryPlan) -> str:
+    """A line on temporaries that the sums are without."""
+    if not memory.unknown:
+        return ""
+    names = ", ".join(memory.unknown)
+    return fill_lines(
+        f"\nnot in the sums: temporaries of {names}; a run compiles these programs, and checks its "
+        "memory again\n"
+    )
 
 
 def print_scopes(planned: RunPlan) -> int:

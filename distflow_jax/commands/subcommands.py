@@ -165,8 +165,13 @@ pod that fits, whatever config.mesh says, and prints its flags; --out then
 writes sweep.txt and sweep.json. --check_scopes permutes and divides groups on
 random fields; exit code 2 names a node whose results need a wider scope.
 
-Exit code 0 means that a run would start; 2 means that its devices have too
-little memory, or a user error. The one-line message names the fix.""",
+Exit code 0: nothing was found that ends a run before step 1. No data and no
+weights were read, and memory is without the temporaries of what was not
+compiled: "-" in the table. On this machine these are the sampler's programs and
+the weight sync, which a run compiles and checks before step 1; with --nocompile
+and for GPU pods all. Nothing is traced for a number of devices or processes
+that this machine does not have. 2: too little memory, or a user error. The
+one-line message names the fix.""",
     "plan_command",
 )
 

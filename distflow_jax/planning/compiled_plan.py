@@ -8,7 +8,6 @@ from distflow_jax.planning.memory_plan import MemoryPlan, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs, costs_of
-from distflow_jax.training.streamed_update import StreamedState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +51,4 @@ def compile_plan(
         )
         for name, program in programs.items()
     }
-    accumulators = {
-        key: state.sums
-        for program in programs.values()
-        for key, state in program.given_states.items()
-        if isinstance(state, StreamedState)
-    }
-    memory = plan_memory(run, programs, costs, accumulators=accumulators)
-    return CompiledPlan(run, programs, costs, memory)
+    return CompiledPlan(run, programs, costs, plan_memory(run, programs, costs))

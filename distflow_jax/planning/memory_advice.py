@@ -10,6 +10,7 @@ from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes
+from distflow_jax.rollout.decode_state import PAGE_CHUNK, EngineConfig, least_pages, num_pages
 
 _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
 
@@ -104,7 +105,7 @@ def _changes(
             f"{where}={name!r}",
             lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
         )
-    moves = planned.samples_apart or not config.flow.ahead
+    moves = (planned.samples_apart or not config.flow.ahead) and not config.flow.in_waves
     if config.training.offload == "none" and moves and planned.machine.platform != "cpu":
         apart = planned.samples_apart
         residencies = plan_residency(planned.plan, planned.samplers, apart=apart)
@@ -152,23 +153,32 @@ def _smaller_cache(
     if not planned.samplers:
         return
     config, sizes, machine = planned.config, planned.sizes, planned.machine
-    ranks = sizes.sampler_ranks
-    whole = cache_bytes(
-        planned.source.config, sizes.engine, ranks=ranks, tensor=sizes.rollout_tensor
-    )
+    ranks, samplers = sizes.sampler_ranks, machine.processes // sizes.sampler_hosts
+
+    def taken(engine: EngineConfig) -> int:
+        tensor = sizes.rollout_tensor
+        return cache_bytes(planned.source.config, engine, ranks=ranks, tensor=tensor)
+
+    whole = taken(sizes.engine)
     missing = memory.fullest.total - memory.device
     share = max(1 / 8, (whole - missing) / whole)
-    if config.rollout.num_slots == 0:
+    if config.rollout.cache_tokens:  # then the cache does not depend on slots
+        unit = ranks * sizes.engine.page_size
+        pages = int(share * num_pages(sizes.engine, ranks))
+        pages -= pages % PAGE_CHUNK if pages > PAGE_CHUNK else 0  # they are rounded up
+        pages = max(pages, least_pages(sizes.engine))
+        text = f"rollout.cache_tokens={pages * unit * samplers}"
+        left = taken(dataclasses.replace(sizes.engine, cache_tokens=pages * unit))
+    elif config.rollout.num_slots == 0:
         # a fraction of the cache's actual size, which may be below rollout.cache_fraction
         fraction = int(100 * share * whole / machine.memory) / 100
         if fraction <= 0:
             return
         text, left = f"rollout.cache_fraction={fraction:g}", int(fraction * machine.memory)
     else:
-        samplers = machine.processes // sizes.sampler_hosts
-        slots = max(1, int(share * sizes.engine.slots / ranks)) * ranks * samplers
-        text = f"rollout.num_slots={slots}"
-        left = int(whole * slots / (sizes.engine.slots * samplers))
+        slots = max(1, int(share * sizes.engine.slots / ranks)) * ranks
+        text = f"rollout.num_slots={slots * samplers}"
+        left = taken(dataclasses.replace(sizes.engine, slots=slots))
     yield change(
         text, lambda s: dataclasses.replace(s, cache=max(0, s.cache - max(0, whole - left)))
     )

@@ -26,7 +26,9 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.rollout.cache_sizing import feature_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
+from distflow_jax.rollout.prefill.prompt_sizing import reading_bytes, shared_bytes
 from distflow_jax.training.state import TrainState
+from distflow_jax.training.streamed_update import StreamedState
 
 _EVERYWHERE = Layout("mesh")
 
@@ -50,7 +52,7 @@ class Segment:
     gradients: int  # of the model that the segment trains; of waves, the step's accumulators
     temporaries: int | None  # activations and other temporaries of its program; None: unknown
     sampler_weights: int
-    cache: int  # of the sampler: keys and values, slots, and features of images
+    cache: int  # of the sampler: keys and values, slots, features of images, prompts being read
     batch: int  # fields of the step
 
     @property
@@ -76,6 +78,11 @@ class MemoryPlan:
     def fullest(self) -> Segment:
         """The segment that needs the most memory."""
         return max(self.segments, key=lambda segment: segment.total)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the segments whose temporaries are not known, and not in their sums."""
+        return [segment.name for segment in self.segments if segment.temporaries is None]
 
     def with_sampler(
         self, temporaries: int | None, sync: int | None = None, left_out: Collection[str] = ()
@@ -133,25 +140,25 @@ def plan_memory(
     programs: Mapping[str, Program],
     costs: Mapping[str, Costs],
     residencies: Mapping[str, Residency] | None = None,
-    accumulators: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
+
+    What waves add up (training/streamed_update.py) is there from the first program of a step on a
+    mesh to the last, beside the gradient of a micro-batch.
 
     Args:
       planned: the plan.
       programs: its programs, by the unit's name.
       costs: of these programs; temporaries are unknown for programs that were not compiled.
       residencies: by node; None: those of the plan.
-      accumulators: specs of what waves add up (training/streamed_update.py), by state key, of the
-        models whose updates take waves. They are there from the first program of a step on a mesh
-        to the last, beside the gradient of a micro-batch.
     """
     residencies = planned.residencies if residencies is None else residencies
     sums = [
         Held("gradients", device_bytes(spec), planned.models[key].layout)
-        for key, spec in (accumulators or {}).items()
+        for key, spec in _accumulators(programs).items()
     ]
     items = _items(planned, programs)
+    reading = _reading(planned)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
     samplers = planned.samplers
@@ -168,11 +175,14 @@ def plan_memory(
         where = _EVERYWHERE if unit is None else _samplers_layout(planned)
         extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
+        sampling = program is None and unit is not None
         segments.append(
             _segment(
                 name,
                 where if program is None else unit.layout,
-                [items[item] for item in meanwhile | stays] + (sums if program else []),
+                [items[item] for item in meanwhile | stays]
+                + (sums if program else [])
+                + (reading if sampling or planned.config.flow.ahead else []),
                 batch.get(name, 0),
                 extra,
                 max((_gradients(planned, key, program) for key in trained), default=0),
@@ -207,10 +217,20 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
         mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices, sizes.sampler_submesh)
         slots = device_bytes(StateShapes(model, sizes.engine, mesh).specs())
         slots += feature_bytes(model, sizes.engine)
+        slots += shared_bytes(model, sizes.engine, sizes.rollout_tensor)
         for key in planned.samplers:
             found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))
             found[key, "cache"] = Held("cache", slots, _samplers_layout(planned))
     return found
+
+
+def _reading(planned: RunPlan) -> list[Held]:
+    """Long prompts that samplers read; they are there only while responses are sampled."""
+    if not planned.samplers:
+        return []
+    sizes = planned.sizes
+    size = reading_bytes(planned.source.config, sizes.engine, sizes.rollout_tensor)
+    return [Held("cache", size, _samplers_layout(planned))]
 
 
 def _samplers_layout(planned: RunPlan) -> Layout:
@@ -232,6 +252,16 @@ def _there(
 
 def _trained(unit: Unit) -> set[str]:
     return {task.state_key for task in unit.tasks if task.node.type == "MODEL_TRAIN"}
+
+
+def _accumulators(programs: Mapping[str, Program]) -> dict[str, Any]:
+    """Specs of what waves add up, by state key, of the models whose updates take waves."""
+    return {
+        key: state.sums
+        for program in programs.values()
+        for key, state in program.given_states.items()
+        if isinstance(state, StreamedState)
+    }
 
 
 def _gradients(planned: RunPlan, key: str, program: Program) -> int:

@@ -28,12 +28,11 @@ from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.text_table import fill_lines, text_table
 from distflow_jax.programs.traffic import Traffic
 from distflow_jax.programs.units import format_bytes, format_decimal
+from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import trace
 
 # share of HBM left for other releases of XLA or libtpu, and for arrays of a run outside the plan
 SPARE = 0.1
-# compiled for their memory only: how often they run depends on the data
-_SAMPLER = ("prefill", "decode", "encode_images")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +90,8 @@ class PodPlan:
         text = f"{self.spare:.1%} of HBM to spare, in {fullest.name!r}"
         if self.refused:
             return f"{text}, without what is too large\n"
-        unknown = [s.name for s in self.memory.segments if s.temporaries is None]
-        if unknown:
-            return f"{text}, without temporaries of {', '.join(unknown)}\n"
+        if self.memory.unknown:
+            return f"{text}, without temporaries of {', '.join(self.memory.unknown)}\n"
         if self.spare < SPARE:
             return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
         return f"{text}\n"
@@ -101,7 +99,9 @@ class PodPlan:
     @property
     def parts(self) -> dict[str, Estimate]:
         """Estimates of all parts of a step: its segments, and the phases of sampling."""
-        found = {name: e for name, e in self.estimates.items() if name not in _SAMPLER}
+        # programs of samplers are compiled for their memory: how often they run depends on the data
+        of_sampler = _of_sampler(self.planned)
+        found = {name: e for name, e in self.estimates.items() if name not in of_sampler}
         if self.generation:
             g = self.generation
             phases = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
@@ -283,8 +283,7 @@ def _of_sampler(planned: RunPlan) -> tuple[str, ...]:
     """The programs of a sampler that are compiled."""
     if not planned.samplers:
         return ()
-    sees = planned.source.config.vision is not None
-    return tuple(name for name in _SAMPLER if sees or name != "encode_images")
+    return sampler_programs(planned.source.config, planned.sizes.engine)
 
 
 def _left_out(names: Collection[str], only: Collection[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from distflow_jax.rollout.kv_cache import pages as cache_lib
 ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
 CACHE_DTYPES = ("auto", "int8")
 WEIGHTS_DTYPES = ("auto", "int8")
+PAGE_CHUNK = 32  # pages that attention takes at a time: more than these are a multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +174,18 @@ def default_pages(config: EngineConfig, ranks: int) -> int:
     return slots * response + groups * pages_of(config.max_prompt, config.page_size)
 
 
+def least_pages(config: EngineConfig) -> int:
+    """Pages of one full slot and its prompt, which every rank has to hold."""
+    size = config.page_size
+    return pages_of(longest_read(config), size) + pages_of(config.max_response, size)
+
+
 def num_pages(config: EngineConfig, ranks: int) -> int:
     """Pages of a rank: as configured, in whole chunks of attention.
 
     Raises ValueError where one full slot and its prompt would not fit.
     """
-    size = config.page_size
-    one = pages_of(longest_read(config), size) + pages_of(config.max_response, size)
+    size, one = config.page_size, least_pages(config)
     pages = max(one, default_pages(config, ranks))
     if config.cache_tokens:
         pages = config.cache_tokens // (ranks * size)
@@ -189,8 +195,7 @@ def num_pages(config: EngineConfig, ranks: int) -> int:
                 f"of {ranks} data ranks, and one prompt of {longest_read(config)} with a response "
                 f"of {config.max_response} takes {one * size}: use at least {one * size * ranks}"
             )
-    chunk = 32
-    return pages if pages <= chunk else -(-pages // chunk) * chunk
+    return pages if pages <= PAGE_CHUNK else -(-pages // PAGE_CHUNK) * PAGE_CHUNK
 
 
 def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:

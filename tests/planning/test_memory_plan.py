@@ -1,5 +1,6 @@
 """What a device has to hold is known before step 1, and is what then lies on it."""
 
+import copy
 import dataclasses
 import gc
 import json
@@ -37,9 +38,11 @@ from distflow_jax.planning.run_models import States
 from distflow_jax.programs.costs import Costs, costs_of
 from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import build, make_meshes, trace
 from distflow_jax.runtime.samplers.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
+from distflow_jax.training.streamed_update import with_sums
 
 SMALL = [
     "model.source=random:llama?hidden=64&layers=4&heads=4&kv_heads=2&mlp=128&vocab=512",
@@ -133,13 +136,43 @@ def test_gradients_and_moments_are_of_adapters_alone():
 def test_accumulators_of_waves_are_there_in_every_program(compiled):
     """What waves add up lies beside all that computes on its mesh, and is gone between steps."""
     (key,) = _trained(compiled.planned.plan.units[-1])
-    spec = compiled.programs["actor_train"].given_states[key].params
     planned, programs, costs = compiled.planned, compiled.programs, compiled.costs
-    plain, waves = (plan_memory(planned, programs, costs, None, x) for x in (None, {key: spec}))
+    state = programs["actor_train"].given_states[key]
+    spec = state.params
+    update = copy.copy(programs["actor_train"])
+    update.given_states = update.given_states | {key: with_sums(state, spec)}
+    adding = programs | {"actor_train": update}
+    plain, waves = (plan_memory(planned, found, costs) for found in (programs, adding))
     assert waves.between == plain.between
     for a, b in zip(plain.segments, waves.segments, strict=True):
         more = device_bytes(spec) if a.name in programs else 0
         assert b == dataclasses.replace(a, gradients=a.gradients + more)
+
+
+def test_long_prompts_are_in_the_plan():
+    """Room for prompts that are read in chunks, and for shared prefixes, as an engine has it."""
+
+    def planned(*assignments):
+        many = ["mesh.rollout_tensor=2", "data.max_prompt_length=256", "training.row_tokens=512"]
+        return plan_run(config_of(*many, *assignments), Machine.current())
+
+    def cache(run):
+        return {s.name: s.cache for s in plan_memory(run, {}, {}).segments}
+
+    short, long, shared = (
+        planned(),
+        *(planned("rollout.prefill_tokens=64", f"rollout.prefix_tokens={n}") for n in (0, 128)),
+    )
+    programs = make_engine(long.source, long.config, long.sizes).programs
+    kept = programs.prompts._room(256 + 64)
+    room = device_bytes(kept)
+    assert room == sum(x.addressable_shards[0].data.nbytes for x in kept[:2])
+    assert cache(long)["rollout"] == cache(short)["rollout"] + 2 * room
+    assert cache(long)["update_weights"] == cache(short)["update_weights"]
+    prefixes = room * (128 + 128) // (256 + 64)
+    assert all(cache(shared)[name] == size + prefixes for name, size in cache(long).items())
+    names = [sampler_programs(run.source.config, run.sizes.engine) for run in (short, long)]
+    assert names == [("prefill", "decode"), ("prefill", "prefill_long", "decode")]
 
 
 def test_what_waits_on_the_host_is_not_there(compiled):
@@ -215,6 +248,38 @@ def test_savings_of_settings_are_what_they_save(compiled):
         other.planned = plan_run(config_of(text.replace("'", "")), Machine.current())
         other.programs, other.costs = trace(other.planned), compiled.costs
         assert other.memory().fullest.total == pytest.approx(found[text], rel=0.02)
+
+
+def test_a_cache_of_so_many_tokens_gets_fewer_of_them():
+    """Slots do not change it; planned again, it takes what the advice says."""
+    planned = plan_run(config_of("rollout.cache_tokens=65536"), Machine.current())
+    memory = plan_memory(planned, {}, {})
+    missing = memory.fullest.cache // 3
+    memory = dataclasses.replace(memory, device=memory.fullest.total - missing)
+    found = {c.text: c.fullest for c in _changes(planned, memory, {}, {})}
+    assert not any("num_slots" in text or "cache_fraction" in text for text in found)
+    (text,) = [text for text in found if text.startswith("rollout.cache_tokens=")]
+    other = plan_memory(plan_run(config_of(text), Machine.current()), {}, {})
+    assert other.fullest.total == pytest.approx(found[text], rel=1e-3)  # pages have owners
+    assert other.fullest.total <= memory.device
+
+
+def test_nothing_is_moved_to_the_host_in_waves():
+    planned = plan_run(
+        config_of(
+            "mesh.devices=0:4",
+            "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
+            "flow.max_lag=1",
+            "algorithm.correction=token_tis",
+            "flow.waves=counter",
+            "flow.wave_prompts=4",
+        ),
+        Machine.current(),
+    )
+    machine = dataclasses.replace(planned.machine, platform="gpu")
+    planned = dataclasses.replace(planned, machine=machine)
+    memory = dataclasses.replace(plan_memory(planned, {}, {}), device=1000)
+    assert not any("offload" in change.text for change in _changes(planned, memory, {}, {}))
 
 
 def test_a_cache_that_takes_a_share_of_the_device(compiled):

@@ -129,9 +129,7 @@ def test_accumulators_are_planned_as_they_lie():
     planned = device_bytes(made.waves.accumulators["actor"])
     assert live_bytes() - before == pytest.approx(planned, rel=0.05)
     costs = {name: costs_of(p.traced, None) for name, p in made.whole.items()}
-    memory = plan_memory(
-        made.run, made.whole, costs, accumulators=made.waves.accumulators
-    ).segments[-1]
+    memory = plan_memory(made.run, made.waves.units, costs).segments[-1]
     plain = plan_memory(made.run, made.whole, costs).segments[-1]
     assert memory.gradients == plain.gradients + planned
     del state

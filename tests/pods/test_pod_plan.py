@@ -14,6 +14,8 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.planning.compiled_plan import compile_plan
+from distflow_jax.planning.memory_plan import device_bytes
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods.compile import TooLarge, compile_program, reporting_size
 from distflow_jax.pods.pod_picture import MEMORY_COLORS, draw_pod
@@ -21,6 +23,7 @@ from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.hlo import read
 from distflow_jax.report.drawing import Line, Rect, Text
+from distflow_jax.runtime.build import trace
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
@@ -115,6 +118,27 @@ def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
     h200 = plan_on(*planned_for("h200:4x8", "mesh.tensor=2"), compiled=False)
     assert h200.generation.total < of_gpus.generation.total
     assert h200.estimates["actor_train"].compute == of_gpus.estimates["actor_train"].compute
+
+
+def test_accumulators_of_waves_are_planned():
+    """In a run in waves: the programs of a step hold them, as they do on this machine."""
+    waves = [
+        "mesh.devices=0:4",
+        "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
+        "flow.max_lag=1",
+        "algorithm.correction=token_tis",
+        "flow.waves=counter",
+        "flow.wave_prompts=16",
+    ]
+    pod, planned = planned_for("gpu:1x8", *waves)
+    programs = trace(planned)
+    found = plan_on(pod, planned, compiled=False, programs=programs)
+    sums = device_bytes(programs["actor_train"].given_states["actor"].sums.gradients)
+    trained = 4 * num_params(planned.source.config) / 4  # float32, fsdp=4
+    assert sums >= 0.95 * trained
+    update = next(s for s in found.memory.segments if s.name == "actor_train")
+    assert update.gradients >= sums
+    assert compile_plan(planned, programs, only_trace=True).memory.between == found.memory.between
 
 
 def test_responses_are_not_longer_than_allowed(of_gpus):

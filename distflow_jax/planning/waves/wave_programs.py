@@ -82,7 +82,7 @@ class WavePrograms:
 
     @property
     def accumulators(self) -> dict[str, WaveSums]:
-        """Specs of what waves add up, by state key; see planning.memory_plan."""
+        """Specs of what waves add up, by state key."""
         return {key: update.state.sums for key, update in self.updates.items()}
 
     def compile(self) -> None:
@@ -102,11 +102,13 @@ def trace_waves(
 ) -> WavePrograms:
     """The programs of `units`, those of the plan that take waves. Pure; compiles nothing.
 
-    `stages` are keyed by node id, `states` are specs by state key, and `specs` describe fields of
-    one wave, [1, R, ...]. While a step lasts, the state of a model that a unit trains is a
-    StreamedState for all of these units. Raises ValueError as unit_programs.trace_unit does, and
-    for a node that keeps a state which it does not train.
+    Units on hosts among them have no program, and need no stage. `stages` are keyed by node id,
+    `states` are specs by state key, and `specs` describe fields of one wave, [1, R, ...]. While a
+    step lasts, the state of a model that a unit trains is a StreamedState for all of these units.
+    Raises ValueError as unit_programs.trace_unit does, and for a node that keeps a state which it
+    does not train.
     """
+    units = [unit for unit in units if unit.layout.kind == "mesh"]
     training = [
         t for unit in units for t in unit.tasks if isinstance(stages[t.node.id], UpdateStage)
     ]

@@ -6,15 +6,26 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.rollout.decode_state import StateShapes
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.rollout.decode_state import EngineConfig, StateShapes
 from distflow_jax.rollout.engine import (
     compact_decode,
     decode,
     expert_recording,
     slot_updates,
 )
+from distflow_jax.rollout.prefill import prefill
 from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
 from distflow_jax.rollout.sampler_program import sampler_program
+
+
+def sampler_programs(model: DecoderConfig, config: EngineConfig) -> tuple[str, ...]:
+    """Names of a sampler's largest programs: "prefill" of the longest row of prompts,
+    "prefill_long" of a chunk of a prompt that no row holds, "decode" of k steps of all slots, and
+    "encode_images" of a model with a tower."""
+    long = ("prefill_long",) if prefill.takes_chunks(config) else ()
+    images = ("encode_images",) if model.vision is not None else ()
+    return ("prefill", *long, "decode", *images)
 
 
 class EnginePrograms:
@@ -52,13 +63,14 @@ class EnginePrograms:
         return max((m.temp_size_in_bytes for m in found if m is not None), default=None)
 
     def traced(self, params: Any) -> dict[str, jax.stages.Traced]:
-        """The largest programs: "prefill" of the longest row of prompts, "decode" of k steps of all
-        slots, and "encode_images" of a model with a tower. `params` may be ShapeDtypeStructs with
+        """The largest programs, by `sampler_programs`. `params` may be ShapeDtypeStructs with
         shardings."""
         found = {
             "prefill": self.prompts.trace_longest_row(params),
             "decode": self.generate.trace(params, self._shapes.specs()),
         }
+        if prefill.takes_chunks(self._shapes.config):
+            found["prefill_long"] = self.prompts.trace_chunk(params)
         if self.prompts.images is not None:
             found["encode_images"] = self.prompts.images.trace(params)
         return found

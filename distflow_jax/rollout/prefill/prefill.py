@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models.attention import masked_attention, within
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
-from distflow_jax.parallel.rules import use_mesh
+from distflow_jax.parallel.rules import sharding, use_mesh
 from distflow_jax.rollout.decode_state import (
     EngineConfig,
     StateShapes,
@@ -233,6 +234,17 @@ def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before, sigh
         return (key, value, experts), head_logits(shapes.model, params, last)
 
 
+def takes_chunks(config: EngineConfig) -> bool:
+    """Whether some prompts are too long for a row."""
+    return longest_read(config) > buckets(config)[-1]
+
+
+def chunk_room(config: EngineConfig) -> int:
+    """X of a prompt that is read in chunks: the longest and a chunk, tokens in whole pages."""
+    room = longest_read(config) + buckets(config)[-1]
+    return config.page_size * pages_of(room, config.page_size)
+
+
 def known_tokens(tokens: np.ndarray, config: EngineConfig) -> np.ndarray | None:
     """The prompt int32 [t] as `Prefix` carries it; None where responses look nothing up in it."""
     if not config.speculative_tokens:
@@ -252,6 +264,14 @@ def no_tokens(shapes: StateShapes, room: int):
         choices = (c.num_layers, room, c.experts_per_token)
         experts = jnp.zeros(choices, recorded_dtype(c.num_experts))
     return empty, empty + 0, experts
+
+
+def kept_shardings(shapes: StateShapes):
+    """Layouts of what `no_tokens` makes: heads over tensor, as in the cache."""
+    c = shapes.model
+    shape = (c.num_layers, 1, c.num_kv_heads, c.head_dim)
+    keys = sharding(shapes.mesh, ("layers", "length", "kv_heads", "head_dim"), shape)
+    return keys, keys, NamedSharding(shapes.mesh, PartitionSpec())
 
 
 def shared_room(config: EngineConfig) -> int:

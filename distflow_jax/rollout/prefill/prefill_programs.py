@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.rollout.decode_state import StateShapes, check_length, longest_read, pages_of
+from distflow_jax.rollout.decode_state import StateShapes, check_length
 from distflow_jax.rollout.prefill import prefill
 from distflow_jax.rollout.prefill.image_programs import (
     ImagePrograms,
@@ -25,16 +25,18 @@ class PrefillPrograms:
     """Reads prompts on a sampler's devices: in rows of a few lengths, long ones in chunks."""
 
     def __init__(self, shapes: StateShapes):
-        self._config = shapes.config
+        self._shapes, self._config = shapes, shapes.config
         self.buckets = prefill.buckets(shapes.config)
         whole = NamedSharding(shapes.mesh, PartitionSpec())
         self._row = sampler_program(shapes, prefill.read_row)
         self._row_after = sampler_program(shapes, prefill.read_row_after)
-        self._chunk = sampler_program(shapes, prefill.read_chunk, donate=3)
+        # all that a chunk is read into lies alike: else its second chunk were another program
+        kept = prefill.kept_shardings(shapes)
+        self._chunk = sampler_program(shapes, prefill.read_chunk, out=(kept, whole), donate=3)
         self._room = jax.jit(
-            functools.partial(prefill.no_tokens, shapes), static_argnums=0, out_shardings=whole
+            functools.partial(prefill.no_tokens, shapes), static_argnums=0, out_shardings=kept
         )
-        self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=whole)
+        self._widen = jax.jit(prefill.widen, static_argnums=3, out_shardings=kept)
         sizes = shapes.config.images
         # None: the model has no tower, and programs have no images among their arguments
         self.images = None if sizes is None else ImagePrograms(shapes, sizes)
@@ -124,7 +126,7 @@ class PrefillPrograms:
             self.images.every_shape(params, self.buckets)
         for bucket in self.buckets:
             yield self.read(params, np.zeros(bucket, np.int32))
-        if self._takes_chunks:
+        if prefill.takes_chunks(self._config):
             prefix = self._chunks(params, token, None)
             yield prefix
             for bucket in self.buckets:
@@ -139,9 +141,18 @@ class PrefillPrograms:
         sight = None if self.images is None else self.images.specs(len(row.tokens))
         return self._row.trace(params, row.tokens, row.segment, row.position, row.last, sight)
 
-    @property
-    def _takes_chunks(self) -> bool:
-        return longest_read(self._config) > self.buckets[-1]
+    def trace_chunk(self, params: Any) -> jax.stages.Traced:
+        """The program that reads a chunk of a long prompt; makes no array on a device."""
+        size = self.buckets[-1]
+        empty = functools.partial(prefill.no_tokens, self._shapes, prefill.chunk_room(self._config))
+        layouts = prefill.kept_shardings(self._shapes)
+        kept = tuple(
+            None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+            for x, layout in zip(jax.eval_shape(empty), layouts, strict=True)
+        )
+        sight = None if self.images is None else self.images.specs(size)
+        tokens, number = np.zeros(size, np.int32), np.int32(0)
+        return self._chunk.trace(params, tokens, number, kept, number, sight)
 
     def _every_shape_after_shared(self, params: Any) -> Iterator[Prefix]:
         longest = min(self._config.prefix_tokens, self._config.max_prompt)
@@ -149,7 +160,7 @@ class PrefillPrograms:
         for length in sorted({longest, *(b for b in self.buckets if b < longest)}):
             kept = self.shared_prefix(params, np.zeros(length, np.int32))
             self._widest(kept)
-            if self._takes_chunks:
+            if prefill.takes_chunks(self._config):
                 self._chunks(params, token, kept)
         kept = self.shared_prefix(params, token)
         for bucket in self.buckets:
@@ -173,8 +184,7 @@ class PrefillPrograms:
     ) -> Prefix:
         """Reads a prompt, or the tokens behind one, in chunks of the largest of `buckets`."""
         size = self.buckets[-1]
-        room = longest_read(self._config) + size
-        room = self._config.page_size * pages_of(room, self._config.page_size)
+        room = prefill.chunk_room(self._config)
         before = 0 if existing is None else int(existing.length)
         known = tokens
         if existing is not None and existing.tokens is not None:
