@@ -76,13 +76,13 @@ def run_export(
         raise FileNotFoundError(f"{workdir} holds no checkpoints/: is it the --workdir of a run?")
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, table = checkpointer.contents(step)
+        contents = checkpointer.contents(step)
     finally:
         checkpointer.close()
-    models = _models_of(table)
+    step, models = contents.step, _models_of(contents.arrays)
     key = _chosen(model, models, f"checkpoint {step} of {workdir}")
     opened = _source_of_run(workdir, source)
-    lora = adapters_of(table, key, workdir)
+    lora = adapters_of(contents, key, workdir)
     network = _network_of(models[key], opened.config)
     saved = network if lora is None else adapted(network, lora)
     _check_shapes(models[key], saved, f"model {key!r} of {workdir} at step {step}", opened.spec)

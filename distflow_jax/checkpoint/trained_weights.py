@@ -31,10 +31,10 @@ def read_trained(
     folder, step = _place(run)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, table = checkpointer.contents(step)
-        lora = adapters_of(table, key, folder.parent) or LoraConfig()
+        contents = checkpointer.contents(step)
+        lora = adapters_of(contents, key, folder.parent) or LoraConfig()
         wanted = {key: {"params": sharded_params(adapted(network, lora), mesh)}}
-        step, arrays, _ = checkpointer.restore(step, wanted, partial=True)
+        step, arrays, _ = checkpointer.restore(contents.step, wanted, partial=True)
     finally:
         checkpointer.close()
     params = arrays[key]["params"]
@@ -52,7 +52,7 @@ def trained_weights_digest(run: pathlib.Path) -> str:
     folder, step = _place(run)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, _ = checkpointer.contents(step)
+        step = checkpointer.contents(step).step
         return f"step {step}, {checkpointer.digest(step)}"
     finally:
         checkpointer.close()
