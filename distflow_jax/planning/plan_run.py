@@ -19,6 +19,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
+from distflow_jax.dag.graph_yaml import OpenedGraph
 from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
@@ -81,9 +82,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     keys that the command line gives. Pure in its arguments and the graph's file. Raises ValueError
     or FileNotFoundError.
     """
-    opened = open_graph(config.dag, config)
-    with _named(config.dag):
-        config = with_settings(config, opened.settings, chosen=chosen)
+    config, opened = _opened(config, chosen)
     graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
@@ -97,6 +96,21 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
+
+
+def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
+    """The config of `settle`, for what answers without training; the graph is not built.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    return _opened(config, chosen)[0]
+
+
+def _opened(config: Config, chosen: Collection[str]) -> tuple[Config, OpenedGraph]:
+    """The config with the settings of its graph, and the graph's file."""
+    opened = open_graph(config.dag, config)
+    with _named(config.dag):
+        return with_settings(config, opened.settings, chosen=chosen), opened
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
