@@ -57,6 +57,7 @@ from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.weights.source import ModelSource, frozen_tower, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
+from distflow_jax.parallel.own_code import hashes_of, strings_in
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.run_models import (
@@ -372,6 +373,7 @@ def prepare(
                     "config": config_table(config),
                     "plan": plan_table(run.plan),
                     "code": processes.code_table(),
+                    "files": own_code_table(config, run.plan),
                     "versions": processes.version_table(),
                 }
             )
@@ -479,6 +481,18 @@ def plan_table(plan: Plan) -> dict[str, str]:
     tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
     flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
     return {key: json.dumps(x) for key, x in flat.items()}
+
+
+def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
+    """{file: hash of its content} of the user's own functions that a run names.
+
+    Trackers are left out: process 0 alone has a use for them.
+    """
+    rollout = config.rollout
+    named = [config.dag, config.reward.function, rollout.environment]
+    named += strings_in(rollout.environment_kwargs)  # its tools
+    named += [plan.region.until] if plan.region else []
+    return hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:
