@@ -69,7 +69,12 @@ from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
-from distflow_jax.runtime.run_files import check_writable, private_files, run_folder
+from distflow_jax.runtime.run_files import (
+    changes_named,
+    check_writable,
+    private_files,
+    run_folder,
+)
 from distflow_jax.runtime.run_state import (
     check_lost,
     first_or_restored_state,
@@ -229,7 +234,7 @@ class Run:
         self.utilization = Utilization(prepared, self.runtime.programs)
         self.runners = self.utilization.following(self.runtime.runners)
         self.times = StepTimes(prepared.plan, self.instruments)
-        with terminal.activity("first_state"):
+        with terminal.activity("first_state"), changes_named(folder, self.config):
             self.state = first_or_restored_state(prepared, self.runtime, checkpointer)
         self._saved_step = self.state.step  # of the newest checkpoint
         self.flow: Flow | None = None  # of samplers that run ahead, which `loop` starts

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -47,6 +47,14 @@ class CheckpointConfig:
             raise ValueError(f"checkpoint.every must be at least 1 step, got {self.every}")
         if self.keep < 1:
             raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
+
+
+class Contents(NamedTuple):
+    """The record of a checkpoint: names of its arrays, and its info."""
+
+    step: int
+    arrays: ArrayTable
+    info: dict[str, Any]  # that of Checkpointer.save
 
 
 class Checkpointer:
@@ -148,10 +156,8 @@ class Checkpointer:
         steps = self._steps()
         return steps[-1] if steps else None
 
-    def contents(self, step: int | None) -> tuple[int, ArrayTable]:
-        """(step, {array's name: [shape, dtype name]}) of a checkpoint; None is the newest.
-
-        Reads no array. Not collective.
+    def contents(self, step: int | None) -> Contents:
+        """The record of a checkpoint; None is the newest. Reads no array. Not collective.
 
         Raises:
           FileNotFoundError: there is no such checkpoint; the message lists the existing steps.
@@ -165,7 +171,7 @@ class Checkpointer:
             record, failure = self._record(self.folder / str(found))
         if failure:
             raise _unreadable(self.folder, found, failure, steps)
-        return found, record["arrays"]
+        return Contents(found, record["arrays"], record["info"])
 
     def digest(self, step: int) -> str:
         """Hex digest of a checkpoint, by the checksums of its files."""
@@ -179,6 +185,7 @@ class Checkpointer:
         partial: bool = False,
         verify: bool = True,
         lacking: Callable[[Mapping[str, Any]], str] = lambda info: "",
+        differing: Callable[[Contents], str] = lambda contents: "",
     ) -> tuple[int, Any, dict[str, Any]]:
         """Reads one checkpoint.
 
@@ -191,6 +198,8 @@ class Checkpointer:
           partial: whether the checkpoint may hold more arrays than `abstract`.
           verify: whether the files are verified; False for all but the first of several readings.
           lacking: info -> what else a checkpoint of an older version lacks and what follows, or "".
+          differing: contents -> settings that are not those it was saved with, or "". It is asked
+            before the arrays are compared.
 
         Returns:
           (step, arrays, info). Process 0 warns once of a checkpoint of an older version.
@@ -198,7 +207,7 @@ class Checkpointer:
         Raises:
           FileNotFoundError: there is no such checkpoint.
           ValueError: the checkpoint holds other arrays than `abstract` (of another model or
-            optimizer), or none can be read.
+            optimizer), or is of other settings, or none can be read.
         """
         steps = self._steps(complete=step is None)
         self._check_step(step, steps)
@@ -209,7 +218,7 @@ class Checkpointer:
             failures = processes.all_gather_text(damage)
             result, mismatches = None, []
             if not any(failures):
-                result, mismatch, failure = self._read(path, abstract, partial)
+                result, mismatch, failure = self._read(path, abstract, partial, differing)
                 mismatches = processes.all_gather_text(mismatch)
                 failures = processes.all_gather_text(failure)
             if any(mismatches):
@@ -294,18 +303,17 @@ class Checkpointer:
             return None, "its record has no arrays or no info"
         return record, failure
 
-    def _read(self, path: epath.Path, abstract: Any, partial: bool) -> tuple[Any, str, str]:
-        """((arrays, info), differences from `abstract`, reason why it cannot be read)."""
+    def _read(
+        self, path: epath.Path, abstract: Any, partial: bool, differing: Callable[[Contents], str]
+    ) -> tuple[Any, str, str]:
+        """((arrays, info), differences from what is wanted, reason why it cannot be read)."""
         flat = _flatten(abstract)
         record, failure = self._record(path)
+        failure = failure or additions.miscounted(path, record.get("additions", 0))
         if failure:
             return None, "", failure
-        if failure := additions.miscounted(path, record.get("additions", 0)):
-            return None, "", failure
-        saved = record["arrays"]
-        if partial:
-            saved = {name: saved[name] for name in saved if name in flat}
-        mismatch = _differences(saved, _table(flat))
+        mismatch = differing(Contents(int(path.name), record["arrays"], record["info"]))
+        mismatch = mismatch or _differences(record["arrays"], _table(flat), partial)
         if mismatch:
             return None, mismatch, ""
         restored, failure = self._item(path, "arrays", _restore_args(flat, partial))
@@ -493,9 +501,13 @@ def _table(flat: Mapping[str, Any]) -> ArrayTable:
     return {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()}
 
 
-def _differences(saved: ArrayTable, wanted: ArrayTable) -> str:
-    """The differences of two tables in one line; "" without any."""
+def _differences(saved: ArrayTable, wanted: ArrayTable, partial: bool) -> str:
+    """The differences of two tables in one line; "" without any.
+
+    `partial`: whether more may be saved than is wanted.
+    """
     both = saved.keys() & wanted.keys()
+    saved = {name: saved[name] for name in saved if name in both or not partial}
     sections = {
         "only in the checkpoint": [n for n in saved if n not in both],
         "not in the checkpoint": [n for n in wanted if n not in both],

@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.model_choice import chosen_model, is_scalar, models_of
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,
@@ -30,7 +30,6 @@ from distflow_jax.models.weights.hf_folder import Export
 from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model
 
-_POLICY = "actor"  # the default model
 _MAX_LISTED = 4  # parameters named in an error
 # keys of `model` in config.json, and of open_model
 _OPTIONS = ("yarn_factor", "yarn_positions", "vision")
@@ -76,13 +75,13 @@ def run_export(
         raise FileNotFoundError(f"{workdir} holds no checkpoints/: is it the --workdir of a run?")
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, table = checkpointer.contents(step)
+        contents = checkpointer.contents(step)
     finally:
         checkpointer.close()
-    models = _models_of(table)
-    key = _chosen(model, models, f"checkpoint {step} of {workdir}")
+    step, models = contents.step, models_of(contents.arrays)
+    key = chosen_model(model, models, f"checkpoint {step} of {workdir}")
     opened = _source_of_run(workdir, source)
-    lora = adapters_of(table, key, workdir)
+    lora = adapters_of(contents, key, workdir)
     network = _network_of(models[key], opened.config)
     saved = network if lora is None else adapted(network, lora)
     _check_shapes(models[key], saved, f"model {key!r} of {workdir} at step {step}", opened.spec)
@@ -98,27 +97,6 @@ def run_export(
     export = Export(network, opened.tokenizer, params, opened.tokenizer_folder)
     found = None if lora is None else Adapters(saved, opened.spec, adapters)
     return RunExport(export, key, step, found)
-
-
-def _models_of(table: ArrayTable) -> dict[str, ArrayTable]:
-    """{model's key: {parameter's path: [shape, dtype]}} of a checkpoint's arrays."""
-    models: dict[str, ArrayTable] = {}
-    for name, entry in table.items():
-        # other arrays are `KEY.opt_state...` and `KEY.count`
-        if match := re.fullmatch(r"(?P<key>(?:(?!\.opt_state\.).)+?)\.params\.(?P<path>.+)", name):
-            models.setdefault(match["key"], {})[match["path"].replace(".", "/")] = entry
-    return models
-
-
-def _chosen(model: str, models: Mapping[str, ArrayTable], where: str) -> str:
-    known = ", ".join(models) or "none"
-    if model and model not in models:
-        raise ValueError(f"{where} holds no model {model!r}; there are: {known}")
-    if model:
-        return model
-    if _POLICY not in models and len(models) != 1:
-        raise ValueError(f"{where} holds several models: name one of {known} with --model")
-    return _POLICY if _POLICY in models else next(iter(models))
 
 
 def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
@@ -151,8 +129,7 @@ def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
 
 
 def _network_of(saved: ArrayTable, decoder: DecoderConfig) -> Network:
-    is_scalar = any(path.startswith("trunk/") for path in saved)
-    return scalar_model(decoder) if is_scalar else decoder
+    return scalar_model(decoder) if is_scalar(saved) else decoder
 
 
 def _check_shapes(

@@ -7,6 +7,7 @@ import jax
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, step_of
+from distflow_jax.checkpoint.model_choice import chosen_policy, models_of
 from distflow_jax.models.decoder_config import LoraConfig, adapted
 from distflow_jax.models.lora import merged
 from distflow_jax.models.parameters import Network, param_shardings
@@ -20,21 +21,24 @@ def read_trained(
 
     Args:
       run: the run's --workdir, for its newest checkpoint, or WORKDIR/checkpoints/STEP.
-      key: the model's state key.
+      key: the model's state key; "" is the policy that answers: the actor, or the only one.
       network: the model without adapters.
       mesh: where the parameters are placed, by the network's sharding rules.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      ValueError: the checkpoint holds another model, or cannot be read.
+      ValueError: the checkpoint holds another model or no such policy, or cannot be read.
     """
     folder, step = _place(run)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, table = checkpointer.contents(step)
-        lora = adapters_of(table, key, folder.parent) or LoraConfig()
+        contents = checkpointer.contents(step)
+        if not key:
+            where = f"checkpoint {contents.step} of {folder.parent}"
+            key = chosen_policy(models_of(contents.arrays), where)
+        lora = adapters_of(contents, key, folder.parent) or LoraConfig()
         wanted = {key: {"params": sharded_params(adapted(network, lora), mesh)}}
-        step, arrays, _ = checkpointer.restore(step, wanted, partial=True)
+        step, arrays, _ = checkpointer.restore(contents.step, wanted, partial=True)
     finally:
         checkpointer.close()
     params = arrays[key]["params"]
@@ -52,7 +56,7 @@ def trained_weights_digest(run: pathlib.Path) -> str:
     folder, step = _place(run)
     checkpointer = Checkpointer(folder, CheckpointConfig())
     try:
-        step, _ = checkpointer.contents(step)
+        step = checkpointer.contents(step).step
         return f"step {step}, {checkpointer.digest(step)}"
     finally:
         checkpointer.close()

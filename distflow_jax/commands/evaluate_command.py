@@ -14,7 +14,7 @@ from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import load_eval_prompts, open_environments
+from distflow_jax.planning.plan_run import load_eval_prompts, open_environments, settled_config
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
@@ -26,7 +26,7 @@ from distflow_jax.stages.evaluate import Evaluation, records, validation_metrics
 
 def main(options: SimpleNamespace) -> int:
     """Samples responses, scores them, prints and writes the metrics."""
-    config = from_config_dict(Config, options.config)
+    config = settled_config(from_config_dict(Config, options.config), options.chosen)
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
     join_job(options)

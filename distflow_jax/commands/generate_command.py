@@ -13,14 +13,14 @@ from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout
 from distflow_jax.images.record import MARK
 from distflow_jax.models.weights.source import ModelSource, open_model
-from distflow_jax.planning.plan_run import open_environments, prompt_encoder
+from distflow_jax.planning.plan_run import open_environments, prompt_encoder, settled_config
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
 
 def main(options: SimpleNamespace) -> int:
     """Reads the prompts, samples responses, prints them."""
-    config = from_config_dict(Config, options.config)
+    config = settled_config(from_config_dict(Config, options.config), options.chosen)
     texts = _prompts(options)
     if config.rollout.num_samples < options.samples:
         raise ValueError(

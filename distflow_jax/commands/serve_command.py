@@ -9,7 +9,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import GIB, peak_memory_gb
-from distflow_jax.planning.plan_run import prompt_encoder
+from distflow_jax.planning.plan_run import prompt_encoder, settled_config
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.samplers.make_sampler import make_engine
@@ -23,11 +23,9 @@ from distflow_jax.serving.server import Server, ServerConfig, check_addresses, s
 def main(options: SimpleNamespace) -> int:
     """Loads the model and serves requests until a signal."""
     prepare()  # before jax logs its first line
-    if options.slots is not None:
-        options.config.rollout.num_slots = options.slots
     if options.top_p == 0:
         raise ValueError("--top_p must be above 0, got 0; use 1 for all tokens")
-    config = from_config_dict(Config, options.config)
+    config = served_config(options)
     served = ServerConfig(
         model=config.model.source,
         seed=config.seed,
@@ -58,6 +56,15 @@ def main(options: SimpleNamespace) -> int:
     code = asyncio.run(serve_until_signal(server, print_ready))
     print("stopped", flush=True)
     return code
+
+
+def served_config(options: SimpleNamespace) -> Config:
+    """The config with the settings of its graph; --slots has precedence, as --config.KEY has."""
+    chosen = set(options.chosen)
+    if options.slots is not None:
+        options.config.rollout.num_slots = options.slots
+        chosen.add("rollout.num_slots")
+    return settled_config(from_config_dict(Config, options.config), chosen)
 
 
 def _access(options: SimpleNamespace) -> Access:

@@ -199,7 +199,8 @@ class Loader:
         """
         step = position // self._config.prompts_per_step
         estimates = {"lengths": self.lengths.state(step), "spreads": self.spreads.state(step)}
-        return {"position": position, **estimates, **self._identity()}
+        made_by = getattr(self._dataset, _MADE_BY, "")
+        return {"position": position, _MADE_BY: made_by, **estimates, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues at a state's position.
@@ -211,8 +212,8 @@ class Loader:
             if state.get(key) != here:
                 raise ValueError(
                     f"the checkpoint was trained on other data: {key} was {state.get(key)!r} and "
-                    f"is {here!r} for {self._dataset.name}; restore the data and the data config, "
-                    "or start in a new workdir"
+                    f"is {here!r} for {self._dataset.name}; {_fix(self._dataset, state)}, "
+                    "or start in a new --workdir"
                 )
         self.position = int(state["position"])
         self.lengths.restore(state["lengths"])
@@ -283,3 +284,16 @@ def describe_dropped(reasons: Mapping[str, int]) -> str:
         return line
     words = {"prompt": "by their text", "images": "by their images", "answer": "by an answer"}
     return f"{line}: {', '.join(f'{count} {words[why]}' for why, count in reasons.items())}"
+
+
+_MADE_BY = "made_by"  # attribute of a data set, and key of a loader's state
+
+
+def _fix(dataset: Dataset, state: Mapping[str, Any]) -> str:
+    """The way back to the data that a loader's state belongs to."""
+    now, restore = getattr(dataset, _MADE_BY, ""), "restore the data and the data config"
+    if not now or state.get(_MADE_BY) == now:
+        return restore
+    if before := state.get(_MADE_BY):
+        return f"it was made by {before}, and {now} is installed: pip install {before}"
+    return f"{restore}, or the version of before where another than {now} was installed"

@@ -39,6 +39,7 @@ class ReasoningGym:
         self._task = task
         self._wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
         version = importlib.metadata.version("reasoning_gym")  # its code determines the rows
+        self.made_by = f"reasoning_gym=={version}"
         content = json.dumps([task, options, version, self._wording], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
 

@@ -301,9 +301,9 @@ def all_gather_json(value: Any) -> list[Any]:
 def check_agreement(tables: Mapping[str, Mapping[str, str]]) -> None:
     """Raises ValueError on all processes if they differ in any entry of the tables.
 
-    `tables`: {name: {key: value}}, with names such as "config", "plan", "code" and "versions". Only
-    digests are exchanged, and the tables themselves where the digests differ. The error names the
-    processes, keys and values.
+    `tables`: {name: {key: value}}, with names such as "config", "plan", "code", "files" and
+    "versions". Only digests are exchanged, and the tables themselves where the digests differ. The
+    error names the processes, keys and values.
     """
     digests = {name: _digest(table) for name, table in tables.items()}
     gathered = all_gather_json(digests)

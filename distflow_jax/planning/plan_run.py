@@ -19,6 +19,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
 from distflow_jax.dag.graph import DATA, ROLES, Graph
+from distflow_jax.dag.graph_yaml import OpenedGraph
 from distflow_jax.dag.load_graph import open_graph
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
@@ -56,6 +57,7 @@ from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.weights.source import ModelSource, frozen_tower, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
+from distflow_jax.parallel.own_code import hashes_of, strings_in
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.run_models import (
@@ -81,9 +83,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     keys that the command line gives. Pure in its arguments and the graph's file. Raises ValueError
     or FileNotFoundError.
     """
-    opened = open_graph(config.dag, config)
-    with _named(config.dag):
-        config = with_settings(config, opened.settings, chosen=chosen)
+    config, opened = _opened(config, chosen)
     graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
@@ -97,6 +97,21 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
+
+
+def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
+    """The config of `settle`, for what answers without training; the graph is not built.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    return _opened(config, chosen)[0]
+
+
+def _opened(config: Config, chosen: Collection[str]) -> tuple[Config, OpenedGraph]:
+    """The config with the settings of its graph, and the graph's file."""
+    opened = open_graph(config.dag, config)
+    with _named(config.dag):
+        return with_settings(config, opened.settings, chosen=chosen), opened
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
@@ -358,6 +373,7 @@ def prepare(
                     "config": config_table(config),
                     "plan": plan_table(run.plan),
                     "code": processes.code_table(),
+                    "files": own_code_table(config, run.plan),
                     "versions": processes.version_table(),
                 }
             )
@@ -465,6 +481,18 @@ def plan_table(plan: Plan) -> dict[str, str]:
     tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
     flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
     return {key: json.dumps(x) for key, x in flat.items()}
+
+
+def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
+    """{file: hash of its content} of the user's own functions that a run names.
+
+    Trackers are left out: process 0 alone has a use for them.
+    """
+    rollout = config.rollout
+    named = [config.dag, config.reward.function, rollout.environment]
+    named += strings_in(rollout.environment_kwargs)  # its tools
+    named += [plan.region.until] if plan.region else []
+    return hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
 
 
 def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:

@@ -86,21 +86,52 @@ def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
 
     An older version did not know the keys that its file lacks: it ran as by their defaults.
     """
+    if changed := _changes(path, now):
+        log.warning(
+            "the config differs from the one this run was started with: %s",
+            ", ".join(changed.values()),
+        )
+
+
+@contextlib.contextmanager
+def changes_named(folder: pathlib.Path, config: Config) -> Iterator[None]:
+    """A block that reads a checkpoint: its errors name the settings that changed since the last
+    start of the run in `folder`, if these could be why."""
+    try:
+        yield
+    except ValueError as error:
+        try:
+            changed = _changes(folder / "config.json", json.loads(to_json(to_config_dict(config))))
+        except (OSError, ValueError):  # it may be damaged too
+            raise error from None
+        found = [text for key, text in changed.items() if key.split(".")[0] not in _HARMLESS]
+        if not found:
+            raise
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise ValueError(
+            f"{error}. Since the last start these settings changed: "
+            f"{', '.join(found[:_MOST_NAMED])}{more}"
+        ) from error
+
+
+# sections of the config on which neither weights nor data depend
+_HARMLESS = ("checkpoint", "compilation_cache", "eval", "health", "observe")
+_MOST_NAMED = 8  # settings in an error
+
+
+def _changes(path: pathlib.Path, now: dict[str, Any]) -> dict[str, str]:
+    """{key: how its value changed since config.json was written}; {} without that file."""
     if not path.exists():
-        return
+        return {}
     defaults, now = (flatten_dict(d, sep=".") for d in (_defaults(), now))
     saved = flatten_dict(json.loads(path.read_text()), sep=".")
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
     before = {key: defaults[key] for key in defaults.keys() & now.keys()} | saved
-    changed = [
-        f"{key} {before.get(key)!r} -> {now.get(key)!r}"
+    return {
+        key: f"{key} {before.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
-    ]
-    if changed:
-        log.warning(
-            "the config differs from the one this run was started with: %s", ", ".join(changed)
-        )
+    }
 
 
 def _defaults() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from distflow_jax.checkpoint.adapters import adapters_info, changed_adapters
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
 from distflow_jax.flow.budgets.deadline_rule import in_order
@@ -80,6 +81,9 @@ def first_or_restored_state(
         offload.abstract(states.abstract()),
         lacking=lambda info: (
             "" if info.keys() & _DIGESTS else f"{_UNKNOWN_START} {prepared.source.spec}"
+        ),
+        differing=lambda contents: changed_adapters(
+            contents, prepared.config.lora, pathlib.Path(checkpointer.folder.parent)
         ),
     )
     _check_starting_weights(info, digests, prepared)
@@ -214,6 +218,7 @@ def save_state(
         "ledger": state.ledger,
         "nodes": {key: to_json([theirs[key] for theirs in states]) for key in own},
     }
+    info |= adapters_info(prepared.config.lora)
     trained = {key: state.models[key] for key, m in prepared.models.items() if m.trained}
     checkpointer.save(state.step, trained, info, added_to=added_to)
 

@@ -4,10 +4,15 @@ import collections
 
 import numpy as np
 import pytest
+from support.plain_layout import PlainLayout
 
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.drawn.drawn_task import COLOURS
+from distflow_jax.data.loader import DataConfig, Loader
+from distflow_jax.images import pillow
+from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.images.record import image_of
+from distflow_jax.models.tokenizer import Tokenizer
 
 ALL = [
     *("task:shapes", "task:shapes?ask=colour", "task:shapes?ask=position"),
@@ -144,6 +149,28 @@ def islands(mask):
 def test_bad_options_name_the_option(spec, message):
     with pytest.raises(ValueError, match=message):
         open_dataset(spec)
+
+
+def test_another_pillow_is_named_at_a_resume(monkeypatch):
+    """Its pictures may be others, so the rows are."""
+    spec = "task:shapes?size=20"
+    tokenizer = SeeingTokenizer(Tokenizer.byte_level(300), PlainLayout())
+
+    def loader():
+        config = DataConfig(prompts_per_step=4, max_prompt_length=2048)
+        return Loader(open_dataset(spec), tokenizer, config, seed=0)
+
+    first = loader()
+    state, known = first.state(4), pillow.load().__version__
+    assert state["made_by"] == f"pillow=={known}"
+    loader().restore(state)
+    monkeypatch.setattr(pillow.load(), "__version__", "99.0")
+    named = f"made by pillow=={known}, and pillow==99.0 is installed: pip install pillow=={known},"
+    with pytest.raises(ValueError, match=f"trained on other data: fingerprint .*{named}"):
+        loader().restore(state)
+    del state["made_by"]  # of an older version
+    with pytest.raises(ValueError, match="or the version of before where another than pillow==99"):
+        loader().restore(state)
 
 
 def test_a_question_of_ones_own_and_the_words_around_it():

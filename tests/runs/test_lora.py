@@ -180,11 +180,11 @@ def test_the_sampler_gets_merged_weights():
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512&max_position=256"
 
 
-def train(folder, steps):
+def train(folder, steps, *more):
     settings = [f"model.source={SPEC}", f"training.steps={steps}", "checkpoint.every=1"]
     settings += ["lora.rank=4", "lora.alpha=6", "dag=ppo", "rollout.max_response_length=8"]
     settings += ["data.max_prompt_length=96", "eval.dataset=", "algorithm.kl_coef=0.1"]
-    settings += ["training.optimizer.lr=0.01"]
+    settings += ["training.optimizer.lr=0.01", *more]
     config = from_config_dict(Config, override(tiny.get_config(), settings))
     assert run.train(config, folder) == 0
 
@@ -310,12 +310,8 @@ def test_a_rank_above_the_models_width():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_its_config_is_refused(workdir, tmp_path):
-    alone = tmp_path / "run"
-    alone.mkdir()
-    (alone / "checkpoints").symlink_to(workdir / "checkpoints")
-    with pytest.raises(FileNotFoundError, match="has adapters, but .*config.json, which holds"):
-        run_export(alone, source=SPEC)
-    (alone / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="does not describe the adapters of 'actor'"):
-        run_export(alone, source=SPEC)
+def test_a_run_does_not_go_on_with_another_scale(workdir):
+    config = (workdir / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="lora.alpha was 6.0 and is 64.0. Use the config it was"):
+        train(workdir, 3, "lora.alpha=64")
+    assert (workdir / "config.json").read_bytes() == config

@@ -102,7 +102,7 @@ def test_generate_answers_about_a_picture(tmp_path, capsys):
     def answer(image="a.png", model="", **changes):
         config = override(open_config("vision_tiny"), [*settings, *([model] if model else [])])
         options = dict(prompt="How many?", file=None, raw=False, samples=2, temperature=1.0)
-        options |= dict(top_p=1.0, config=config, run=str(tmp_path / "run"))
+        options |= dict(top_p=1.0, config=config, chosen=(), run=str(tmp_path / "run"))
         options |= dict(image=str(tmp_path / image))
         capsys.readouterr()
         assert generate_command.main(SimpleNamespace(**options | changes)) == 0

@@ -13,6 +13,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.runtime.run_files import (
     FILES,
     FOLDERS,
+    changes_named,
     check_writable,
     private_files,
     run_folder,
@@ -89,3 +90,23 @@ def test_keys_that_an_older_version_did_not_know_are_no_changes(tmp_path, caplog
     now["observe"]["private"], now["training"]["steps"] = False, 7
     warn_of_changes(tmp_path / "config.json", now)
     assert "observe.private True -> False, training.steps" in caplog.text
+
+
+def test_an_error_of_a_checkpoint_names_the_settings_that_changed(tmp_path):
+    path, changed = tmp_path / "config.json", Config(dag="ppo", seed=3, compilation_cache="here")
+
+    def fail():
+        with changes_named(tmp_path, changed):
+            raise ValueError("checkpoint 4 does not fit")
+
+    for content in (None, "{", to_json(to_config_dict(changed))):  # nothing is known, or the same
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ValueError, match="^checkpoint 4 does not fit$"):
+            fail()
+    path.write_text(to_json(to_config_dict(Config())))
+    named = "these settings changed: dag 'grpo' -> 'ppo', seed 0 -> 3$"
+    with pytest.raises(ValueError, match=f"^checkpoint 4 does not fit. Since .* {named}"):
+        fail()
+    with changes_named(tmp_path, changed):
+        pass

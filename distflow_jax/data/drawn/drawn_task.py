@@ -98,6 +98,11 @@ class DrawnTask:
         """Every row has an image."""
         return 0
 
+    @property
+    def made_by(self) -> str:
+        """Pillow with its version."""
+        return f"pillow=={pillow.load().__version__}"
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all options and Pillow's version: the rows are a function of them."""

@@ -65,8 +65,8 @@ def read_weights(
     """(weights in the sampler's layout and dtype, training step) of `source`, or of `run`.
 
     `run` is the folder of a run (its newest checkpoint), RUN/checkpoints/STEP, or a model folder as
-    scripts/export.py writes it, of step 0. `turn` is held
-    around the program that reshards: where others run programs on these devices meanwhile, all
+    scripts/export.py writes it, of step 0. A run's policy is the actor, or the only one. `turn` is
+    held around the program that reshards: where others run programs on these devices meanwhile, all
     devices must get them in one order. FileNotFoundError if there is no such checkpoint, ValueError
     if it is of another model.
     """
@@ -76,7 +76,7 @@ def read_weights(
     if run and is_export(pathlib.Path(run)):
         params = load_or_init_params(_same_model(run, source), config.seed, mesh)
     elif run:
-        step, params = read_trained(pathlib.Path(run), "actor", source.config, mesh)
+        step, params = read_trained(pathlib.Path(run), "", source.config, mesh)
     else:
         params = load_or_init_params(source, config.seed, mesh)
     with turn or contextlib.nullcontext():
