@@ -1,6 +1,7 @@
 """distflow.Sampler over real gRPC: answers, refusals, stop strings, swaps, ends."""
 
 import concurrent.futures
+import itertools
 import socket
 import threading
 import urllib.request
@@ -12,8 +13,11 @@ from support.refusals import BAD, BAD_BYTES, encode_any, refused
 from support.serving import TOKENIZER, Serving, expected, wait_until
 
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rollout.scheduling.sequences import Group
+from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.messages import SERVICE, encode
+from distflow_jax.serving.messages import SERVICE, Limits, encode, sample_request
+from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.sampler_thread import Ended
 from distflow_jax.serving.served_weights import Turns
 from distflow_jax.serving.server import ServerConfig, check_addresses
@@ -78,6 +82,16 @@ def test_prompt_forms(client):
     forms = ({"prompt": text}, {"tokens": ids.tolist()}, {"messages": turns})
     answers = [client.responses(uid=1, max_tokens=20, **form) for form in forms]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_requests_take_slots_in_the_order_of_arrival():
+    """However short: else those that come later and may be longer keep them out for ever."""
+    limits, uids, queue = Limits(48, 200, 200, 16, 320), itertools.count(), WaitingQueue()
+    for limit in (16, 200, 1, 200, 16):
+        data = encode({"prompt": "hi", "max_tokens": limit})
+        asked = sample_request(data, limits, PromptReader(TOKENIZER, 48), lambda: next(uids))
+        queue.push(Group(asked.group.prompt.counter, asked.group, [0]))
+    assert [queue.pop_group().id for _ in range(5)] == list(range(5))
 
 
 def test_without_a_uid_each_request_has_its_own(client):
