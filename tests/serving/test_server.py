@@ -94,6 +94,25 @@ def test_requests_take_slots_in_the_order_of_arrival():
     assert [queue.pop_group().id for _ in range(5)] == list(range(5))
 
 
+def test_an_answer_may_be_large():
+    """One event may have all tokens of a response: more than the 4 MiB that gRPC takes by itself."""
+    text = "x" * (5 << 20)
+    answers = {
+        "Sample": grpc.unary_stream_rpc_method_handler(
+            lambda data, context: iter([encode({"uid": 1}), encode({"sample": 0, "text": text})])
+        )
+    }
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, answers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with SamplerClient(f"127.0.0.1:{port}") as client:
+            assert client.responses(prompt="x", timeout=30) == [{"sample": 0, "text": text}]
+    finally:
+        server.stop(grace=None).wait()
+
+
 def test_without_a_uid_each_request_has_its_own(client):
     uids, texts = [], []
     for _ in range(3):
