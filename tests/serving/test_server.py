@@ -1,9 +1,11 @@
 """distflow.Sampler over real gRPC: answers, refusals, stop strings, swaps, ends."""
 
+import asyncio
 import concurrent.futures
 import itertools
 import socket
 import threading
+import types
 import urllib.request
 
 import grpc
@@ -16,8 +18,9 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.scheduling.sequences import Group
 from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.messages import SERVICE, Limits, encode, sample_request
+from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader
+from distflow_jax.serving.rpc import SamplerRpc
 from distflow_jax.serving.sampler_thread import Ended
 from distflow_jax.serving.served_weights import Turns
 from distflow_jax.serving.server import ServerConfig, check_addresses
@@ -95,7 +98,7 @@ def test_requests_take_slots_in_the_order_of_arrival():
 
 
 def test_an_answer_may_be_large():
-    """One event may have all tokens of a response: more than the 4 MiB that gRPC takes by itself."""
+    """One event may have all tokens of a response: more than gRPC takes by itself, 4 MiB."""
     text = "x" * (5 << 20)
     answers = {
         "Sample": grpc.unary_stream_rpc_method_handler(
@@ -271,6 +274,64 @@ def test_weights_that_cannot_be_read_change_nothing(serving, client):
         ]:
             assert sentence in refused(lambda m=message: load(encode(m)), code)
     assert client.status()["version"] == 2
+
+
+class Loads:
+    """What SamplerRpc needs for LoadWeights: a service, weights on a disk that waits for `go`."""
+
+    def __init__(self):
+        self.go, self.begun, self.read, self.swapped = threading.Event(), threading.Event(), [], []
+        access = types.SimpleNamespace(checked_path=lambda path: path)
+        nothing = (None, None, None)
+        self.rpc = SamplerRpc(self, *nothing, self._read, access, facts={}, max_calls=4)
+
+    def call(self, path):
+        request = encode({"path": str(path)})
+        return asyncio.create_task(self.rpc.load_weights(request, None))
+
+    def load(self, params, version, *, cache):
+        self.swapped.append(version)
+
+    def _read(self, path):
+        self.read.append(path)
+        self.begun.set()
+        assert self.go.wait(30)
+        return object(), int(path)
+
+
+def test_a_load_whose_client_has_gone_changes_nothing():
+    """Its reading goes on, and what its client wants next waits for that."""
+    loads = Loads()
+
+    async def calls():
+        gone, waits_in_vain = loads.call(10), loads.call(11)
+        await asyncio.to_thread(loads.begun.wait)
+        for call in (gone, waits_in_vain):
+            call.cancel()
+            await asyncio.wait([call])
+            assert call.cancelled()
+        assert loads.rpc.running == 0
+        last = loads.call(12)
+        await asyncio.sleep(0.1)
+        assert loads.read == ["10"] and loads.rpc.running == 1
+        loads.go.set()
+        assert decode(await last) == {"version": 12, "step": 12}
+
+    asyncio.run(calls())
+    assert loads.read == ["10", "12"] and loads.swapped == [12]
+
+
+def test_loads_swap_in_the_order_of_their_calls():
+    loads = Loads()
+
+    async def calls():
+        called = [loads.call(path) for path in (3, 1, 2)]
+        await asyncio.to_thread(loads.begun.wait)
+        loads.go.set()
+        await asyncio.gather(*called)
+
+    asyncio.run(calls())
+    assert loads.read == ["3", "1", "2"] and loads.swapped == [3, 1, 2]
 
 
 # -- clients and servers that go -------------------------------------------------------------------
