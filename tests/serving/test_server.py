@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import itertools
+import queue
 import socket
 import threading
 import types
@@ -12,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from support.refusals import BAD, BAD_BYTES, encode_any, refused
-from support.serving import TOKENIZER, Serving, expected, wait_until
+from support.serving import TOKENIZER, Serving, engine, expected, wait_until, weights_of
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.scheduling.sequences import Group
@@ -21,8 +22,8 @@ from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import SamplerRpc
-from distflow_jax.serving.sampler_thread import Ended
-from distflow_jax.serving.served_weights import Turns
+from distflow_jax.serving.sampler_thread import Ended, Failed, SamplerService
+from distflow_jax.serving.served_weights import Turns, Weights
 from distflow_jax.serving.server import ServerConfig, check_addresses
 
 PROMPT = "12 + 35 ="
@@ -439,6 +440,28 @@ def test_a_thread_that_fails_tells_its_callers_and_the_server():
         assert "log says why" in refused(lambda: list(running), grpc.StatusCode.INTERNAL)
         refused(lambda: client.responses(prompt="x"), grpc.StatusCode.INTERNAL)
         assert other.server.failed and not client.status()["healthy"]
+
+
+def test_a_swap_that_fails_tells_who_waits_for_it():
+    service = SamplerService(engine(), Weights(weights_of(2), 2), TOKENIZER)
+
+    def broken(*arguments, **options):
+        raise RuntimeError("a device is lost")
+
+    service.scheduler.load = broken
+    service.start()
+    told = queue.SimpleQueue()
+
+    def load():
+        try:
+            service.load(weights_of(2), 3)
+        except Failed as error:
+            told.put(str(error))
+
+    threading.Thread(target=load, daemon=True).start()
+    assert "log says why" in told.get(timeout=10)
+    assert service.failed
+    service.stop()
 
 
 @pytest.mark.parametrize("flag", ["port", "metrics_port"])
