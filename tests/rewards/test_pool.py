@@ -162,6 +162,20 @@ def test_coroutines_wait_together_and_each_has_the_deadline():
     assert results[-1].error == "timeout"
 
 
+@pytest.mark.parametrize("death", ["exit", "between"])
+def test_programs_that_a_worker_started_end_with_it(tmp_path, death):
+    pids = tmp_path / "pids"
+    with pool_of("row", num_workers=1, timeout_seconds=30) as pool:
+        result = pool.submit(request(f"leave {death} {pids}")).result()
+        assert (result.error is not None) == (death == "exit")
+        worker, child = map(int, pids.read_text().split())
+        if death == "between":  # and no call is to blame, once all of its threads have ended
+            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            assert wait_for(lambda: os.waitid(os.P_PID, worker, ended))
+        assert scores(pool.score(requests("5"))) == [5]
+        assert wait_for(lambda: not alive(child))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

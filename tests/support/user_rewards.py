@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import threading
 import time
 
 
@@ -54,6 +55,15 @@ def row(data_source, solution_str, ground_truth, extra_info=None):
         os.kill(os.getpid(), 11)
     if solution_str == "pid":
         return os.getpid()
+    if solution_str.startswith("leave "):
+        _, death, pids = solution_str.split()
+        child = subprocess.Popen(["sleep", "600"])
+        with open(pids, "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        if death == "exit":
+            os._exit(7)
+        threading.Timer(0.2, os._exit, (7,)).start()
+        return 0
     if solution_str.startswith("spawn "):
         child = subprocess.Popen(["sleep", "600"])
         with open(solution_str.removeprefix("spawn "), "w") as file:
