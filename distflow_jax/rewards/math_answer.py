@@ -3,9 +3,12 @@
 import functools
 import importlib
 import logging
+import re
 import threading
 from types import ModuleType
 from typing import Any
+
+_BEGINS_FORMULA = re.compile(r"(?<!\\)\$")  # a dollar, but not that of \$18.90
 
 
 def math(
@@ -28,14 +31,19 @@ def math(
     # its limits are alarm signals, which only a main thread has: a worker calls in its main thread
     in_main_thread = threading.current_thread() is threading.main_thread()
     limit = timeout_seconds if in_main_thread else None
-    truth = str(ground_truth)
-    if "boxed" not in truth and "$" not in truth:
-        truth = f"\\boxed{{{truth}}}"
-    gold = load().parse(truth, parsing_timeout=limit)
+    gold = _parsed_truth(str(ground_truth), limit)
     if not gold:
         raise ValueError(f"math cannot parse the ground truth {ground_truth!r}")
     answer = load().parse(solution_str, parsing_timeout=limit)
     return float(load().verify(gold, answer, timeout_seconds=limit))
+
+
+def _parsed_truth(truth: str, limit: int | None) -> list[Any]:
+    """Expressions that math-verify reads in a ground truth; empty where there are none."""
+    gold = []
+    if "boxed" in truth or _BEGINS_FORMULA.search(truth):
+        gold = load().parse(truth, parsing_timeout=limit)
+    return gold or load().parse(f"\\boxed{{{truth}}}", parsing_timeout=limit)
 
 
 @functools.cache

@@ -1,16 +1,14 @@
 """RewardPool: scores responses by one reward function, in worker processes with deadlines."""
 
-import contextlib
+import collections
 import dataclasses
-import functools
 import os
-import queue
 import resource
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from distflow_jax.rewards.call import score_requests
 from distflow_jax.rewards.function import check_signature, load_function
@@ -78,6 +76,60 @@ class RewardConfig:
         return max(1, round(self.overlong_buffer * limit)) if share else int(self.overlong_buffer)
 
 
+class Scoring(NamedTuple):
+    """Requests that one call of a worker is to score, and the futures of their results."""
+
+    requests: Sequence[RewardRequest]
+    futures: Sequence[Future[RewardResult]]
+
+
+class JobQueue:
+    """Jobs in the order in which they came, for threads that take one, or their share of all."""
+
+    def __init__(self):
+        self._jobs: collections.deque[Scoring] = collections.deque()
+        self._changed = threading.Condition()
+        self._waiting = 0  # threads in `take`
+        self._closed = False
+
+    def put(self, job: Scoring) -> None:
+        """Adds a job; cancels it if the queue is closed."""
+        with self._changed:
+            if self._closed:
+                _cancel(job)
+            else:
+                self._jobs.append(job)
+                self._changed.notify()
+
+    def take(self) -> Scoring | None:
+        """The next job, as soon as there is one; None once the queue is closed."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            self._waiting -= 1
+            return self._jobs.popleft() if self._jobs else None
+
+    def take_share(self) -> list[Scoring]:
+        """More jobs for who has taken one: all that are there, less those of threads that wait."""
+        with self._changed:
+            share = -(-(1 + len(self._jobs)) // (1 + self._waiting)) - 1
+            return [self._jobs.popleft() for _ in range(share)]
+
+    def close(self) -> None:
+        """Cancels the jobs that are there, and ends all waiting."""
+        with self._changed:
+            self._closed = True
+            for job in self._jobs:
+                _cancel(job)
+            self._jobs.clear()
+            self._changed.notify_all()
+
+
+def _cancel(job: Scoring) -> None:
+    for future in job.futures:
+        future.cancel()
+
+
 class RewardPool:
     """Owns the worker processes of one reward function.
 
@@ -112,15 +164,15 @@ class RewardPool:
             on_error=config.on_error,
         )
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs = JobQueue()
         self._closing = threading.Event()
         self._kind: Future[str] = Future()
         # not a bound method: a thread that references the pool would keep it alive forever
         self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(worker, self._jobs, self._kind if i == 0 else None, self._closing),
-                kwargs={"on_error": config.on_error},
+                args=(worker, self._jobs, self._kind, self._closing),
+                kwargs={"on_error": config.on_error, "first": i == 0},
                 daemon=True,
                 name=f"reward-{i}",
             )
@@ -209,7 +261,7 @@ class RewardPool:
             raise RuntimeError("the reward pool is closed")
         futures: list[Future[RewardResult]] = [Future() for _ in requests]
         if self._num_workers:
-            self._jobs.put((requests, futures))
+            self._jobs.put(Scoring(requests, futures))
         else:
             config = self._config
             results = score_requests(
@@ -245,33 +297,48 @@ def failures(results: Sequence[RewardResult]) -> dict[str, Any]:
 
 def _serve(
     worker: WorkerProcess,
-    jobs: queue.SimpleQueue,
-    kind: Future[str] | None,
+    jobs: JobQueue,
+    kind: Future[str],
     closing: threading.Event,
     *,
     on_error: float,
+    first: bool,
 ) -> None:
-    """Runs one worker's thread: calls the worker for each job until a None. Sets `kind` first."""
-    if kind is not None:
-        _fulfil([kind], lambda: [worker.kind()])
-    while (job := jobs.get()) is not None:
-        requests, futures = job
-        attempt = functools.partial(_attempt, worker, requests, closing, on_error=on_error)
+    """Runs one worker's thread: calls the worker for each job until there are no more.
+
+    Coroutines wait together: a worker gets all jobs that are there at once. The `first` worker's
+    thread sets `kind`.
+    """
+    if first:
+        _fulfil([kind], lambda _: [worker.kind()])
+    while (job := jobs.take()) is not None:
+        taken = [job]
+        if kind.done() and kind.exception() is None and kind.result() == "async":
+            taken += jobs.take_share()
+        requests = [request for job in taken for request in job.requests]
+        futures = [future for job in taken for future in job.futures]
+
+        def attempt(places: Sequence[int], requests=requests) -> list[RewardResult]:
+            wanted = [requests[i] for i in places]
+            return _attempt(worker, wanted, closing, on_error=on_error)
+
         _fulfil(futures, attempt)
     worker.kill()
 
 
-def _fulfil(futures: Sequence[Future], work: Callable[[], Sequence[Any]]) -> None:
-    if not all([future.set_running_or_notify_cancel() for future in futures]):
+def _fulfil(futures: Sequence[Future], work: Callable[[Sequence[int]], Sequence[Any]]) -> None:
+    """Gives futures the values of work(places of those that were not cancelled)."""
+    places = [i for i, future in enumerate(futures) if future.set_running_or_notify_cancel()]
+    if not places:
         return
     try:
-        values = work()
+        values = work(places)
     except Exception as error:  # any error must reach the threads that wait for the futures
-        for future in futures:
-            future.set_exception(error)
+        for i in places:
+            futures[i].set_exception(error)
         return
-    for future, value in zip(futures, values, strict=True):
-        future.set_result(value)
+    for i, value in zip(places, values, strict=True):
+        futures[i].set_result(value)
 
 
 def _attempt(
@@ -283,11 +350,11 @@ def _attempt(
 ) -> list[RewardResult]:
     if closing.is_set():
         raise RuntimeError("the reward pool was closed before this response was scored")
-    is_batch = worker.kind() == "batch"
+    kind = worker.kind()
     error = None
     try:
         results = worker.call(requests)
-        if len(requests) == 1 or not is_batch or not all(r.error for r in results):
+        if len(requests) == 1 or kind != "batch" or not all(r.error for r in results):
             return results
     except CallTimeout:
         error = "timeout"
@@ -297,23 +364,21 @@ def _attempt(
         worker.start()  # now, so that the worker is ready for the next call
     if len(requests) == 1:
         return [RewardResult(on_error, error=error)]
-    one_by_one = (_attempt(worker, [r], closing, on_error=on_error) for r in requests)
-    return [result for results in one_by_one for result in results]
+    # coroutines by halves: the good ones of many still wait together
+    size = -(-len(requests) // 2) if kind == "async" else 1
+    parts = [requests[i : i + size] for i in range(0, len(requests), size)]
+    scored = (_attempt(worker, part, closing, on_error=on_error) for part in parts)
+    return [result for results in scored for result in results]
 
 
 def _close(
-    jobs: queue.SimpleQueue,
+    jobs: JobQueue,
     closing: threading.Event,
     workers: Sequence[WorkerProcess],
     threads: Sequence[threading.Thread],
 ) -> None:
     closing.set()
-    with contextlib.suppress(queue.Empty):
-        while True:
-            for future in jobs.get_nowait()[1]:
-                future.cancel()
-    for _ in threads:
-        jobs.put(None)
+    jobs.close()
     for worker in workers:
         worker.interrupt()
     for thread in threads:

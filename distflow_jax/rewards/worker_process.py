@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 
 ASYNC_GRACE_SECONDS = 1.0  # coroutines have deadlines of their own, which should expire first
+
+END_SECONDS = 5.0  # for a process that has closed its connection
 
 
 class CallTimeout(Exception):
@@ -78,7 +81,7 @@ class WorkerProcess:
         Raises:
           ValueError, FileNotFoundError: the function cannot be loaded.
         """
-        if self._process is None or (self._kind is not None and self._process.poll() is not None):
+        if self._process is None or (self._kind is not None and _has_ended(self._process)):
             self.kill()  # it died between two calls: no request is to blame
             self.start()
         if self._kind is None:
@@ -120,9 +123,13 @@ class WorkerProcess:
         self._process = None
 
     def interrupt(self) -> None:
-        """Ends the process from another thread: a running call raises WorkerDied."""
+        """Ends the process from another thread: a running call raises WorkerDied.
+
+        What an ended process had started ends too: until that process is waited for, its group
+        keeps its number.
+        """
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -133,9 +140,21 @@ class WorkerProcess:
                 raise CallTimeout
             return self._connection.recv()
         except (EOFError, OSError):
-            code = self._process.wait()
+            process = self._process
+            end = time.monotonic() + END_SECONDS
+            while not _has_ended(process) and time.monotonic() < end:
+                time.sleep(0.002)  # it has closed its connection, as the last or nearly so
             self.kill()
+            code = process.returncode
             raise WorkerDied(f"the worker process ended with exit code {code}") from None
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Whether a process has ended, without waiting for it: the number of its group stays taken."""
+    if process.returncode is not None:
+        return True
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
 
 
 def _environment() -> dict[str, str]:

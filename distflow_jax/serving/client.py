@@ -11,6 +11,9 @@ import grpc
 from distflow_jax.serving.access import HEADER, bearer
 from distflow_jax.serving.messages import SERVICE, decode, encode
 
+# a response that is not streamed is one message, of any size; by itself gRPC takes 4 MiB
+_OPTIONS = (("grpc.max_receive_message_length", -1),)
+
 
 class SamplerClient:
     """One connection to a server, for any number of threads.
@@ -39,9 +42,10 @@ class SamplerClient:
     ):
         if tls or ca_file is not None:
             roots = None if ca_file is None else pathlib.Path(ca_file).read_bytes()
-            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(roots))
+            credentials = grpc.ssl_channel_credentials(roots)
+            self._channel = grpc.secure_channel(address, credentials, _OPTIONS)
         else:
-            self._channel = grpc.insecure_channel(address)
+            self._channel = grpc.insecure_channel(address, _OPTIONS)
         self._metadata = ((HEADER, bearer(token)),) if token else ()
         path = f"/{SERVICE}"
         self._sample = self._channel.unary_stream(f"{path}/Sample")

@@ -127,7 +127,8 @@ def sample_request(
         *(uid, uid, read.tokens, read.text, "", None, {}), images=read.images, patch=read.patch
     )
     return SampleRequest(
-        GroupRequest(prompt, sampling, first_sample=first, begun=begun),
+        # no rank: clients take slots in the order of arrival, so that none waits for ever
+        GroupRequest(prompt, sampling, first_sample=first, rank=(), begun=begun),
         _stop(message),
         _boolean(message, "stream", True),
     )

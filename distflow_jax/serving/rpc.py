@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from distflow_jax.serving.messages import (
     MAX_UID,
     SERVICE,
     Limits,
+    LoadRequest,
     encode,
     load_request,
     sample_request,
@@ -116,7 +118,11 @@ class SamplerRpc:
                 await context.abort(_code(error), str(error))
 
     async def load_weights(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Reads weights while others sample, then swaps them for both doors."""
+        """Reads weights while others sample, then swaps them for both doors.
+
+        Loads are one at a time, in the order of their calls. That of a client that has gone before
+        the swap changes nothing: the client may write other files in the place of those it named.
+        """
         await self._refuse_if_stopping(context)
         try:
             request = load_request(data)
@@ -127,24 +133,23 @@ class SamplerRpc:
         except (ValueError, OSError, RuntimeError) as error:  # of Path.resolve: a loop of links
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
         self._loads += 1
-        async with self._loading:
-            try:
-                step, version = await asyncio.to_thread(self._read_and_swap, request)
-            except FileNotFoundError as error:
-                await context.abort(grpc.StatusCode.NOT_FOUND, sentence(error))
-            except (ValueError, OSError) as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
-            except Ended as error:
-                await context.abort(_code(error), sentence(error))
-            except jax.errors.JaxRuntimeError as error:
-                log.exception("weights cannot be placed on the devices")
-                await context.abort(grpc.StatusCode.INTERNAL, sentence(error))
-            except _DAMAGE as error:
-                log.exception("%s cannot be read", request.path)
-                reason = f"the checkpoint is damaged: {type(error).__name__}: {sentence(error)}"
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
-            finally:
-                self._loads -= 1
+        try:
+            step, version = await self._load_in_turn(request)
+        except FileNotFoundError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, sentence(error))
+        except (ValueError, OSError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
+        except Ended as error:
+            await context.abort(_code(error), sentence(error))
+        except jax.errors.JaxRuntimeError as error:
+            log.exception("weights cannot be placed on the devices")
+            await context.abort(grpc.StatusCode.INTERNAL, sentence(error))
+        except _DAMAGE as error:
+            log.exception("%s cannot be read", request.path)
+            reason = f"the checkpoint is damaged: {type(error).__name__}: {sentence(error)}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+        finally:
+            self._loads -= 1
         return encode({"version": version, "step": step})
 
     async def status(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -160,8 +165,26 @@ class SamplerRpc:
             }
         )
 
-    def _read_and_swap(self, request) -> tuple[int, int]:
+    async def _load_in_turn(self, request: LoadRequest) -> tuple[int, int]:
+        """(step, version), once no earlier load is being read, whether its client is there or not.
+
+        A thread cannot be cancelled: the lock is held until it has ended.
+        """
+        await self._loading.acquire()
+        gone = threading.Event()
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(None, self._read_and_swap, request, gone)
+        reading.add_done_callback(lambda _: self._loading.release())
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+
+    def _read_and_swap(self, request: LoadRequest, gone: threading.Event) -> tuple[int, int]:
         params, step = self._load(request.path)
+        if gone.is_set():
+            raise Ended(f"the client of LoadWeights of {request.path} has gone")
         version = step if request.version is None else request.version
         self._service.load(params, version, cache=request.cache)
         return step, version

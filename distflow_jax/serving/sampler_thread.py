@@ -78,6 +78,7 @@ class SamplerService:
         with weights.turns:
             self.scheduler = Scheduler(engine, weights.params, version=weights.version)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._doing: _Work | None = None
         self._calls: dict[int, Call] = {}
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._accepts = threading.Lock()
@@ -157,7 +158,9 @@ class SamplerService:
                 return True
             if work is None:
                 return False
+            self._doing = work  # whoever waits for it is told if it raises
             work.do()
+            self._doing = None
             wait = not self.scheduler.busy
 
     def _submit(self, call: Call) -> None:
@@ -246,6 +249,8 @@ class SamplerService:
             self._ended = reason
         for call in list(self._calls.values()):
             call.deliver(reason)
+        if self._doing is not None:
+            self._doing.fail(reason)
         while not self._work.empty():
             if (work := self._work.get()) is not None:
                 work.fail(reason)

@@ -1,40 +1,55 @@
 """Text of a response while its tokens come: whole characters only, cut at stop strings."""
 
+import functools
 from collections.abc import Sequence
 
 from distflow_jax.models.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no (or not yet a) character
+_CONTEXT = 4  # tokens that the next is decoded after: as many as an unfinished character may have
+_MOST_CONTEXT = 8  # from so many on the context is cut
 
 
 class TextStream:
     """Token ids in, text out as soon as it cannot change any more.
 
     A token may end within a character, and the text of a token may depend on the one before it, so
-    the last tokens are decoded together. Only the last character can still change: the start of a
-    character decodes to one replacement character, however many bytes of it are there.
-    All pieces and `rest` together are `tokenizer.decode` of all ids.
+    the last tokens are decoded together. What can still change depends on the tokenizer's decoder:
+
+    - A decoder of bytes writes one replacement character for the start of a character, however many
+      bytes of it are there. Only that last one can change, and it begins in the last three tokens.
+    - A decoder with byte fallback reads a run of byte tokens as a whole: one byte that fits nowhere
+      makes replacement characters of them all. The run is held until a token of text ends it.
+
+    Tokens without text are no part of either. All pieces and `rest` together are `tokenizer.decode`
+    of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self._silent, self._bytes = _kinds(tokenizer)
         self._window: list[int] = []  # ids that are decoded together
         self._given = 0  # characters of their text that have been given out
-        self._last_whole = 0  # ids at the front of the window that end on a character
 
     def push(self, token: int) -> str:
         """Text that this token completes, often that of the token, sometimes ""."""
+        if token in self._silent or not self._has_spelling(token):
+            return ""
         self._window.append(token)
+        if token in self._bytes:
+            return ""
         text = self._tokenizer.decode(self._window)
-        whole = not text.endswith(_UNFINISHED)
-        piece = text[self._given : len(text) if whole else len(text) - 1]
+        held = 1 if text.endswith(_UNFINISHED) and not self._bytes else 0
+        piece = text[self._given : len(text) - held]
         self._given += len(piece)
-        if whole and piece:
-            # one run of whole characters stays as what the next is decoded after
-            del self._window[: self._last_whole]
-            self._last_whole = len(self._window)
-            self._given = len(self._tokenizer.decode(self._window))
+        if len(self._window) >= _MOST_CONTEXT:
+            del self._window[:-_CONTEXT]
+            self._given = len(self._tokenizer.decode(self._window)) - held
         return piece
+
+    def _has_spelling(self, token: int) -> bool:
+        tokenizer = self._tokenizer
+        return 0 <= token < tokenizer.vocab_size and bool(tokenizer.backend.id_to_token(token))
 
     def rest(self) -> str:
         """The text that is still held back once no token follows."""
@@ -42,6 +57,21 @@ class TextStream:
         piece = text[self._given :]
         self._given = len(text)
         return piece
+
+
+@functools.lru_cache(maxsize=8)
+def _kinds(tokenizer: Tokenizer) -> tuple[frozenset[int], frozenset[int]]:
+    """Special ids, and those that the decoder reads as single bytes (byte fallback)."""
+    backend = tokenizer.backend
+    added = backend.get_added_tokens_decoder()
+    silent = frozenset(index for index, token in added.items() if token.special)
+    spelled = (f"<0x{byte:{style}}>" for byte in range(256) for style in ("02X", "02x"))
+    found = (backend.token_to_id(spelling) for spelling in spelled)
+    ids = frozenset(index for index in found if index is not None) - silent
+    # without the fallback they are text: "<0xFF>"
+    last = backend.token_to_id("<0xFF>")
+    falls_back = last in ids and tokenizer.decode([last]) == _UNFINISHED
+    return silent, ids if falls_back else frozenset()
 
 
 class StopText:

@@ -88,7 +88,11 @@ def vote(texts: Sequence[str], scores: Sequence[float]) -> float:
 
     The answer is the last number of a response, or the whole text where there is none.
     """
-    answers = [last_number(t, "flexible") or t.strip().casefold() for t in texts]
+    numbers = [last_number(text, "flexible") for text in texts]
+    answers = [
+        text.strip().casefold() if number is None else number
+        for text, number in zip(texts, numbers, strict=True)
+    ]
     winner, _ = collections.Counter(answers).most_common(1)[0]
     return scores[answers.index(winner)]
 

@@ -61,6 +61,13 @@ def test_gsm8k_refuses_what_it_cannot_judge():
         (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1),
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1),
         ("The answer is $1/3$", r"\frac{1}{3}", 1),
+        (r"\boxed{18.90}", r"\$18.90", 1),  # a sign of money, which begins no formula
+        (r"\boxed{\$18.90}", r"\$18.90", 1),
+        (r"\boxed{18.91}", r"\$18.90", 0),
+        (r"\boxed{32348}", r"\$32,\!348", 1),
+        (r"\boxed{36}", "$36", 1),
+        (r"\boxed{36}", r"$\$36$", 1),
+        (r"\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1),
         (r"\boxed{2}", "3", 0),
         ("I do not know", "3", 0),
     ],

@@ -24,6 +24,10 @@ def test_an_answer_counts_nine_parts_and_its_form_one(response, score):
     assert geo3k("", response, "5") == pytest.approx(score)
 
 
+def test_a_truth_in_dollars():
+    assert geo3k("", r"\boxed{18.90}", r"\$18.90") == pytest.approx(0.9)
+
+
 def test_options():
     assert geo3k("", "the answer is $5$", "5", boxed=False) == pytest.approx(0.9)
     assert geo3k("", RIGHT, "4", format_weight=0.5) == 0.5

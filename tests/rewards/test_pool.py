@@ -1,16 +1,19 @@
 """The pool keeps its deadlines and its order, whatever the functions do."""
 
 import os
+import queue
 import random
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from support.paths import TESTS
 
-from distflow_jax.rewards.pool import RewardConfig, RewardPool, failures
+from distflow_jax.rewards.pool import JobQueue, RewardConfig, RewardPool, Scoring, failures
 from distflow_jax.rewards.records import RewardRequest
 
 FILE = TESTS / "support" / "user_rewards.py"
@@ -160,6 +163,62 @@ def test_coroutines_wait_together_and_each_has_the_deadline():
         assert time.monotonic() - start < 3.5  # one after the other: 4 s and the hanging one
     assert scores(results) == [*range(20), 0]
     assert results[-1].error == "timeout"
+
+
+def test_coroutines_that_are_submitted_one_by_one_wait_together():
+    with pool_of("patient", timeout_seconds=10.0) as pool:
+        pool.check(request("1"))
+        start = time.monotonic()
+        futures = [pool.submit(request(str(i))) for i in range(60)]
+        assert [future.result().score for future in futures] == list(range(60))
+        assert time.monotonic() - start < 3  # one after the other: 6 s with two workers
+
+
+def test_a_coroutine_that_ends_its_worker_costs_only_itself():
+    with pool_of("patient", timeout_seconds=10.0, num_workers=1) as pool:
+        futures = [pool.submit(request("exit" if i == 5 else str(i))) for i in range(12)]
+        results = [future.result() for future in futures]
+    assert scores(results) == [*range(5), 0, *range(6, 12)]
+    assert counts(results) == (1, 0)
+
+
+def test_a_share_leaves_jobs_to_threads_that_wait():
+    jobs, taken = JobQueue(), queue.SimpleQueue()
+    threads = [threading.Thread(target=lambda: taken.put(jobs.take())) for _ in range(2)]
+    for i in range(8):
+        jobs.put(Scoring([request(str(i))], [Future()]))
+    assert jobs.take().requests[0].solution == "0"
+    assert [job.requests[0].solution for job in jobs.take_share()] == list("1234567")
+    for thread in threads:
+        thread.start()
+    assert wait_for(lambda: jobs._waiting == 2)
+    with jobs._changed:  # until all are there
+        for i in range(7):
+            jobs.put(Scoring([request(str(i))], [Future()]))
+        jobs.take()
+        assert len(jobs.take_share()) == 2  # three of seven
+    for thread in threads:
+        thread.join()
+    assert len(jobs.take_share()) == 2
+    assert not jobs.take_share()
+    late = Scoring([request("1")], [Future()])
+    jobs.close()
+    jobs.put(late)
+    assert late.futures[0].cancelled() and jobs.take() is None
+
+
+@pytest.mark.parametrize("death", ["exit", "between"])
+def test_programs_that_a_worker_started_end_with_it(tmp_path, death):
+    pids = tmp_path / "pids"
+    with pool_of("row", num_workers=1, timeout_seconds=30) as pool:
+        result = pool.submit(request(f"leave {death} {pids}")).result()
+        assert (result.error is not None) == (death == "exit")
+        worker, child = map(int, pids.read_text().split())
+        if death == "between":  # and no call is to blame, once all of its threads have ended
+            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            assert wait_for(lambda: os.waitid(os.P_PID, worker, ended))
+        assert scores(pool.score(requests("5"))) == [5]
+        assert wait_for(lambda: not alive(child))
 
 
 @pytest.mark.parametrize(

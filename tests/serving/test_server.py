@@ -1,21 +1,29 @@
 """distflow.Sampler over real gRPC: answers, refusals, stop strings, swaps, ends."""
 
+import asyncio
 import concurrent.futures
+import itertools
+import queue
 import socket
 import threading
+import types
 import urllib.request
 
 import grpc
 import numpy as np
 import pytest
 from support.refusals import BAD, BAD_BYTES, encode_any, refused
-from support.serving import TOKENIZER, Serving, expected, wait_until
+from support.serving import TOKENIZER, Serving, engine, expected, wait_until, weights_of
 
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.rollout.scheduling.sequences import Group
+from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.messages import SERVICE, encode
-from distflow_jax.serving.sampler_thread import Ended
-from distflow_jax.serving.served_weights import Turns
+from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
+from distflow_jax.serving.prompts import PromptReader
+from distflow_jax.serving.rpc import SamplerRpc
+from distflow_jax.serving.sampler_thread import Ended, Failed, SamplerService
+from distflow_jax.serving.served_weights import Turns, Weights
 from distflow_jax.serving.server import ServerConfig, check_addresses
 
 PROMPT = "12 + 35 ="
@@ -78,6 +86,35 @@ def test_prompt_forms(client):
     forms = ({"prompt": text}, {"tokens": ids.tolist()}, {"messages": turns})
     answers = [client.responses(uid=1, max_tokens=20, **form) for form in forms]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_requests_take_slots_in_the_order_of_arrival():
+    """However short: else those that come later and may be longer keep them out for ever."""
+    limits, uids, queue = Limits(48, 200, 200, 16, 320), itertools.count(), WaitingQueue()
+    for limit in (16, 200, 1, 200, 16):
+        data = encode({"prompt": "hi", "max_tokens": limit})
+        asked = sample_request(data, limits, PromptReader(TOKENIZER, 48), lambda: next(uids))
+        queue.push(Group(asked.group.prompt.counter, asked.group, [0]))
+    assert [queue.pop_group().id for _ in range(5)] == list(range(5))
+
+
+def test_an_answer_may_be_large():
+    """One event may have all tokens of a response: more than gRPC takes by itself, 4 MiB."""
+    text = "x" * (5 << 20)
+    answers = {
+        "Sample": grpc.unary_stream_rpc_method_handler(
+            lambda data, context: iter([encode({"uid": 1}), encode({"sample": 0, "text": text})])
+        )
+    }
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, answers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with SamplerClient(f"127.0.0.1:{port}") as client:
+            assert client.responses(prompt="x", timeout=30) == [{"sample": 0, "text": text}]
+    finally:
+        server.stop(grace=None).wait()
 
 
 def test_without_a_uid_each_request_has_its_own(client):
@@ -240,6 +277,64 @@ def test_weights_that_cannot_be_read_change_nothing(serving, client):
     assert client.status()["version"] == 2
 
 
+class Loads:
+    """What SamplerRpc needs for LoadWeights: a service, weights on a disk that waits for `go`."""
+
+    def __init__(self):
+        self.go, self.begun, self.read, self.swapped = threading.Event(), threading.Event(), [], []
+        access = types.SimpleNamespace(checked_path=lambda path: path)
+        nothing = (None, None, None)
+        self.rpc = SamplerRpc(self, *nothing, self._read, access, facts={}, max_calls=4)
+
+    def call(self, path):
+        request = encode({"path": str(path)})
+        return asyncio.create_task(self.rpc.load_weights(request, None))
+
+    def load(self, params, version, *, cache):
+        self.swapped.append(version)
+
+    def _read(self, path):
+        self.read.append(path)
+        self.begun.set()
+        assert self.go.wait(30)
+        return object(), int(path)
+
+
+def test_a_load_whose_client_has_gone_changes_nothing():
+    """Its reading goes on, and what its client wants next waits for that."""
+    loads = Loads()
+
+    async def calls():
+        gone, waits_in_vain = loads.call(10), loads.call(11)
+        await asyncio.to_thread(loads.begun.wait)
+        for call in (gone, waits_in_vain):
+            call.cancel()
+            await asyncio.wait([call])
+            assert call.cancelled()
+        assert loads.rpc.running == 0
+        last = loads.call(12)
+        await asyncio.sleep(0.1)
+        assert loads.read == ["10"] and loads.rpc.running == 1
+        loads.go.set()
+        assert decode(await last) == {"version": 12, "step": 12}
+
+    asyncio.run(calls())
+    assert loads.read == ["10", "12"] and loads.swapped == [12]
+
+
+def test_loads_swap_in_the_order_of_their_calls():
+    loads = Loads()
+
+    async def calls():
+        called = [loads.call(path) for path in (3, 1, 2)]
+        await asyncio.to_thread(loads.begun.wait)
+        loads.go.set()
+        await asyncio.gather(*called)
+
+    asyncio.run(calls())
+    assert loads.read == ["3", "1", "2"] and loads.swapped == [3, 1, 2]
+
+
 # -- clients and servers that go -------------------------------------------------------------------
 
 
@@ -345,6 +440,28 @@ def test_a_thread_that_fails_tells_its_callers_and_the_server():
         assert "log says why" in refused(lambda: list(running), grpc.StatusCode.INTERNAL)
         refused(lambda: client.responses(prompt="x"), grpc.StatusCode.INTERNAL)
         assert other.server.failed and not client.status()["healthy"]
+
+
+def test_a_swap_that_fails_tells_who_waits_for_it():
+    service = SamplerService(engine(), Weights(weights_of(2), 2), TOKENIZER)
+
+    def broken(*arguments, **options):
+        raise RuntimeError("a device is lost")
+
+    service.scheduler.load = broken
+    service.start()
+    told = queue.SimpleQueue()
+
+    def load():
+        try:
+            service.load(weights_of(2), 3)
+        except Failed as error:
+            told.put(str(error))
+
+    threading.Thread(target=load, daemon=True).start()
+    assert "log says why" in told.get(timeout=10)
+    assert service.failed
+    service.stop()
 
 
 @pytest.mark.parametrize("flag", ["port", "metrics_port"])

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import threading
 import time
 
 
@@ -32,6 +33,8 @@ def trl_acts(completions, **_):
 
 
 async def patient(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "exit":
+        os._exit(7)
     await asyncio.sleep(60 if solution_str == "hang" else 0.2)
     return float(solution_str)
 
@@ -54,6 +57,15 @@ def row(data_source, solution_str, ground_truth, extra_info=None):
         os.kill(os.getpid(), 11)
     if solution_str == "pid":
         return os.getpid()
+    if solution_str.startswith("leave "):
+        _, death, pids = solution_str.split()
+        child = subprocess.Popen(["sleep", "600"])
+        with open(pids, "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        if death == "exit":
+            os._exit(7)
+        threading.Timer(0.2, os._exit, (7,)).start()
+        return 0
     if solution_str.startswith("spawn "):
         child = subprocess.Popen(["sleep", "600"])
         with open(solution_str.removeprefix("spawn "), "w") as file:
