@@ -259,7 +259,8 @@ def test_who_is_waited_for_is_named(start):
     first, *others = job.verdicts()
     assert re.match(
         r"no progress since [\d:]+: process 2 is behind, at step 3 in node 'rollout'; the others "
-        r"wait at step 3 in node 'actor_train'$",
+        r"wait at step 3 in node 'actor_train'; if it only needs longer, raise "
+        r"health.stuck_seconds$",
         first,
     ), first
     assert others == [first] * 3
