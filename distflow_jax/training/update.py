@@ -22,6 +22,8 @@ from distflow_jax.training.state import TrainState, divided, joined, state_shard
 
 # bool beside the metrics of an optimizer step: whether it had sequences, so that these count
 HAS_SEQUENCES = "training/has_sequences"
+# largest weight of a token, of objectives whose corrections and rejections weigh them
+KEPT_WEIGHT = "rollout_corr/kept_weight_max"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +166,8 @@ def make_update(
     `batch` has the objective's fields [K, R, ...]; `index` int32 is the number of the update among
     the batch's `num_updates` (None: K), whose mini-batch is `index` modulo K. The state is donated.
     A step with a non-finite loss or gradient norm leaves the state unchanged and reports
-    `training/nonfinite` = 1. A step without sequences leaves it unchanged, too. Metrics are the
-    objective's, and its {loss, grad_norm, lr}.
+    `training/nonfinite` = 1. A step without sequences, or whose tokens were all rejected, leaves it
+    unchanged, too. Metrics are the objective's, and its {loss, grad_norm, lr}.
     """
     layout = state_shardings(objective.model, optimizer, shape.mesh)
 
@@ -212,8 +214,8 @@ def applied(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after an optimizer step by this gradient, and the step's metrics.
 
-    `valid`, bool of any shape: which sequences there are. Without one, and with a gradient or loss
-    that is not finite, the state stays what it was.
+    `valid`, bool of any shape: which sequences there are. Without one, where all tokens were
+    rejected, and with a gradient or loss that is not finite, the state stays what it was.
     """
     name = objective.name
     norm = optax.tree.norm(grads)
@@ -228,7 +230,9 @@ def applied(
         "training/nonfinite": (~finite).astype(jnp.float32),
         HAS_SEQUENCES: valid.any(),
     }
-    # without sequences, decaying moments must not move the parameters either
+    # without sequences, or tokens that count, decaying moments must not move the parameters either
     useful = finite & metrics[HAS_SEQUENCES]
+    if KEPT_WEIGHT in metrics:
+        useful &= metrics[KEPT_WEIGHT] > 0
     new = jax.tree.map(lambda a, b: jnp.where(useful, a, b), new, old)
     return joined(new, frozen), metrics

@@ -218,6 +218,29 @@ def test_one_update_per_batch_has_ratio_exactly_one(trainer):
     np.testing.assert_allclose(loss, -trainer.advantage[0][mask].mean(), rtol=1e-5)
 
 
+def test_a_step_whose_tokens_are_all_rejected_leaves_the_state_as_it_was(trainer):
+    """Moments of earlier steps would move the weights on, and the KL would pull at them."""
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1, rejection="token_k1", rejection_low=0.5, rejection_high=2.0
+    )
+    update = make_update(
+        trainer.optimizer,
+        trainer.schedule,
+        shape=UpdateShape(trainer.mesh, 2, 14),
+        objective=policy_objective(TINY, algorithm, FORWARD, max_response=14),
+    )
+    state = trainer.state()
+    batch = trainer.batch(state.params)
+    batch = batch._replace(ref_logp=batch.rollout_logp - np.float32(0.1))
+    state, metrics = update(state, batch, np.int32(0), TEMPERATURE)
+    assert int(state.count) == 1 and metrics["rollout_corr/kept_weight_max"] == 1
+    before = host(state)
+    far = batch._replace(rollout_logp=batch.rollout_logp + np.float32(3))
+    state, metrics = update(state, far, np.int32(1), TEMPERATURE)
+    assert metrics["rollout_corr/kept_weight_max"] == 0 and metrics["training/nonfinite"] == 0
+    assert_same(host(state), before)
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_non_finite_step_leaves_the_state_as_it_was(trainer, trained, poison):
     _, batch, metrics, _ = trained
