@@ -178,6 +178,7 @@ def test_a_placeholder_without_an_image_is_text(tmp_path, packed, eager):
     changes = {
         "model.source": source,
         "data.train": write_rows(tmp_path / "data", pictures=2, prose=2),
+        "data.max_prompt_length": 128,
         "rollout.max_response_length": 8,
         "reward.function": "pattern",
         "reward.kwargs": {"pattern": ".*[0-9].*"},
