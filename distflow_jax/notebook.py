@@ -264,8 +264,12 @@ def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
     try:
         code = run_lib.train_here(config.config, workdir, chosen=config.chosen)
     except KeyboardInterrupt as error:
-        # notebooks keep the last traceback, and its frames would keep the model on the device
-        traceback.clear_frames(error.__traceback__)
+        # notebooks keep the last traceback, and its frames would keep the model on the device: so
+        # would those of errors that it came amid of
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__context__
         raise
     if code == EXIT_PREEMPTED:
         raise RuntimeError(
