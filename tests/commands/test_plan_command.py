@@ -3,20 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+from support.waves import APART
 
 from distflow_jax.commands import plan_command
 from distflow_jax.config.config_dict import override
 from distflow_jax.config.shipped import open_config
 
-WAVES = [
+SETTINGS = [
     "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=4&mlp=64&vocab=512",
     "eval.dataset=",
-    "mesh.devices=0:4",
-    "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
-    "flow.max_lag=1",
-    "algorithm.correction=token_tis",
-    "flow.waves=counter",
-    "flow.wave_prompts=4",
+    *APART,
 ]
 
 
@@ -24,7 +20,7 @@ WAVES = [
 def test_a_run_in_waves_is_planned(topology, capsys):
     """On this machine and for a pod; the output says what no sum has."""
     options = SimpleNamespace(
-        config=override(open_config("tiny"), WAVES),
+        config=override(open_config("tiny"), SETTINGS),
         chosen=frozenset(),
         devices=0,
         topology=topology,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waves import APART
 
 from configs import tiny
 from distflow_jax import run
@@ -134,7 +135,7 @@ def test_gradients_and_moments_are_of_adapters_alone():
 
 
 def test_accumulators_of_waves_are_there_in_every_program(compiled):
-    """What waves add up lies beside all that computes on its mesh, and is gone between steps."""
+    """The sums of waves lie beside all that computes on their mesh, and are gone between steps."""
     (key,) = _trained(compiled.planned.plan.units[-1])
     planned, programs, costs = compiled.planned, compiled.programs, compiled.costs
     state = programs["actor_train"].given_states[key]
@@ -237,7 +238,7 @@ def changes_of(compiled, memory):
 
 
 def test_savings_of_settings_are_what_they_save(compiled):
-    """Those of the optimizer and the cache, planned again with the setting."""
+    """The optimizer's and the cache's, planned again with the setting."""
     memory = compiled.memory()
     missing = memory.segments[-1].cache // 2
     memory = dataclasses.replace(memory, device=memory.fullest.total - missing)
@@ -265,17 +266,7 @@ def test_a_cache_of_so_many_tokens_gets_fewer_of_them():
 
 
 def test_nothing_is_moved_to_the_host_in_waves():
-    planned = plan_run(
-        config_of(
-            "mesh.devices=0:4",
-            "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
-            "flow.max_lag=1",
-            "algorithm.correction=token_tis",
-            "flow.waves=counter",
-            "flow.wave_prompts=4",
-        ),
-        Machine.current(),
-    )
+    planned = plan_run(config_of(*APART), Machine.current())
     machine = dataclasses.replace(planned.machine, platform="gpu")
     planned = dataclasses.replace(planned, machine=machine)
     memory = dataclasses.replace(plan_memory(planned, {}, {}), device=1000)

@@ -325,7 +325,7 @@ def test_flops_of_a_tpus_program_are_those_of_the_jaxpr(of_tpus):
 @needs_libtpu
 @pytest.mark.slow
 def test_formulas_say_what_the_compiler_does(of_tpus):
-    """What GPUs are planned with, held against a TPU's compiled programs."""
+    """GPUs are planned by them: they are held against a TPU's compiled programs."""
     guess = plan_on(of_tpus.pod, of_tpus.planned, compiled=False)
     gathered = [p.costs["update_weights"].collective_bytes["all-gather"] for p in (guess, of_tpus)]
     assert gathered[0] == pytest.approx(gathered[1], rel=0.25)

@@ -45,7 +45,7 @@ def sampled_again(config, records):
 
 
 def check_advantages(records, metrics):
-    """Those of grpo are standard scores within a prompt; other graphs have none."""
+    """Advantages of grpo are standard scores within a prompt; other graphs have none."""
     found = [record["advantage"] for record in records if "advantage" in record]
     if "critic/advantages/max" not in metrics:
         assert not found

@@ -61,7 +61,7 @@ def modes(folder):
 
 
 def test_files_are_for_their_owner_alone(tmp_path):
-    """Those of processes that are started meanwhile too."""
+    """So are files of processes that are started meanwhile."""
     before = os.umask(0o022)
     try:
         with private_files(True):

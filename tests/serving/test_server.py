@@ -42,7 +42,7 @@ def client(serving):
 
 
 def assert_is(answer, response):
-    """What came over the wire is the response."""
+    """The answer that came over the wire is the response."""
     assert answer["tokens"] == response.tokens.tolist()
     np.testing.assert_allclose(answer["logp"], response.logp, atol=1e-5)
     assert answer["end"] == ("stop" if response.finished else "length")

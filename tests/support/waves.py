@@ -15,6 +15,16 @@ from distflow_jax.training.streamed_update import WaveSums, divide, numerators
 from distflow_jax.training.update import no_metrics
 from support.ragged import QUICK
 
+# settings of a run in waves, on eight devices of one process
+APART = (
+    "mesh.devices=0:4",
+    "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
+    "flow.max_lag=1",
+    "algorithm.correction=token_tis",
+    "flow.waves=counter",
+    "flow.wave_prompts=4",
+)
+
 
 def cut(seed: int, groups: int, *, waves: int, ordered: bool = False) -> list[np.ndarray]:
     """Masks [G] of the groups of each wave: each group in one, at random; some waves are empty.

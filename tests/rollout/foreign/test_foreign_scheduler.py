@@ -160,7 +160,7 @@ def begun(whole, count=3):
 
 
 def test_a_response_goes_on_by_the_noise_of_its_places(sampler):
-    """What another engine has begun ends as it would have ended there."""
+    """A response that another engine has begun ends as it would have ended there."""
     whole = by_uid(sampler.run(PLAIN))
     engine = InProcessEngine(sampler.engine)
     scheduler = ForeignScheduler(engine, FIRST, limits_of(sampler.engine))
