@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -264,13 +263,10 @@ def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
     try:
         code = run_lib.train_here(config.config, workdir, chosen=config.chosen)
     except KeyboardInterrupt as error:
-        # notebooks keep the last traceback, and its frames would keep the model on the device: so
-        # would those of errors that it came amid of
-        link: BaseException | None = error
-        while link is not None:
-            traceback.clear_frames(link.__traceback__)
-            link = link.__context__
-        raise
+        # notebooks keep the last traceback: its frames, and what their functions enclose, would
+        # keep the model on the device
+        error.__context__ = None
+        raise error.with_traceback(None) from None
     if code == EXIT_PREEMPTED:
         raise RuntimeError(
             f"stopped by SIGTERM; call train with workdir {str(workdir)!r} again to resume"

@@ -26,14 +26,15 @@ _BAR = 10  # columns of a terminal's bar
 class TimeLeft:
     """The time that a run still takes: coming steps, evaluations and checkpoints.
 
-    `is_due` says for a step whether (an evaluation, a checkpoint) follows it. All times are means
-    of what this process has seen; its first step, which compiles, counts only until there is a
+    `coming` says for a step how many (evaluations, checkpoints) come once its metrics are there:
+    a checkpoint of the step itself is saved after them. All times are means of what this process
+    has seen; its first step, which compiles, counts only until there is a
     second.
     """
 
-    def __init__(self, total_steps: int, is_due: Callable[[int], tuple[bool, bool]]):
+    def __init__(self, total_steps: int, coming: Callable[[int], tuple[int, int]]):
         self._total = total_steps
-        self._is_due = is_due
+        self._coming = coming
         self._first: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._extra: tuple[list[float], list[float]] = ([], [])  # evaluations, checkpoints
@@ -53,15 +54,12 @@ class TimeLeft:
         """Seconds after step `step`; None before a second step was seen."""
         if not self._steps:
             return None
-        coming = range(step + 1, self._total + 1)
-        # a checkpoint of this step is saved after its metrics
-        due = [self._is_due(s)[0] for s in coming], [self._is_due(s)[1] for s in (step, *coming)]
         extra = (
-            sum(which) * statistics.fmean(times)
-            for which, times in zip(due, self._extra, strict=True)
+            number * statistics.fmean(times)
+            for number, times in zip(self._coming(step), self._extra, strict=True)
             if times
         )
-        return len(coming) * statistics.fmean(self._steps) + sum(extra)
+        return (self._total - step) * statistics.fmean(self._steps) + sum(extra)
 
 
 class Progress:
@@ -79,11 +77,11 @@ class Progress:
         *,
         terminal: Terminal | None = None,
         done_steps: int = 0,
-        is_due: Callable[[int], tuple[bool, bool]] = lambda step: (False, False),
+        coming: Callable[[int], tuple[int, int]] = lambda step: (0, 0),
     ):
         self._terminal = Terminal() if terminal is None else terminal
         self._total = total_steps
-        self._left = TimeLeft(total_steps, is_due)
+        self._left = TimeLeft(total_steps, coming)
         self._evaluated: list[tuple[str, str]] = []
         self._cell = None
         if self._terminal.enabled and self._terminal.in_cell:

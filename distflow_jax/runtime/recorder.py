@@ -89,7 +89,7 @@ class Recorder:
             self._schedule.steps,
             terminal=self._terminal,
             done_steps=self._state.step,
-            is_due=lambda step: (self._schedule.evaluates(step), self._schedule.saves(step)),
+            coming=self._schedule.coming,
         )
 
     @contextlib.contextmanager

@@ -42,12 +42,24 @@ class StepSchedule:
         """Whether a checkpoint follows a step that ends as planned; one follows the last."""
         return self._due(step, self.checkpoint_every)
 
+    def coming(self, step: int) -> tuple[int, int]:
+        """(evaluations after a step, checkpoints after it and its own), in constant time."""
+        evaluations = 0 if self.eval_every is None else self._due_from(step + 1, self.eval_every)
+        return evaluations, self._due_from(step, self.checkpoint_every)
+
     def writes_samples(self, step: int) -> bool:
         """Whether the responses of a step are written."""
         return _multiple(step, self.samples_every)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.steps or _multiple(step, every)
+
+    def _due_from(self, first: int, every: int) -> int:
+        """The number of steps from `first` on that are due."""
+        if first > self.steps:
+            return 0
+        multiples = self.steps // every - (first - 1) // every if every > 0 else 0
+        return multiples + (not _multiple(self.steps, every))
 
 
 def _multiple(step: int, every: int) -> bool:

@@ -9,6 +9,7 @@ import rich.console
 
 from distflow_jax.report.progress import Progress, TimeLeft, fitted, numbers, size_lines
 from distflow_jax.report.terminal import Terminal
+from distflow_jax.runtime.step_schedule import StepSchedule
 
 SHARED = {"response_length/mean": 9.5, "perf/throughput": 812.3, "perf/time_per_step": 2.0}
 SCORED = {"critic/score/mean": 0.25, "actor/loss": 0.5}
@@ -112,7 +113,8 @@ def test_other_processes_are_silent():
 
 def test_the_time_left_counts_evaluations_and_checkpoints():
     every = {"testing": 4, "save_checkpoint": 5}
-    left = TimeLeft(20, lambda step: tuple(step % n == 0 or step == 20 for n in every.values()))
+    schedule = StepSchedule(20, every["testing"], every["save_checkpoint"], 0)
+    left = TimeLeft(20, schedule.coming)
     assert left.after(0) is None
     left.observe({"perf/time_per_step": 100.0, "timing_s/testing": 7.0})  # compiles
     assert left.after(1) is None

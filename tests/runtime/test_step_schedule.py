@@ -44,3 +44,14 @@ def test_without_data_or_sampler_nothing_is_evaluated(missing):
     found = schedule(**missing)
     assert steps_of(found.evaluates) == steps_of(found.evaluates_first) == []
     assert steps_of(found.saves) == [4, 8]
+
+
+@pytest.mark.parametrize("evaluate", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("save", [1, 3, 4, 9])
+@pytest.mark.parametrize("dataset", ["train.jsonl", ""])
+def test_what_comes_is_counted(evaluate, save, dataset):
+    found = schedule(evaluate=evaluate, save=save, dataset=dataset)
+    for step in range(1, 9):
+        evaluations = [s for s in range(step + 1, 9) if found.evaluates(s)]
+        checkpoints = [s for s in range(step, 9) if found.saves(s)]
+        assert found.coming(step) == (len(evaluations), len(checkpoints))
