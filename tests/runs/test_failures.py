@@ -409,10 +409,10 @@ def undisturbed_alone(tmp_path_factory):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(15, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)],
+    [pytest.param(6, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.soak)],
 )
 def test_a_process_is_killed_again_and_again(undisturbed_alone, tmp_path, kills):
-    """In start, compilation, steps and checkpoint writing: 15 times here, 100 in the soak tier."""
+    """In start, compilation, steps and checkpoint writing: 6 times here, 100 in the soak tier."""
     kill_again_and_again(tmp_path, kills, undisturbed_alone, seed=kills)
 
 
@@ -577,6 +577,7 @@ def check_goes_on_in(layout, source, whole_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "layout"), list(itertools.permutations(LAYOUTS, 2)))
+@pytest.mark.parametrize(("source", "layout"), itertools.pairwise([*LAYOUTS, *LAYOUTS][:5]))
 def test_a_checkpoint_goes_on_in_every_layout(whole_run, tmp_path, source, layout):
+    """Each layout writes what another one reads, and reads what another one wrote."""
     check_goes_on_in(layout, source, whole_run, tmp_path)

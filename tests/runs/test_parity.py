@@ -88,8 +88,6 @@ SLOW = {
     "data 2 x fsdp 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     ),
-    "8 devices": dict(devices=8, overrides=["mesh.fsdp=8"]),
-    "data 8": dict(devices=8, overrides=["mesh.data=8"]),
     "data 2 x context 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.context=2", "mesh.tensor=2"]
     ),
@@ -115,27 +113,17 @@ SLOW = {
         processes=2,
         overrides=["mesh.data=2", "mesh.roles={'REFERENCE': {'data': 4, 'tensor': 2}}"],
     ),
-    "2 processes x 2 devices, sampler over both, reference fsdp 2": dict(
-        devices=4, processes=2, overrides=["mesh.rollout_tensor=4", REFERENCE]
-    ),
     "4 processes x 2 devices, sampler over 2 hosts, reference fsdp 4": dict(
         devices=8, processes=4, overrides=["mesh.rollout_tensor=4", REFERENCE]
-    ),
-    "fsdp 4 x tensor 2, reference fsdp 8": dict(
-        devices=8, overrides=["mesh.tensor=2", "mesh.roles={'REFERENCE': {'tensor': 1}}"]
     ),
     "8 processes, tensor and sampler over 2 of them": dict(
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
-    "8 processes": dict(devices=8, processes=8),
     "1 process, in 16 waves": dict(waves=16),
     "2 processes x 1 device, in 5 waves": dict(devices=2, processes=2, waves=5),
     "4 processes x 1 device, in 3 waves": dict(devices=4, processes=4, waves=3),
     "a mixture, 2 processes x 2 devices, experts over both, in 4 waves": dict(
         devices=4, processes=2, model=MIXTURE, waves=4, overrides=["mesh.expert=4"]
-    ),
-    "a mixture, 2 processes x 4 devices, experts over both": dict(
-        devices=8, processes=2, model=MIXTURE, overrides=["mesh.expert=8"]
     ),
     "a mixture, 2 processes x 4 devices, layers over both": dict(
         devices=8,
@@ -149,14 +137,11 @@ SLOW = {
         model=MIXTURE,
         overrides=["mesh.expert=2", "mesh.pipeline=2", "mesh.tensor=2"],
     ),
-    "images, 4 processes x 2 devices, layers and widths over 2 of them": dict(
-        devices=8, processes=4, model=QWEN, overrides=["mesh.pipeline=2", "mesh.tensor=2"]
+    "images, 4 processes x 2 devices, layers and widths over 2 of them, in 3 waves": dict(
+        devices=8, processes=4, model=QWEN, overrides=["mesh.pipeline=2", "mesh.tensor=2"], waves=3
     ),
     "images, 2 processes x 2 devices, a row over both, reference over 1": dict(
         devices=4, processes=2, model=QWEN, overrides=["mesh.context=4", REFERENCE]
-    ),
-    "images, 4 processes x 1 device, layers over 2 of them, in 3 waves": dict(
-        devices=4, processes=4, model=QWEN, overrides=["mesh.pipeline=2"], waves=3
     ),
     "images both ways, context 2 x tensor 2": dict(
         devices=4, model=GEMMA, overrides=["mesh.context=2", "mesh.tensor=2"]
