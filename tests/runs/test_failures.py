@@ -577,7 +577,7 @@ def check_goes_on_in(layout, source, whole_run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "layout"), itertools.pairwise([*LAYOUTS, *LAYOUTS][:5]))
+@pytest.mark.parametrize(("source", "layout"), list(itertools.pairwise([*LAYOUTS, *LAYOUTS][:5])))
 def test_a_checkpoint_goes_on_in_every_layout(whole_run, tmp_path, source, layout):
     """Each layout writes what another one reads, and reads what another one wrote."""
     check_goes_on_in(layout, source, whole_run, tmp_path)
