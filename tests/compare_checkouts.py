@@ -67,13 +67,14 @@ def train(
 
 
 def metrics(folder: pathlib.Path, first: int) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl from step `first` on, without times."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {name: value for name, value in row.items() if not name.startswith(TIMES)}
-        for row in rows
-        if row["step"] >= first
-    ]
+    """The metrics of each step from `first` on, without times. Where a sampler has evaluated while
+    later steps were trained, a step has two rows, and it depends on timing where these stand."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if row["step"] >= first:
+            lasting = {name: x for name, x in row.items() if not name.startswith(TIMES)}
+            steps[row["step"]] = steps.get(row["step"], {}) | lasting
+    return [steps[step] for step in sorted(steps)]
 
 
 def responses(folder: pathlib.Path, first: int) -> dict[str, list[dict[str, Any]]]:

@@ -29,14 +29,20 @@ def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
     """Whether an update changes the parameter at `path`.
 
     With adapters only these are trained, and the head of a scalar model, which starts untrained. A
-    vision tower is trained with the whole model, unless it is frozen.
+    vision tower is trained with the whole model, unless it is frozen, or alone.
     """
     decoder = network.trunk if isinstance(network, ScalarModel) else network
     if decoder.vision is not None and path.removeprefix("trunk/").startswith(f"{VISION}/"):
         return decoder.lora is None and not decoder.vision.frozen
-    if decoder.lora is None:
+    if decoder.lora is None and not text_frozen(network):
         return True
     return is_adapter(path) or (isinstance(network, ScalarModel) and path == "head")
+
+
+def text_frozen(network: DecoderConfig | ScalarModel) -> bool:
+    """Whether the text model is not trained, nor adapters of it: training.freeze=language."""
+    decoder = network.trunk if isinstance(network, ScalarModel) else network
+    return decoder.vision is not None and decoder.vision.alone
 
 
 def divide(network: DecoderConfig | ScalarModel, params: Any) -> tuple[Any, Any]:

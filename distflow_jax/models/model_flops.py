@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
-from distflow_jax.models.lora import is_adapter
+from distflow_jax.models.lora import is_adapter, text_frozen
 from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
 from distflow_jax.models.vision.tower_params import tower_params
 from distflow_jax.models.vision.vision_config import VisionConfig
@@ -75,7 +75,7 @@ def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     Without adapters 6 (weights x tokens + head x scored) + 12 heads x dims x pairs.
     """
     frozen, adapters, head = _weights(network)
-    passes = 3 if _decoder(network).lora is None else 2
+    passes = 2 if _decoder(network).lora is not None or text_frozen(network) else 3
     of_frozen = 2.0 * (frozen * work.tokens + head * work.scored)
     text = passes * of_frozen + 3 * (2.0 * adapters * work.tokens + _attention(network, work))
     tower = _decoder(network).vision

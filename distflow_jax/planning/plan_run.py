@@ -54,7 +54,7 @@ from distflow_jax.flow.workers.worker_checks import check_workers
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.vision.image_layout import image_layout
-from distflow_jax.models.weights.source import ModelSource, frozen_tower, open_model
+from distflow_jax.models.weights.source import ModelSource, freeze, open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.parallel.own_code import hashes_of, strings_in
@@ -282,8 +282,13 @@ def plan_run(
     if config.rollout.environment:
         load_environment(config.rollout.environment)
     source = open_source(config.model.source, **config.model.options())
-    if config.training.freeze == "vision":
-        source = frozen_tower(source)
+    if config.training.freeze != "none":
+        source = freeze(source, config.training.freeze)
+    if config.lora.rank and config.training.freeze == "language":
+        raise ValueError(
+            f"lora.rank={config.lora.rank} trains adapters of the text model, and training.freeze="
+            "language trains the vision tower alone; use lora.rank=0, or training.freeze=none"
+        )
     if config.lora.rank and source.new_tower:
         raise ValueError(
             f"lora.rank={config.lora.rank} trains the text model alone, and the tower of "

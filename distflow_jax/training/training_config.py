@@ -38,8 +38,10 @@ class TrainingConfig:
     # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
     # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
-    # vision: the tower for images is not trained; it has no gradients and no moments
-    freeze: Literal["none", "vision"] = "none"
+    # what is not trained, and has no gradients and no moments. vision: the tower for images.
+    # language: all but the tower, which so learns to speak to a language model (the first stage of
+    # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
+    freeze: Literal["none", "vision", "language"] = "none"
     # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.
     # DeepSeek-V3 uses 1e-4
     balance_coef: float = 0.0

@@ -23,7 +23,7 @@ from distflow_jax.models.parameters import num_params, param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.load_params import load_or_init_params
-from distflow_jax.models.weights.source import frozen_tower, open_model
+from distflow_jax.models.weights.source import freeze, open_model
 
 GOLDEN = json.loads((TESTS / "golden" / "vision.json").read_text())["entries"]
 EACH = pytest.mark.parametrize("case", CASES)
@@ -178,9 +178,11 @@ def test_bad_combinations_are_refused():
     with pytest.raises(ValueError, match="llama has no tower of its own"):
         open_model("random:llama?hidden=64&layers=2&vision=1")
     with pytest.raises(ValueError, match="training.freeze=vision: .* has no vision tower"):
-        frozen_tower(open_model("random:llama?hidden=64&layers=2"))
+        freeze(open_model("random:llama?hidden=64&layers=2"), "vision")
     with pytest.raises(ValueError, match="freeze=vision: the tower of model.vision is new and"):
-        frozen_tower(open_model("random:llama?hidden=64&layers=2", vision="random:siglip"))
+        freeze(open_model("random:llama?hidden=64&layers=2", vision="random:siglip"), "vision")
+    with pytest.raises(ValueError, match="freeze=language: .* has no vision tower"):
+        freeze(open_model("random:llama?hidden=64&layers=2"), "language")
     with pytest.raises(ValueError, match="features of the vision tower have width 32, the text"):
         DecoderConfig(vision=CASES["smolvlm"].vision)
     with pytest.raises(ValueError, match="only Llama models can be exported"):

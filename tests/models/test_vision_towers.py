@@ -21,6 +21,7 @@ from support.tiny_model import mesh_of
 from distflow_jax.batch import Prompt
 from distflow_jax.images.prompt_images import rotary_positions
 from distflow_jax.images.record import image_of
+from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.models.lora import divide
 from distflow_jax.models.parameters import param_shardings, place_params
 from distflow_jax.models.tokenizer import Tokenizer
@@ -283,3 +284,14 @@ def test_a_frozen_tower_has_no_trained_parameter():
     config = replace(config, vision=replace(config.vision, frozen=True))
     trained, frozen = divide(config, params)
     assert set(frozen) == {"vision"} and "vision" not in trained
+
+
+def test_a_tower_alone_leaves_the_text_model():
+    config = CASES["qwen2_5_vl"]
+    params = unflatten_dict(dict(drawn_params(config)), sep="/")
+    config = replace(config, vision=replace(config.vision, alone=True))
+    trained, frozen = divide(config, params)
+    assert set(trained) == {"vision"} and set(frozen) == params.keys() - {"vision"}
+    critic = {"trunk": params, "head": 0}
+    trained, _ = divide(ScalarModel(config), critic)
+    assert trained == {"trunk": {"vision": params["vision"]}, "head": 0}

@@ -88,7 +88,8 @@ class VisionConfig:
     deepstack: tuple[int, ...] = ()  # layers after which features for the text model's first layers
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    frozen: bool = False  # no parameter of the tower is trained: training.freeze
+    frozen: bool = False  # no parameter of the tower is trained: training.freeze=vision
+    alone: bool = False  # no parameter of the text model is trained: training.freeze=language
     # what an image is before it is cut
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by colour
     std: tuple[float, ...] = (0.5, 0.5, 0.5)

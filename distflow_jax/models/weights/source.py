@@ -180,13 +180,19 @@ def _looking(source: ModelSource, vision: str) -> ModelSource:
     )
 
 
-def frozen_tower(source: ModelSource) -> ModelSource:
-    """The source with a tower that is not trained. Raises ValueError if it has none."""
+def freeze(source: ModelSource, part: str) -> ModelSource:
+    """The source of which a part is not trained: its tower (vision), or all but that (language).
+
+    Raises ValueError if it has no tower, or one that would stay random.
+    """
     config = source.config
     if config.vision is None:
         raise ValueError(
-            f"training.freeze=vision: {source.spec} has no vision tower; use training.freeze=none"
+            f"training.freeze={part}: {source.spec} has no vision tower; use training.freeze=none"
         )
+    if part == "language":
+        tower = dataclasses.replace(config.vision, alone=True)
+        return dataclasses.replace(source, config=dataclasses.replace(config, vision=tower))
     if source.new_tower:
         raise ValueError(
             "training.freeze=vision: the tower of model.vision is new and random, and would stay "
