@@ -3,7 +3,7 @@
 python benchmarks/vision_smollm2.py --workdir=runs/vision_smollm2
 python benchmarks/vision_smollm2.py --workdir=runs/vision_smollm2 --seeds 0 1 2 --cold-steps=80
 
-For each seed the sft graph trains SmolLM2-135M and a new tower on right answers, its result is
+For each seed the sft graph trains a new tower for SmolLM2-135M on right answers, its result is
 exported, and grpo continues from the export. Finished folders are not trained again. To pass, GRPO
 must add at least 0.1 to the accuracy on held-out pictures. Prints a row per seed for
 docs/benchmarks.md with the losses of the cold start and the rewards of GRPO, means of ten equal
@@ -40,8 +40,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--workdir", default="runs/vision_smollm2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--cold-steps", type=int, default=60, help="steps of the cold start")
-    parser.add_argument("--cold-lr", type=float, default=3e-4, help="its learning rate")
+    parser.add_argument("--cold-steps", type=int, default=50, help="steps of the cold start")
+    parser.add_argument("--cold-lr", type=float, default=1e-3, help="its learning rate")
     return parser.parse_known_args()
 
 

@@ -52,11 +52,12 @@ def test_right_and_wrong_runs_have_a_row_each(tmp_path):
 
 @pytest.mark.slow
 def test_a_text_model_with_a_new_tower_goes_from_demonstrations_to_rewards(tmp_path):
-    """configs/vision_smollm2.py with a smaller text model: the second run has what the first
-    learned, its tower included."""
+    """configs/vision_smollm2.py with a smaller text model, which is random and trained too: the
+    second run has what the first learned, its tower included."""
     text = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=96&vocab=272&max_position=512"
     flags = [
         f"--config.model.source={text}",
+        "--config.training.freeze=none",
         "--config.data.max_prompt_length=192",
         "--cold-steps=8",
     ]

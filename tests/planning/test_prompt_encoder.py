@@ -61,11 +61,15 @@ def test_a_text_model_keeps_its_tokenizer():
             "lora.rank=4 trains the text model alone, and the tower of model.vision=.* stay random",
         ),
         (
+            ("model.source=random:smolvlm", "lora.rank=4", "training.freeze=language"),
+            "lora.rank=4 trains adapters of the text model, and training.freeze=language trains",
+        ),
+        (
             ("model.source=random:gemma3?vision=1&max_position=1024", "rollout.prefill_tokens=1"),
             "rollout.prefill_tokens=1 are read at a time, and the 16 tokens of an image",
         ),
     ],
-    ids=["adapters", "pieces"],
+    ids=["adapters", "adapters of what is frozen", "pieces"],
 )
 def test_towers_that_could_not_work_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
