@@ -23,6 +23,7 @@ from distflow_jax.planning.waves.wave_programs import trace_waves
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.runtime.build import make_meshes, trace
 from distflow_jax.runtime.contexts import ContextFactory
+from distflow_jax.stages.update_model import merged_updates
 
 SOURCE = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=512"
 GROUPS = 4
@@ -110,7 +111,7 @@ def test_waves_of_a_plan_train_what_the_plan_trains(overrides):
             states, _ = made.walk(made.waves.units, states, fields | {"rows": part})
         states["actor"], metrics = update.finish(states["actor"])
         left.append(live_bytes() - before)
-        for name, value in metrics.items():
+        for name, value in merged_updates([metrics]).items():
             np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert int(states["actor"].count) == 2
     got, expected = (jax.device_get(s["actor"].params) for s in (states, other))
