@@ -6,6 +6,7 @@ from types import MappingProxyType
 from distflow_jax.data import files, generated_tasks, huggingface, reasoning_gym_tasks
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Dataset
+from distflow_jax.data.pictures.image_paths import check_root
 from distflow_jax.did_you_mean import nearest
 
 SCHEMES = ("hf", "task", "reasoning_gym")
@@ -36,12 +37,13 @@ def open_dataset(
       image_root: folder of the images of files, `data.image_root`; "": beside the data file.
 
     Raises:
-      FileNotFoundError: there is no such file or data set.
+      FileNotFoundError: there is no such file, data set or folder of images.
       ValueError: a row does not fit the schema (the message names file, row and column), or an
         option is wrong.
     """
     wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
     choice = {"columns": columns, "columns_key": columns_key, "image_root": image_root}
+    check_root(image_root)  # for tasks too, whose config says it for other data
     kind, colon, _ = spec.partition(":")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")

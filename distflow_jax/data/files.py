@@ -17,7 +17,7 @@ from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import JsonLinesReader, json_reader
-from distflow_jax.data.pictures.image_paths import check_root, image_folders
+from distflow_jax.data.pictures.image_paths import image_folders
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.parsing.one_line import one_line
 
@@ -126,7 +126,6 @@ class FileDataset:
         for path in paths:
             with open(path, "rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-        check_root(image_root)
         self._folders = [image_folders(path, image_root) for path in paths]
         self._readers: list[Reader] = [READERS[path.suffix](path) for path in paths]
         # starts[i] is the row of the data set at which file i begins
