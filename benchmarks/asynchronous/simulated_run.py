@@ -240,7 +240,7 @@ class SimulatedRun(MarkedRun):
         super().__init__(*given)
 
     def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
-        """What samples in this process; None: workers do."""
+        """The sampler of this process and its weight swaps; None: workers sample."""
         lengths = self.cell.lengths.lengths
         engine = simulated_engine(
             self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths

@@ -43,7 +43,7 @@ def open_dataset(
     """
     wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
     choice = {"columns": columns, "columns_key": columns_key, "image_root": image_root}
-    check_root(image_root)  # for tasks too, whose config says it for other data
+    check_root(image_root)  # of a task too, which reads no images: the folder is a mistake there
     kind, colon, _ = spec.partition(":")
     if not spec:
         raise ValueError("no data set is named; give a file, hf:DATASET or task:NAME")

@@ -320,6 +320,11 @@ def scalar_model(decoder: DecoderConfig, *, head_stddev: float = 0.0) -> ScalarM
     return ScalarModel(dataclasses.replace(decoder, tie_embeddings=True), head_stddev)
 
 
+def decoder_of(network: DecoderConfig | ScalarModel) -> DecoderConfig:
+    """The network without a scalar head."""
+    return network.trunk if isinstance(network, ScalarModel) else network
+
+
 def adapted(network: DecoderConfig | ScalarModel, lora: LoraConfig) -> DecoderConfig | ScalarModel:
     """The network with adapters; unchanged if lora.rank is 0."""
     if not lora.rank:

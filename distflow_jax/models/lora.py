@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel, decoder_of
 from distflow_jax.models.vision.vision_config import VISION
 
 A, B = "_lora_a", "_lora_b"
@@ -22,7 +22,7 @@ A, B = "_lora_a", "_lora_b"
 
 def lora_of(network: DecoderConfig | ScalarModel) -> LoraConfig | None:
     """The network's adapters; None if it has none, and all of its parameters are trained."""
-    return (network.trunk if isinstance(network, ScalarModel) else network).lora
+    return decoder_of(network).lora
 
 
 def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
@@ -31,7 +31,7 @@ def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
     With adapters only these are trained, and the head of a scalar model, which starts untrained. A
     vision tower is trained with the whole model, unless it is frozen, or alone.
     """
-    decoder = network.trunk if isinstance(network, ScalarModel) else network
+    decoder = decoder_of(network)
     if decoder.vision is not None and path.removeprefix("trunk/").startswith(f"{VISION}/"):
         return decoder.lora is None and not decoder.vision.frozen
     if decoder.lora is None and not text_frozen(network):
@@ -41,7 +41,7 @@ def is_trained(network: DecoderConfig | ScalarModel, path: str) -> bool:
 
 def text_frozen(network: DecoderConfig | ScalarModel) -> bool:
     """Whether the text model is not trained, nor adapters of it: training.freeze=language."""
-    decoder = network.trunk if isinstance(network, ScalarModel) else network
+    decoder = decoder_of(network)
     return decoder.vision is not None and decoder.vision.alone
 
 

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel, decoder_of
 from distflow_jax.models.lora import is_adapter, text_frozen
 from distflow_jax.models.parameters import EXPERT_PATHS, param_specs
 from distflow_jax.models.vision.tower_params import tower_params
@@ -66,7 +66,7 @@ def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     """
     frozen, adapters, head = _weights(network)
     text = 2.0 * ((frozen + adapters) * work.tokens + head * work.scored)
-    return text + _attention(network, work) + tower_flops(_decoder(network).vision, work)
+    return text + _attention(network, work) + tower_flops(decoder_of(network).vision, work)
 
 
 def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
@@ -75,12 +75,12 @@ def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     Without adapters 6 (weights x tokens + head x scored) + 12 heads x dims x pairs.
     """
     frozen, adapters, head = _weights(network)
-    passes = 2 if _decoder(network).lora is not None or text_frozen(network) else 3
+    passes = 2 if decoder_of(network).lora is not None or text_frozen(network) else 3
     of_frozen = 2.0 * (frozen * work.tokens + head * work.scored)
     text = passes * of_frozen + 3 * (2.0 * adapters * work.tokens + _attention(network, work))
-    tower = _decoder(network).vision
+    tower = decoder_of(network).vision
     # a tower that is not trained needs no backward pass: images have no gradient
-    trained = tower is not None and not tower.frozen and _decoder(network).lora is None
+    trained = tower is not None and not tower.frozen and decoder_of(network).lora is None
     return text + (3 if trained else 1) * tower_flops(tower, work)
 
 
@@ -108,16 +108,12 @@ def tower_flops(tower: VisionConfig | None, work: Work) -> float:
     )
 
 
-def _decoder(network: DecoderConfig | ScalarModel) -> DecoderConfig:
-    return network.trunk if isinstance(network, ScalarModel) else network
-
-
 def _weights(network: DecoderConfig | ScalarModel) -> tuple[float, float, int]:
     """Weights applied to a token: (without adapters, of adapters, of the vocabulary's matrix).
 
     Only the experts chosen for a token count. A scalar head is one column and does not count.
     """
-    c = _decoder(network)
+    c = decoder_of(network)
     own, adapters = float(c.num_layers * c.hidden_size * c.num_experts), 0.0  # the router
     for path, spec in param_specs(c).items():
         size = math.prod(spec.shape) if path.startswith("layers/") and spec.inputs else 0
@@ -131,7 +127,7 @@ def _weights(network: DecoderConfig | ScalarModel) -> tuple[float, float, int]:
 
 
 def _attention(network: DecoderConfig | ScalarModel, work: Work) -> float:
-    c = _decoder(network)
+    c = decoder_of(network)
     near = sum(c.windowed)
     seen = (c.num_layers - near) * work.pairs + near * work.near_pairs
     return 4.0 * c.num_heads * c.head_dim * seen

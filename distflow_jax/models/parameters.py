@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.models import lora
-from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel, decoder_of
 from distflow_jax.models.vision.tower_params import tower_params
 from distflow_jax.models.vision.vision_config import VISION
 from distflow_jax.parallel.rules import sharding
@@ -232,7 +232,7 @@ def num_params(config: Network) -> int:
 
 def num_active_params(config: Network) -> int:
     """Number of parameters that process one token: of the experts, only the chosen ones."""
-    decoder = config.trunk if isinstance(config, ScalarModel) else config
+    decoder = decoder_of(config)
     if not decoder.num_experts:
         return num_params(config)
     specs = _decoder_specs(decoder)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import sums_of_segments
 from distflow_jax.batch import Rows
-from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, decoder_of
 from distflow_jax.models.moe import Route, best, replayed
 from distflow_jax.parallel import context_parallel
 from distflow_jax.training.objective import Metrics, Objective, at_least_one
@@ -141,7 +141,7 @@ def balanced(objective: Objective, coef: float) -> Objective:
     a mixture is returned unchanged.
     """
     network = objective.model
-    model = network.trunk if isinstance(network, ScalarModel) else network
+    model = decoder_of(network)
     if not model.num_experts:
         return objective
     loss_name, load_name = f"{objective.name}/balance_loss", f"{objective.name}/expert_load"

@@ -39,7 +39,7 @@ class TrainingConfig:
     # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
     # what is not trained, and has no gradients and no moments. vision: the tower for images.
-    # language: all but the tower, which so learns to speak to a language model (the first stage of
+    # language: all but the tower and the head of a critic or reward model (the first stage of
     # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
     freeze: Literal["none", "vision", "language"] = "none"
     # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.

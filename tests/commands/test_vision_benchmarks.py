@@ -15,7 +15,7 @@ from distflow_jax.report.run_writer import read_metrics
 
 
 def output_of(*command):
-    """What a benchmark prints; its goals may be missed, since the numbers mean nothing here."""
+    """The output of a benchmark, whose goals may be missed: the numbers mean nothing here."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

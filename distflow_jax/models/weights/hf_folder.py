@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel, decoder_of
 from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.families.tower_config import PREPROCESSOR, preprocessor_to_hf
 from distflow_jax.models.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Export:
     @property
     def decoder(self) -> DecoderConfig:
         """The network without a scalar head."""
-        return self.network.trunk if isinstance(self.network, ScalarModel) else self.network
+        return decoder_of(self.network)
 
 
 @dataclasses.dataclass(frozen=True)
