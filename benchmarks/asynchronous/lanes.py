@@ -27,6 +27,12 @@ class Lane:
         """Works, and waits for the end."""
         wait_until(self.begin(kind, seconds, after))
 
+    def wait(self) -> None:
+        """Waits for the end of all work that was begun."""
+        with self._lock:
+            end = self._free
+        wait_until(end)
+
 
 def wait_until(end: float) -> None:
     """Sleeps until a time on the clock of time.perf_counter."""

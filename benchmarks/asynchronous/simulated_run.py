@@ -171,14 +171,15 @@ class SimulatedWeights:
 
 class SimulatedProgram:
     """In place of a unit's program: it takes seconds for each token of a batch or of a wave, and
-    counts its updates."""
+    counts its updates. The program of a wave returns once it is under way, as one on an accelerator
+    does: the next wave is made ready meanwhile."""
 
-    def __init__(self, program: Program, lane: Lane, token: float, *, counts: bool):
-        """`token`: seconds of one device. `counts`: whether a call is an update."""
+    def __init__(self, program: Program, lane: Lane, token: float, *, of_waves: bool):
+        """`token`: seconds of one device. `of_waves`: a call is no update of its own."""
         if program.outputs:
             raise ValueError(f"unit {program.unit.name!r} writes fields, and simulated ones do not")
         self._keys, self._lane, self._token = program.unit.state_keys, lane, token
-        self._counts = counts
+        self._of_waves = of_waves
 
     def __call__(
         self, states: Mapping[str, Any], values: Sequence[Any]
@@ -186,13 +187,20 @@ class SimulatedProgram:
         """See dag.plan_walker.Runner."""
         rows = next(value for value in values if isinstance(value, Rows))
         tokens = sum(int(np.sum(shard.data)) for shard in rows.length.addressable_shards)
-        self._lane.run("train", tokens * self._token / self._lane.devices)
+        end = self._lane.begin("train", tokens * self._token / self._lane.devices)
         trained = {k: states[k] for k in self._keys if isinstance(states[k], TrainState)}
-        return {k: _counted(s) if self._counts else s for k, s in trained.items()}, (), {}
+        if self._of_waves:
+            return trained, (), {}
+        wait_until(end)
+        return {k: _counted(s) for k, s in trained.items()}, (), {}
 
 
 class SimulatedUpdate:
-    """In place of a WaveUpdate: it adds nothing up, and counts its updates."""
+    """In place of a WaveUpdate: it adds nothing up, waits for its waves, and counts its updates."""
+
+    def __init__(self, lane: Lane):
+        """`lane`: the devices that train."""
+        self._lane = lane
 
     def begin(self, state: TrainState) -> TrainState:
         """The state as it is."""
@@ -200,6 +208,7 @@ class SimulatedUpdate:
 
     def finish(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state after an update, and that it trained something."""
+        self._lane.wait()
         return _counted(state), {HAS_SEQUENCES: jnp.bool_(True)}
 
 
@@ -256,14 +265,14 @@ class SimulatedRun(MarkedRun):
         simulated = {
             name: SimulatedProgram(
                 *(program, self.trainer, costs.token),
-                counts=waves is None or name not in waves.units,
+                of_waves=waves is not None and name in waves.units,
             )
             for name, program in runtime.programs.items()
             if any(task.node.type != "COMPUTE" for task in program.unit.tasks)
         }
         if waves is not None:
             waves = dataclasses.replace(
-                waves, updates=dict.fromkeys(waves.updates, SimulatedUpdate())
+                waves, updates=dict.fromkeys(waves.updates, SimulatedUpdate(self.trainer))
             )
         return dataclasses.replace(runtime, runners=runtime.runners | simulated, waves=waves)
 
