@@ -44,14 +44,14 @@ def facts_of(group: Group, home: int) -> GroupFacts:
     """The facts of a group whose nodes that run ahead have run, all responses that were kept."""
     columns = group.store.columns
     prompts, responses = columns["prompt"], columns["response"]
-    spans = [_span(versions) for versions in _sampled(columns) if len(versions)]
+    versions = _of_sampled_tokens(columns)
     return GroupFacts(
         counter=group.counter,
         home=home,
         prompt=len(prompts[0].tokens) if len(prompts) else 0,
         responses=tuple(len(response) for response in responses),
-        first=min((low for low, _ in spans), default=0),
-        last=max((high for _, high in spans), default=0),
+        first=int(versions.min()) if len(versions) else 0,
+        last=int(versions.max()) if len(versions) else 0,
         keep=group.keep,
     )
 
@@ -81,11 +81,9 @@ def step_lengths(groups: Sequence[GroupFacts]) -> StepLengths:
     return StepLengths(counter, home, prompt, response)
 
 
-def _sampled(columns: Mapping[str, Sequence[Any]]) -> list[np.ndarray]:
-    """The versions of each response's sampled tokens: those that an environment wrote have none."""
-    pairs = zip(columns.get(VERSION, ()), columns["response_mask"], strict=False)
-    return [np.asarray(versions)[np.asarray(mask, bool)] for versions, mask in pairs]
-
-
-def _span(versions: np.ndarray) -> tuple[int, int]:
-    return int(versions.min()), int(versions.max())
+def _of_sampled_tokens(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    """The versions of a group's sampled tokens, int [n]: tokens of an environment have none."""
+    versions = columns.get(VERSION, ())
+    if not len(versions):
+        return np.zeros(0, np.int32)
+    return np.concatenate(versions)[np.concatenate(columns["response_mask"]).astype(bool)]

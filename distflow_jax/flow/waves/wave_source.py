@@ -55,7 +55,8 @@ class WaveSource:
         `facts(group, process)`: of a group that is done."""
         self.planner, self._producer = planner, producer
         self._gather, self._peers = gather, peers
-        self._judges, self._publications, self._facts = judges, publications, facts
+        self._judges, self._publications, self._facts_of = judges, publications, facts
+        self._facts: dict[int, GroupFacts] = {}  # of this process's complete groups, by counter
         self._told: set[int] = set()  # counters of groups whose facts the others know
         self._gathers = 0
 
@@ -100,6 +101,7 @@ class WaveSource:
         """Ends a step whose last wave was taken."""
         end = self.planner.finish().end
         self._told = {counter for counter in self._told if counter >= end}
+        self._facts = {c: facts for c, facts in self._facts.items() if c >= end}
 
     def close(self) -> None:
         """Ends the connections."""
@@ -128,7 +130,7 @@ class WaveSource:
             whole = self._producer.begun_up_to(end) and all(group.done for group in mine)
         if whole or not news:
             return bool(news)
-        tokens, sequences = self.planner.size([self._facts(g, self._peers.index) for g in news])
+        tokens, sequences = self.planner.size(self._facts_about(news))
         missing = self.planner.missing()
         return any(
             n * self._peers.count >= most
@@ -148,7 +150,14 @@ class WaveSource:
             groups = [g for g in self._producer.groups.values() if g.done]
         news = [group for group in groups if group.counter not in self._told]
         self._told |= {group.counter for group in news}
-        return [self._facts(group, self._peers.index).to_json() for group in news]
+        return [facts.to_json() for facts in self._facts_about(news)]
+
+    def _facts_about(self, groups: Sequence[Group]) -> list[GroupFacts]:
+        """Facts of complete groups, which are found once for each."""
+        for group in groups:
+            if group.counter not in self._facts:
+                self._facts[group.counter] = self._facts_of(group, self._peers.index)
+        return [self._facts[group.counter] for group in groups]
 
     def _wake(self) -> None:
         with self._producer.lock:
