@@ -44,7 +44,7 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import HomeDoor
+from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.served_nodes.node_frames import (
@@ -55,8 +55,9 @@ from distflow_jax.flow.served_nodes.node_frames import (
     work_of_task,
 )
 from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
-from distflow_jax.flow.workers.wire import Caller, Door
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 
@@ -110,7 +111,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     tasks = NodeTasks([TASK], lease_seconds=60.0)
     sampler, unit = HomeSampler(home, lock, tasks=tasks), second_task()
     answers = HomeDoor(sampler, lock, {}, {"incarnation": RUN})
-    door = Door("127.0.0.1:0", TOKEN, answers.methods())
+    door = Door("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
     prompt, freed, counter = np.arange(64, dtype=np.int32), 0, place
 
     def submit() -> None:

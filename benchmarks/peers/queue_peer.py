@@ -15,6 +15,7 @@ first two of the second are ready. The last line has the prompt of each sample t
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import threading
@@ -101,7 +102,8 @@ def run_clients(pipe: Any, controller: Any, units: dict[str, Any], numbers: list
     until, cpu = time.monotonic(), time.process_time() - cpu
     pipe.send([[took for at, took in list(cycles) if since <= at <= until], cpu])
     over.set()
-    pipe.recv()
+    with contextlib.suppress(EOFError):  # until the process is killed
+        pipe.recv()
 
 
 class Processes:

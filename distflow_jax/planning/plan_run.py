@@ -370,8 +370,9 @@ def prepare(
         if config.flow.worker_nodes:
             prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
         environments = open_environments(config, source, loader.prompt(0))
-        rewards = RewardPool(config.reward)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            rewards = RewardPool(config.reward)
+            on_failure.callback(rewards.close)
             rewards.check(trial_request(loader.prompt(0)))
             processes.check_agreement(
                 {
@@ -382,9 +383,7 @@ def prepare(
                     "versions": processes.version_table(),
                 }
             )
-        except BaseException:
-            rewards.close()
-            raise
+            on_failure.pop_all()
     return PreparedRun(
         **vars(run),
         loader=loader,

@@ -25,10 +25,10 @@ import numpy as np
 import distflow_jax.run as run_lib
 from distflow_jax.batch import Prompt
 from distflow_jax.config.run_config import Config
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining
-from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine

@@ -12,7 +12,7 @@ from support.paths import ROOT
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_workers_join_take_weights_and_pull_them(tmp_path):
-    """By the wire and by sockets the same weights come (flow/workers/)."""
+    """By the wire, gRPC and sockets the same weights come (flow/workers/)."""
     done = subprocess.run(
         [sys.executable, "benchmarks/workers.py", "--quick", f"--json={tmp_path / 'found.json'}"],
         cwd=ROOT,

@@ -21,7 +21,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import NODE_TABLE, HomeDoor
+from distflow_jax.flow.homes.home_door import NODE_TABLE, QUICK, HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.homes.refills import Refills
@@ -41,11 +41,11 @@ from distflow_jax.flow.served_nodes.node_frames import (
 from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.served_nodes.plain_values import of_plain, to_plain
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors
 from distflow_jax.flow.workers.frames import Frame
 from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.flow.workers.run_token import make_run_token
-from distflow_jax.flow.workers.wire import Door
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
 
@@ -258,7 +258,7 @@ class HomeOfNodes:
         facts = {"incarnation": incarnation, "after": "", "began": 0, "exact": False}
         answers = HomeDoor(self.sampler, self.lock, TABLES, facts, {"reward.function": '"f"'})
         self.answers = answers
-        self.door = Door("127.0.0.1:0", make_run_token(folder), answers.methods())
+        self.door = Door("127.0.0.1:0", make_run_token(folder), answers.methods(), quick=QUICK)
         homes = [f"127.0.0.1:{self.door.port}"]
         answers.meet(homes)
         Doors(incarnation, tuple(homes)).write(folder)

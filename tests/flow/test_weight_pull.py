@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from support.tiny_model import MIXTURE, TINY, random_params
 
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import Refused, Unreachable
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers import weight_pull, weight_shelf
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.weight_shelf import MANIFEST, NOT_YET, PIECE, WeightShelf
 from distflow_jax.flow.workers.weight_slices import Manifest, TensorSpec, read_manifest
-from distflow_jax.flow.workers.wire import Caller, Door, Refused, Unreachable
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import LoraConfig, adapted, without_adapters
 from distflow_jax.models.parameters import abstract_params, param_shardings

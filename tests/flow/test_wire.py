@@ -3,37 +3,34 @@
 import contextlib
 import hashlib
 import hmac
-import itertools
 import secrets
 import socket
 import struct
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 from support.sockets import open_files, resident_bytes, settled, threads
 
-from distflow_jax.flow.workers.wire import _HEAD, Caller, Door, Refused, Unreachable
-from distflow_jax.flow.workers.wire_session import (
-    FRESH_SECONDS,
-    IDLE_SECONDS,
+from distflow_jax.flow.wire import door as wire
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import Refused, Unreachable
+from distflow_jax.flow.wire.door import MOST_STRANGERS, Door
+from distflow_jax.flow.wire.session import (
+    ANSWER_HEAD_BYTES,
+    CHALLENGE,
     MAGIC,
-    MOST_SESSIONS,
-    Lane,
-    NoSession,
     Opening,
-    Sessions,
+    Reception,
     Stranger,
-    answer_head,
 )
-from distflow_jax.flow.workers.wire_tls import read_wire_tls
+from distflow_jax.flow.wire.tls import read_wire_tls
+from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key
 
 TOKEN = b"the token of a run, 32 bytes long"
+KEY = derive_key("wire", TOKEN)
 LIMIT = 1 << 20
-SERVICE = "/distflow.Wire/"
 
 
 def no(name, payload):
@@ -50,11 +47,18 @@ def slow(name, payload):
 
 
 METHODS = {"echo": lambda name, payload: payload, "no": no, "broken": broken, "slow": slow}
+QUICK = ("echo", "no", "broken")
+
+
+@pytest.fixture(autouse=True, params=["quick", "in threads"])
+def quick(request, monkeypatch):
+    """Methods run in the door's thread, or in others."""
+    monkeypatch.setitem(globals(), "QUICK", QUICK if request.param == "quick" else ())
 
 
 @contextlib.contextmanager
 def door(address="127.0.0.1:0", **options):
-    opened = Door(address, TOKEN, METHODS, limit_bytes=LIMIT, **options)
+    opened = Door(address, TOKEN, METHODS, quick=QUICK, limit_bytes=LIMIT, **options)
     opened.at = f"127.0.0.1:{opened.port}"
     try:
         yield opened
@@ -71,32 +75,55 @@ def caller(address, token=TOKEN, name="a worker", **options):
         made.close()
 
 
-@contextlib.contextmanager
-def raw(address):
-    """send(method, head, payload): a frame as it is, whatever it is worth."""
-    with grpc.insecure_channel(address, [("grpc.max_send_message_length", -1)]) as channel:
+class Raw:
+    """A connection by hand, which sends what it is told to, whatever it is worth."""
 
-        def send(method, head, payload=b""):
-            stub = channel.unary_unary(SERVICE + method)
-            answer, call = stub.with_call(payload, timeout=5, metadata=((_HEAD, head),))
-            return answer, dict(call.trailing_metadata()).get(_HEAD, b"")
+    def __init__(self, opened):
+        self._socket = socket.create_connection(("127.0.0.1", opened.port))
+        self._socket.settimeout(5)
 
-        yield send
+    def send(self, *parts):
+        with contextlib.suppress(OSError):  # the other side may have ended it
+            self._socket.sendall(b"".join(parts))
 
+    def read(self, count):
+        """So many bytes, or those that come before the end."""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            while len(data) < count and (more := self._socket.recv(count - len(data))):
+                data += more
+        return data
 
-def refusal(send, *frame):
-    with pytest.raises(grpc.RpcError) as caught:
-        send(*frame)
-    return caught.value.details()
+    def told(self):
+        """What the door says as it ends the connection before there is a session."""
+        said = self.read(5000)
+        assert said[:1] == b"\0"
+        return said[1:].decode()
 
+    def is_ended(self):
+        return self.read(1) == b""
 
-def session_of(send, token=TOKEN):
-    """(the caller's side of a session, the bytes that began it)."""
-    opening = Opening(token, "by hand")
-    challenge, _ = send("-hello", opening.hello())
-    proof = opening.prove(challenge)
-    answer, _ = send("-proof", proof)
-    return opening.lane(answer), proof
+    def begin(self, opening=None):
+        """(the caller's side of a session, the bytes that began it)."""
+        opening = opening or Opening(KEY, "by hand")
+        self.send(opening.hello)
+        proof = opening.prove(self.read(1 + CHALLENGE.size)[1:])
+        self.send(proof)
+        return opening.lane(self.read(1 + MAC_BYTES)[1:]), proof
+
+    def answered(self, lane, head, payload=b""):
+        """(the bytes of the answer, whether it is a refusal)."""
+        self.send(head, payload)
+        answer = lane.answer(self.read(ANSWER_HEAD_BYTES))
+        data = self.read(answer.size)
+        answer.check(data)
+        return data, answer.refused
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
 
 
 def served(address):
@@ -191,163 +218,190 @@ def test_another_token_is_refused_and_logged_once(token, caplog):
                 with pytest.raises(Refused, match="token is another one; set DISTFLOW_TOKEN"):
                     calls.call("echo", b"", 5)
         assert opened.peers == 0
-        assert caplog.text.count("is refused") == 1 and "ipv4:127.0.0.1 " in caplog.text
+        assert caplog.text.count("is refused") == 1 and "a call of 127.0.0.1 to" in caplog.text
         assert served(opened.at)
 
 
-def test_a_caller_believes_no_door_without_the_token():
+def test_a_caller_believes_no_door_without_the_token(monkeypatch):
     """It admits everybody, and answers: neither its proof nor its answers are genuine."""
-    with door() as opened:
+    with door() as opened, monkeypatch.context() as patch:
 
-        class Liar(Sessions):
+        class Liar(Reception):
             def admit(self, proof):
-                super().admit(proof)
-                return bytes(32)
+                return bytes(32), super().admit(proof)[1]
 
-        opened._sessions = Liar(TOKEN)
+        patch.setattr(wire, "Reception", Liar)
         with caller(opened.at) as calls, pytest.raises(Refused, match="has not proved"):
             calls.call("echo", b"", 5)
-    lane, sessions = _begun()
-    frame = sessions.begin("echo", lane.head("echo", b"x"))
-    good = answer_head(frame, b"x", refused=False)
-    assert not lane.is_refusal(good, b"x")
-    for head, answer in ((good, b"y"), (b"", b"x"), (good[:-1], b"x"), *_flipped(good, b"x")):
+    lane, session = begun()
+    session.begin(lane.head("echo", b"x"))
+    good = session.answer_head(b"x")
+    lane.answer(good).check(b"x")
+    with pytest.raises(Stranger):
+        lane.answer(good).check(b"y")
+    for head in (b"", good[:-1], *flipped(good)):
         with pytest.raises(Stranger):
-            lane.is_refusal(head, answer)
-    sessions.begin("echo", lane.head("echo", b"x"))
+            lane.answer(head)
+    session.begin(lane.head("echo", b"x"))
     with pytest.raises(Stranger):  # the answer to the frame before
-        lane.is_refusal(good, b"x")
+        lane.answer(good)
+
+
+def test_an_answer_that_is_damaged_on_its_way_is_none(monkeypatch):
+    """Also one that claims to be refused by the door: nobody without the token can end a worker."""
+    run = Door._run
+    with door() as opened:
+        for change in (
+            lambda head, answer: (head, answer[:-1] + b"?"),
+            lambda head, answer: (b"\1" + head[1:], answer),
+            lambda head, answer: (b"\0" * len(head), answer),
+            lambda head, answer: (head[:4], b""),
+        ):
+            with monkeypatch.context() as patch, caller(opened.at) as calls:
+                patch.setattr(Door, "_run", lambda *args, c=change: c(*run(*args)))
+                with pytest.raises(Unreachable, match="signed|in time"):
+                    calls.call("echo", b"a well known answer", 0.5)
 
 
 def test_a_replayed_hello_begins_nothing(caplog):
-    with door() as opened, raw(opened.at) as send:
-        lane, proof = session_of(send)
-        assert "a repetition" in refusal(send, "-proof", proof)
-        hello = MAGIC + proof[:16] + b"by hand"
-        challenge, _ = send("-hello", hello)  # another one each time
-        mixed = proof[:16] + challenge + proof[16 + len(challenge) :]
-        assert "token is another one" in refusal(send, "-proof", mixed)
-        send("echo", lane.head("echo", b"x"), b"x")
-        send("-bye", lane.head("-bye", b""))
-        assert "a repetition" in refusal(send, "-proof", proof)  # not after its end either
-        assert caplog.text.count("a repetition") == 1
+    with door() as opened:
+        with Raw(opened) as first:
+            opening = Opening(KEY, "by hand")
+            lane, proof = first.begin(opening)
+            with Raw(opened) as again:
+                again.send(opening.hello)
+                again.read(1 + CHALLENGE.size)  # another one
+                again.send(proof)
+                assert "token is another one" in again.told()
+            head = lane.head("echo", b"x")
+            assert first.answered(lane, head, b"x") == (b"x", False)
+            with Raw(opened) as again:  # a frame without a session, and one of another session
+                again.send(head, b"x")
+                assert "another protocol" in again.told()
+            with Raw(opened) as again:
+                again.begin()
+                again.send(head, b"x")
+                assert again.is_ended()
+        assert caplog.text.count("not signed") == 1
         assert served(opened.at)
 
 
 def test_a_replayed_or_reordered_frame_is_refused_and_logged_once(caplog):
-    with door() as opened, raw(opened.at) as send:
-        lane, _ = session_of(send)
-        first, second, third = (lane.head("echo", b"x") for _ in range(3))
-        assert send("echo", first, b"x")[0] == b"x"
-        assert "out of order" in refusal(send, "echo", first, b"x")
-        assert "out of order" in refusal(send, "echo", third, b"x")
-        assert send("echo", second, b"x")[0] == b"x"
-        assert "out of order" in refusal(send, "echo", second, b"x")
-        assert send("echo", third, b"x")[0] == b"x"
-        assert "not signed" in refusal(send, "no", lane.head("echo", b"x"), b"x")
+    def sent(*numbers):
+        """Whether frames of these numbers are answered."""
+        with Raw(opened) as hand:
+            lane, _ = hand.begin()
+            heads = [lane.head("echo", b"x") for _ in range(3)]
+            hand.send(*(heads[number - 1] + b"x" for number in numbers))
+            count = 0
+            while len(hand.read(ANSWER_HEAD_BYTES + 1)) == ANSWER_HEAD_BYTES + 1:
+                count += 1
+                if count == len(numbers):
+                    return count
+            return count
+
+    with door() as opened:
+        assert sent(1, 2, 3) == 3
+        assert sent(1, 1) == sent(1, 3) == sent(1, 1, 2) == 1
+        assert sent(2) == sent(3, 1) == 0
         assert caplog.text.count("out of order") == 1
-        other, _ = session_of(send)
-        assert "not those that it signed" in refusal(send, "echo", other.head("echo", b"x"), b"y")
+        with Raw(opened) as hand:
+            lane, _ = hand.begin()
+            hand.send(lane.head("echo", b"x"), b"y")
+            assert hand.is_ended()
+        assert caplog.text.count("not those that it signed") == 1
         assert served(opened.at)
 
 
 def test_a_frame_of_a_quintillion_bytes_takes_no_memory(caplog):
-    with door() as opened, raw(opened.at) as send:
+    with door() as opened:
         assert served(opened.at)
-        lane, _ = session_of(send)
-        signed = struct.pack(">16sQQ32s", lane._session, 1, 1 << 60, bytes(32))
-        mac = hmac.digest(lane._key, b"frame" + signed + b"echo", hashlib.sha256)
-        answer, _ = send("echo", signed + mac)
-        assert answer == f"a frame of {1 << 60} bytes is above the limit of {LIMIT}".encode()
-        with pytest.raises(grpc.RpcError):  # larger than its head says
-            send("echo", lane.head("echo", b"x"), bytes(2 * LIMIT))
-        _claimed(opened.port)
         before = resident_bytes()
         for _ in range(5):
-            _claimed(opened.port)
+            with Raw(opened) as hand:
+                lane, _ = hand.begin()
+                signed = struct.pack(">Q16sQ32s", 1, b"echo", 1 << 60, bytes(32))
+                lane.head("echo", b"")
+                mac = hmac.digest(lane._key, b"frame" + signed, hashlib.sha256)
+                text = f"a frame of {1 << 60} bytes is above the limit of {LIMIT}".encode()
+                assert hand.answered(lane, signed + mac) == (text, True)
+                assert hand.is_ended()
+            with Raw(opened) as hand:  # without a signature, and with as much as is taken
+                hand.begin()
+                hand.send(signed + bytes(32))
+                for _ in range(500):
+                    hand.send(bytes(1 << 15))
+                assert hand.is_ended()
         assert resident_bytes() - before < 8 << 20
         assert served(opened.at)
     assert caplog.text.count("above the limit") == 1
-    assert caplog.text.count("its frame is damaged") == 1  # they came as far as that
-
-
-def _claimed(port):
-    """Messages of 4 GB, the most that gRPC can claim, of which as much comes as is taken."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": SERVICE + "echo",
-        ":authority": "x",
-        "te": "trailers",
-        "content-type": "application/grpc",
-    }
-    texts = [text.encode() for pair in fields.items() for text in pair]
-    block = b"".join(
-        bytes([0, len(key)]) + key + bytes([len(value)]) + value
-        for key, value in zip(texts[::2], texts[1::2], strict=True)
-    )
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.settimeout(0.2)
-        with contextlib.suppress(OSError):
-            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
-            for stream in range(1, 20, 2):
-                connection.sendall(_frame(1, 4, stream, block))
-                connection.sendall(_frame(0, 0, stream, b"\0\xff\xff\xff\xff"))
-            for stream in range(1, 20, 2):
-                for _ in range(64):
-                    connection.sendall(_frame(0, 0, stream, bytes(16_000)))
-
-
-def _frame(kind, flags, stream, body):
-    return (
-        struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
-    )
 
 
 def test_garbage_at_any_byte_is_refused_and_the_door_serves_on(caplog):
-    with door() as opened, raw(opened.at) as send:
-        lane, _ = session_of(send)
-        head = lane.head("echo", b"x")
-        for damaged in (*_flipped(head, b"x"), (head[:-1], b"x"), (head + b"\0", b"x"), (b"", b"")):
-            refusal(send, "echo", *damaged)
-        opening = Opening(TOKEN, "by hand")
-        challenge, _ = send("-hello", opening.hello())
-        proof = opening.prove(challenge)
-        for damaged, _ in (*_flipped(proof, b""), (proof[:-1], b""), (proof + b"\0", b"")):
-            refusal(send, "-proof", damaged)
-        for damaged, _ in _flipped(MAGIC, b""):
-            refusal(send, "-hello", damaged + bytes(16))
-        assert opened.peers == 1
-        assert send("echo", head, b"x")[0] == b"x"  # nothing of it was taken before
-        for begin in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+    with door() as opened:
+        lane, _ = begun()
+        for damaged in flipped(lane.head("echo", b"x")):
+            with Raw(opened) as hand:
+                hand.begin()
+                hand.send(damaged, b"x")
+                assert hand.is_ended()
+        for damaged in flipped(bytes(MAC_BYTES)):
+            with Raw(opened) as hand:
+                opening = Opening(KEY, "by hand")
+                hand.send(opening.hello)
+                proof = opening.prove(hand.read(1 + CHALLENGE.size)[1:])
+                mask = int.from_bytes(damaged) ^ int.from_bytes(proof)
+                hand.send(mask.to_bytes(MAC_BYTES))
+                assert "token is another one" in hand.told()
+        for damaged in flipped(MAGIC):
+            with Raw(opened) as hand:
+                hand.send(damaged)
+                assert "another protocol" in hand.told()
+        for begin in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", MAGIC):
             for _ in range(5):
-                with socket.create_connection(("127.0.0.1", opened.port)) as connection:
-                    connection.sendall(begin + secrets.token_bytes(200))
+                with Raw(opened) as hand:
+                    hand.send(begin, secrets.token_bytes(200))
         assert served(opened.at)
-    assert caplog.text.count("is refused") <= 8
+        assert settled(lambda: opened.peers, 0) == 0
+    assert caplog.text.count("is refused") <= 5
 
 
-def _flipped(head, payload):
-    """The head with each of its bytes damaged in turn."""
-    for at in range(len(head)):
-        yield head[:at] + bytes([head[at] ^ 1 << at % 8]) + head[at + 1 :], payload
+def flipped(data):
+    """The bytes with each of them damaged in turn."""
+    for at in range(len(data)):
+        yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
 
 
 def test_connections_that_say_nothing_delay_nobody():
     with door() as opened, contextlib.ExitStack() as stack:
         for _ in range(100):
-            stack.enter_context(socket.create_connection(("127.0.0.1", opened.port)))
-        with raw(opened.at) as send:
-            lane, _ = session_of(send)
-            channel = stack.enter_context(grpc.insecure_channel(opened.at))
-            stub = channel.stream_unary(SERVICE + "echo")
-            never = threading.Event()
-            for _ in range(20):  # genuine heads, of frames that do not come
-                lane, _ = session_of(send)
-                waiting = iter(lambda: never.wait(10) or b"", None)
-                stub.future(waiting, metadata=((_HEAD, lane.head("echo", b"x")),))
-            assert served(opened.at)
-            never.set()
+            stack.enter_context(Raw(opened))
+        for _ in range(20):  # genuine heads, of frames that do not come
+            hand = stack.enter_context(Raw(opened))
+            hand.send(hand.begin()[0].head("echo", b"x"))
+        assert served(opened.at)
+
+
+def test_strangers_are_bounded_and_the_oldest_ends_first():
+    with door() as opened, contextlib.ExitStack() as stack:
+        hands = [stack.enter_context(Raw(opened)) for _ in range(MOST_STRANGERS + 10)]
+        assert all(hand.is_ended() for hand in hands[:10])
+        assert served(opened.at)
+        lane, _ = hands[-1].begin()
+        assert hands[-1].answered(lane, lane.head("echo", b"x"), b"x") == (b"x", False)
+
+
+def test_a_stranger_has_few_seconds(monkeypatch):
+    """Whether it says nothing, or a byte now and then."""
+    monkeypatch.setattr(wire, "OPENING_SECONDS", 0.5)
+    with door() as opened, Raw(opened) as silent, Raw(opened) as slow_one:
+        began = time.monotonic()
+        for at in range(40):
+            slow_one.send(Opening(KEY, "by hand").hello[at : at + 1])
+            time.sleep(0.02)
+        assert slow_one.is_ended() and silent.is_ended()
+        assert time.monotonic() - began < 3
+        assert served(opened.at)
 
 
 def joined(count):
@@ -369,7 +423,7 @@ def test_two_hundred_joins_and_leaves_leave_nothing():
 
 @pytest.mark.slow
 def test_two_thousand_joins_and_leaves_leave_no_memory():
-    """Nothing of a worker that has left remains (flow/workers/wire.py)."""
+    """Nothing of a worker that has left remains (flow/wire/)."""
     joined(400)
     before = resident_bytes()
     joined(2000)
@@ -379,103 +433,134 @@ def test_two_thousand_joins_and_leaves_leave_no_memory():
 # -- sessions --------------------------------------------------------------------------------------
 
 
-class Clock:
-    def __init__(self):
-        self.now = 5.0
-
-    def __call__(self):
-        return self.now
-
-
-def _begun(clock=time.monotonic, sessions=None):
-    sessions = Sessions(TOKEN, clock) if sessions is None else sessions
-    opening = Opening(TOKEN, "one")
-    return opening.lane(
-        sessions.admit(opening.prove(sessions.challenge(opening.hello())))
-    ), sessions
+def begun(token=TOKEN):
+    """Both sides of a session."""
+    opening, reception = Opening(derive_key("wire", token), "one"), Reception(KEY, LIMIT)
+    proof, session = reception.admit(opening.prove(reception.challenge(opening.hello)))
+    return opening.lane(proof), session
 
 
-def test_a_proof_comes_soon_and_sessions_end_when_idle():
-    clock = Clock()
-    lane, sessions = _begun(clock)
-    opening = Opening(TOKEN, "late")
-    proof = opening.prove(sessions.challenge(opening.hello()))
-    clock.now += FRESH_SECONDS + 1
-    with pytest.raises(Stranger, match="too late"):
-        sessions.admit(proof)
-    clock.now += IDLE_SECONDS - 20
-    sessions.begin("m", lane.head("m", b""))
-    clock.now += IDLE_SECONDS - 1
-    other, _ = _begun(sessions=sessions)
-    assert len(sessions) == 2
-    clock.now += 2
-    _begun(sessions=sessions)
-    with pytest.raises(NoSession):
-        sessions.begin("m", lane.head("m", b""))
-    sessions.begin("m", other.head("m", b""))
-
-
-def test_sessions_are_bounded():
-    sessions = Sessions(TOKEN)
-    lanes = [_begun(sessions=sessions)[0] for _ in range(MOST_SESSIONS)]
-    sessions.begin("m", lanes[0].head("m", b""))
-    for _ in range(10):
-        _begun(sessions=sessions)
-    assert len(sessions) == MOST_SESSIONS
-    sessions.begin("m", lanes[0].head("m", b""))
-    with pytest.raises(NoSession):
-        sessions.begin("m", lanes[1].head("m", b""))
-
-
-def test_a_caller_begins_anew_when_its_session_has_ended():
+def test_a_session_ends_when_idle_and_its_caller_begins_anew(monkeypatch):
     with door() as opened, caller(opened.at) as calls:
+        monkeypatch.setattr(wire, "IDLE_SECONDS", 0.1)
         assert calls.call("echo", b"1", 5) == b"1"
-        opened._sessions._sessions.clear()
+        assert settled(lambda: opened.peers, 0) == 0
         assert calls.call("echo", b"2", 5) == b"2"
 
 
-def test_proofs_of_one_door_are_none_at_another():
-    first, second = Sessions(TOKEN), Sessions(TOKEN)
-    opening = Opening(TOKEN, "one")
-    proof = opening.prove(first.challenge(opening.hello()))
-    with pytest.raises(Stranger, match="no challenge of this process"):
+def test_sessions_are_bounded(monkeypatch):
+    monkeypatch.setattr(wire, "MOST_SESSIONS", 5)
+    with door() as opened, contextlib.ExitStack() as stack:
+        hands = [stack.enter_context(Raw(opened)) for _ in range(5)]
+        lanes = [hand.begin()[0] for hand in hands]
+
+        def is_served(at):
+            hands[at].send(lanes[at].head("echo", b"x"), b"x")
+            return len(hands[at].read(ANSWER_HEAD_BYTES + 1)) > 0
+
+        assert is_served(0)
+        stack.enter_context(Raw(opened)).begin()
+        assert opened.peers == 5
+        assert is_served(0)
+        assert not is_served(1)  # idle longest
+        assert is_served(2)
+
+
+def test_proofs_of_one_connection_are_none_at_another():
+    opening, first, second = Opening(KEY, "one"), Reception(KEY, LIMIT), Reception(KEY, LIMIT)
+    proof = opening.prove(first.challenge(opening.hello))
+    second.challenge(opening.hello)
+    with pytest.raises(Stranger, match="token is another one"):
         second.admit(proof)
-    keys = {_begun(sessions=first)[0]._key for _ in range(3)}
-    assert len(keys) == 3
-    assert isinstance(_begun(sessions=first)[0], Lane)
+    first.admit(proof)
+    assert len({begun()[0]._key for _ in range(3)}) == 3
+    said = bytearray(second.challenge(opening.hello))
+    said[-1] ^= 1  # of the limit: all that was said is signed
+    with pytest.raises(Stranger, match="token is another one"):
+        second.admit(opening.prove(bytes(said)))
 
 
-def test_with_certificates_a_call_is_encrypted(tmp_path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+def certificate(folder, names="DNS:localhost,IP:127.0.0.1"):
+    """Paths of a certificate and its key."""
+    folder.mkdir()
+    cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        f"-keyout {key} -out {cert} -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1",
+        f"-keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName={names}",
         shell=True,
         check=True,
         capture_output=True,
     )
+    return cert, key
+
+
+def tls_of(*paths):
     names = ("DISTFLOW_TLS_CERT", "DISTFLOW_TLS_KEY", "DISTFLOW_TLS_CA")
-    tls = read_wire_tls(dict(zip(names, map(str, (cert, key, cert)), strict=True)))
+    return read_wire_tls(dict(zip(names, map(str, paths), strict=True)))
+
+
+def test_with_certificates_a_call_is_encrypted(tmp_path, caplog):
+    cert, key = certificate(tmp_path / "one")
+    tls = tls_of(cert, key, cert)
     with door(tls=tls) as opened:
         with caller(opened.at, tls=tls) as calls:
-            assert calls.call("echo", b"secret", 5) == b"secret"
-        with caller(opened.at) as calls, pytest.raises(Unreachable):
+            for size in (0, 10, LIMIT, 10):
+                payload = secrets.token_bytes(size)
+                assert calls.call("echo", payload, 5) == payload
+            assert opened.peers == 1
+        with caller(opened.at) as calls, pytest.raises(Unreachable, match="TLS|ended|reset"):
             calls.call("echo", b"secret", 2)
+        assert settled(lambda: "not encrypted by TLS" not in caplog.text, 0) == 0
         with caller(opened.at, b"another token", tls=tls) as calls, pytest.raises(Refused):
             calls.call("echo", b"secret", 5)
+        with Raw(opened):  # says nothing
+            with caller(opened.at, tls=tls) as calls:
+                assert calls.call("echo", b"well", 5) == b"well"
+    with door() as plain, caller(plain.at, tls=tls) as calls:
+        with pytest.raises(Unreachable):
+            calls.call("echo", b"secret", 2)
+    assert opened.peers == 0
+
+
+def test_a_certificate_has_to_be_the_doors(tmp_path):
+    cert, key = certificate(tmp_path / "one")
+    other, _ = certificate(tmp_path / "two")
+    elsewhere = certificate(tmp_path / "three", names="DNS:elsewhere,IP:198.51.100.7")
+    with door(tls=tls_of(cert, key, cert)) as opened:
+        with caller(opened.at, tls=tls_of("", "", other)) as calls:
+            with pytest.raises(Unreachable, match="certificate verify failed"):
+                calls.call("echo", b"secret", 5)
+    with door(tls=tls_of(*elsewhere, elsewhere[0])) as opened:
+        with caller(opened.at, tls=tls_of("", "", elsewhere[0])) as calls:
+            with pytest.raises(Unreachable, match="IP address mismatch"):
+                calls.call("echo", b"secret", 5)
+
+
+def test_files_of_tls_that_do_not_fit(tmp_path):
+    cert, key = certificate(tmp_path / "one")
+    _, other = certificate(tmp_path / "two")
+    empty = tmp_path / "empty.pem"
+    empty.write_text("-----BEGIN CERTIFICATE-----\n?\n-----END CERTIFICATE-----\n")
     for given, words in (
         ((cert, "", cert), "DISTFLOW_TLS_CERT and DISTFLOW_TLS_KEY belong together"),
         ((cert, key, ""), "DISTFLOW_TLS_CA is not: name the file"),
         (("", "", tmp_path / "gone"), "DISTFLOW_TLS_CA=.*gone cannot be read: No such file"),
+        ((cert, other, cert), "DISTFLOW_TLS_KEY=.*two/key.pem is not the key of .*one/cert.pem"),
+        ((empty, key, cert), "DISTFLOW_TLS_KEY=.* is not the key of DISTFLOW_TLS_CERT=.*empty"),
+        (("", "", empty), "DISTFLOW_TLS_CA=.*empty.pem has no certificate that can be read"),
     ):
         with pytest.raises(ValueError, match=words):
-            read_wire_tls(dict(zip(names, map(str, given), strict=True)))
-    assert key.read_text() not in repr(tls)
-    assert read_wire_tls({}).caller_credentials() is None
+            tls_of(*given)
+    assert read_wire_tls({}).caller is None
 
 
 def test_numbers_of_frames_are_those_of_their_session():
-    lane, sessions = _begun()
-    for number in itertools.islice(itertools.count(1), 5):
-        assert sessions.begin("m", lane.head("m", b"")).number == number
+    lane, session = begun()
+    for _ in range(5):
+        frame = session.begin(lane.head("m", b"x"))
+        assert (frame.method, frame.size) == ("m", 1)
+    late = lane.head("m", b"x")
+    session.begin(late)
+    for _ in range(2):
+        with pytest.raises(Stranger, match="out of order"):
+            session.begin(late)

@@ -29,6 +29,7 @@ from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
 from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers import home_links
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import Doors, addresses, read_doors, start_before
@@ -43,7 +44,6 @@ from distflow_jax.flow.workers.frames import (
 )
 from distflow_jax.flow.workers.home_links import JOIN_SECONDS, Joining, leave
 from distflow_jax.flow.workers.run_token import make_run_token
-from distflow_jax.flow.workers.wire import Door
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
 

@@ -10,11 +10,12 @@ from support.tiny_model import TINY, random_params
 from configs import tiny, vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.home_links import Patience
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
-from distflow_jax.flow.workers.wire import Caller, Door
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.parallel.mesh import replica_mesh
 from distflow_jax.runtime.samplers.foreign_engines import read_engine

@@ -14,15 +14,15 @@ from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import HomeDoor
+from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors, start_before
 from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.flow.workers.run_token import make_run_token
-from distflow_jax.flow.workers.wire import Door
 from distflow_jax.flow.workers.worker import Pace, Worker
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 from support.tiny_model import prompt_of
@@ -161,7 +161,7 @@ class Trainers:
             facts = {"incarnation": incarnation, "exact": exact}
             facts |= {"began": step, "after": start_before(folder)}
             self.answers.append(HomeDoor(self.samplers[-1], lock, TABLES, facts))
-            self.doors.append(Door("127.0.0.1:0", token, self.answers[-1].methods()))
+            self.doors.append(Door("127.0.0.1:0", token, self.answers[-1].methods(), quick=QUICK))
         self.admit()
         homes = [f"127.0.0.1:{through(door.port)}" for door in self.doors]
         for answers in self.answers:

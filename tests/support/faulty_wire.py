@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 
-from distflow_jax.flow.workers.wire import LIMIT_BYTES, Caller, Unreachable
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import LIMIT_BYTES, Unreachable
 
 LOST, UNANSWERED, TWICE, LATE = "lost", "unanswered", "twice", "late"
 SHARES = {LOST: 0.005, UNANSWERED: 0.01, TWICE: 0.05, LATE: 0.02}  # of the calls

@@ -90,6 +90,7 @@ class Fleet:
         }
         if self._dispatch == "longest" or asker not in reports:
             return choose(offers, room, asker, {}, "longest")
+        offers = list(offers)  # each is looked at several times
         of_worker: dict[str, list[Offer]] = {name: [] for name in reports}
         for worker, offer in given:
             of_worker.setdefault(worker, []).append(offer)

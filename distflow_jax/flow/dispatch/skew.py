@@ -64,7 +64,7 @@ def choose(
     if dispatch == "skewed" and not _is_swiftest(asker, fleet, offers):
         long = _longest_fifth(offers)
         order.sort(key=lambda i: (offers[i].step, not offers[i].begun, i in long))
-    fitting = _fitting([offers[i].responses for i in order], room)
+    fitting = _fitting((offers[i].responses for i in order), room)
     if dispatch != "longest" and len(fleet) > 1:
         most = _most(offers, order[:fitting], asker, fleet)
         begun = sum(1 for i in order[:fitting] if offers[i].begun)
@@ -72,13 +72,14 @@ def choose(
     return order[:fitting]
 
 
-def _fitting(responses: Sequence[int], room: int) -> int:
+def _fitting(responses: Iterable[int], room: int) -> int:
     """How many groups find room, the last one in part."""
-    for place, count in enumerate(responses):
+    fitting = 0
+    for count in responses:
         if room <= 0:
-            return place
-        room -= count
-    return len(responses)
+            break
+        fitting, room = fitting + 1, room - count
+    return fitting
 
 
 def _longest_fifth(offers: Sequence[Offer]) -> set[int]:

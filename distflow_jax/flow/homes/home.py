@@ -11,7 +11,7 @@ Nothing here communicates, reads a clock, or looks into a token.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
@@ -165,10 +165,13 @@ class Home:
         room = min(room, most - sum(one.lacks for one in groups if one.worker == worker))
         if room <= 0:
             return given
-        waiting = [o for o in groups if not o.worker and self._fits(o, worker, held, others)]
+        steps = {step for step in {one.group.step for one in groups} if self._may(held, step)}
+        free = [one for one in groups if not one.worker and one.group.step in steps]
+        gives = self.standings.gives(worker)
+        waiting = [one for one in free if one.suits(worker, others, gives=gives)]
         waiting.sort(key=_priority, reverse=bool(others) and worker not in giving)
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
-        chosen = self.fleet.chosen(worker, room, [*map(_offer, waiting)], leased, giving)
+        chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, giving)
         for one in (waiting[place] for place in chosen):
             pieces = one.sent()
             size += one.group.size + sum(piece.size for piece in pieces.values())
@@ -271,15 +274,10 @@ class Home:
 
     # -- one group --------------------------------------------------------------------------------
 
-    def _fits(self, one: OpenGroup, worker: str, held: int, others: set[str]) -> bool:
-        """Whether a worker that holds a version may answer a group, and none of the others that
-        give what they get should."""
-        version = self.version_of(one.group.step)
-        if held > self.newest or (held != version if self._exact else held < version):
-            return False
-        if worker in one.silent and others and not self.standings.gives(worker):
-            return False
-        return worker not in one.failures or not others - one.failures.keys()
+    def _may(self, held: int, step: int) -> bool:
+        """Whether a version may answer groups of a step."""
+        version = self.version_of(step)
+        return held <= self.newest and (held == version if self._exact else held >= version)
 
     def _learn(self, one: OpenGroup, sample: int, piece: Piece) -> None:
         if sample not in one.group.samples:
@@ -315,6 +313,19 @@ class Home:
         del self._open[one.group.key]
         self._complete.append((one.group, one.ended))
         return True
+
+
+class _Offers(Sequence[Offer]):
+    """Groups as numbers, each when it is looked at: most are not."""
+
+    def __init__(self, groups: Sequence[OpenGroup]):
+        self._groups = groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, place: Any) -> Any:
+        return _offer(self._groups[place])
 
 
 def _offer(one: OpenGroup) -> Offer:

@@ -14,6 +14,7 @@ from typing import Any
 from distflow_jax.did_you_mean import hint
 from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.wire.calls import Refused
 from distflow_jax.flow.workers.frames import (
     Frame,
     checked,
@@ -22,9 +23,9 @@ from distflow_jax.flow.workers.frames import (
     samples_of,
     work_frame,
 )
-from distflow_jax.flow.workers.wire import Refused
 
 NODE_TABLE = "node_config"  # of a hello
+QUICK = ("ask", "bring", "give", "fail", "leave")  # methods that wait for nobody
 Table = Mapping[str, str]
 MEET_SECONDS = 25.0  # in which a worker that comes early waits for the other trainers
 

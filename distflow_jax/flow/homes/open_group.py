@@ -63,6 +63,13 @@ class OpenGroup:
             self.worker, self.moved = worker, now
         self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
 
+    def suits(self, worker: str, others: set[str], *, gives: bool) -> bool:
+        """Whether a worker should answer it, and none of the others that give what they get;
+        `gives`: whether it does so."""
+        if worker in self.silent and others and not gives:
+            return False
+        return worker not in self.failures or not others - self.failures.keys()
+
     def sent(self) -> dict[int, Piece]:
         """Known responses that a worker gets, those that have ended first; ones beyond PIECES_BYTES
         it samples again."""

@@ -16,9 +16,10 @@ from typing import Any
 from distflow_jax.dag.plan import Unit
 from distflow_jax.flow.served_nodes.node_frames import NodeWork, result_frame, work_of_task
 from distflow_jax.flow.served_nodes.node_tasks import Key
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.frames import Frame
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
-from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 from distflow_jax.layout import Metrics
 
 AHEAD = 2  # tasks at a time: one that runs, and one that is next

@@ -1,1 +1,1 @@
-"""Samplers as jobs of their own: workers, the wire between them and the trainers, and weights."""
+"""Samplers as jobs of their own: workers, their talk with the trainers, and weights."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.weight_shelf import (
     MANIFEST,
     NOT_YET,
@@ -37,7 +38,6 @@ from distflow_jax.flow.workers.weight_slices import (
     overlap,
     read_manifest,
 )
-from distflow_jax.flow.workers.wire import Refused, Unreachable
 
 PIECE_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
 STALL_SECONDS = 10.0  # for a relay to have a chunk that it is pulling itself

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from distflow_jax.flow.wire.calls import Method, Refused
 from distflow_jax.flow.workers.weight_slices import (
     CHUNK_BYTES,
     ChunkSpec,
@@ -26,7 +27,6 @@ from distflow_jax.flow.workers.weight_slices import (
     checksum,
     cut,
 )
-from distflow_jax.flow.workers.wire import Method, Refused
 from distflow_jax.models import lora
 from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, check_fields
 from distflow_jax.parsing.json_text import parse_json

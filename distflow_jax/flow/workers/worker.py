@@ -17,8 +17,8 @@ from typing import Any
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
 from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
-from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.flow.workers.worker_talk import Came, Shared, Talk
 from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
 from distflow_jax.rollout.requests import GroupRequest, Response

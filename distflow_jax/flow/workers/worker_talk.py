@@ -10,9 +10,10 @@ import time
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.frames import Frame, progress_bytes, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Joining, Links
-from distflow_jax.flow.workers.wire import Caller, Refused, Unreachable
 from distflow_jax.rollout.requests import GroupRequest
 
 BRING_BYTES = 32 << 20  # of the samples in one frame, but for a single response

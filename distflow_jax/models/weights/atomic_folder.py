@@ -54,20 +54,24 @@ def new_folder(out: Path) -> Iterator[Path]:
     mark = f"{os.getpid()}-{secrets.token_hex(4)}"
     partial, old = (out.with_name(f".{out.name}.{kind}-{mark}") for kind in ("partial", "old"))
     partial.mkdir()
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(_undo, partial, old, out)
         yield partial
         for path in (*partial.iterdir(), partial):
             _sync(path)
         if out.is_dir() and any(out.iterdir()):
             os.rename(out, old)
         os.rename(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if old.exists() and not out.exists():
-            os.rename(old, out)
-        raise
+        on_failure.pop_all()
     _sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _undo(partial: Path, old: Path, out: Path) -> None:
+    """Removes what was written, and restores the folder that was there."""
+    shutil.rmtree(partial, ignore_errors=True)
+    if old.exists() and not out.exists():
+        os.rename(old, out)
 
 
 def _absolute(path: Path) -> Path:

@@ -14,7 +14,7 @@ from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.flow.dispatch.fleet import Fleet
 from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import HomeDoor
+from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.home_thread import HomeThread
@@ -25,12 +25,12 @@ from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import Doors, announced, start_before
 from distflow_jax.flow.workers.frames import FRAME_BYTES
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
-from distflow_jax.flow.workers.wire import Door
 from distflow_jax.models import lora
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, config_table, flow_rule
@@ -106,6 +106,7 @@ def deliver_to_workers(
         _place(config.flow.listen),
         make_run_token(workdir),
         answers.methods() | shelf.methods(),
+        quick=QUICK,
         limit_bytes=FRAME_BYTES,
     )
     homes = processes.all_gather_json(announced(config.flow.listen, door.port))

@@ -19,11 +19,11 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.homes.home_door import NODE_TABLE
+from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import addresses, check_listen
 from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.wire import Refused, Unreachable
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import announced
 from distflow_jax.flow.workers.run_token import find_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
-from distflow_jax.flow.workers.wire import Caller, Door
 
 
 @dataclasses.dataclass(frozen=True)

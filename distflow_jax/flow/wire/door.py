@@ -1,0 +1,328 @@
+"""Doors of the wire: they answer the calls of those that have the run's token.
+
+One thread of a door talks with all its callers, and never waits for one of them. Whether a frame is
+genuine and how large it is are known before one byte of it is read, so that strangers take no
+memory. Methods run in a few threads of their own, quick ones in the door's: a thread for each
+caller would fight with the others, and with those of the training, for the interpreter.
+"""
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from distflow_jax.flow.wire.calls import (
+    LIMIT_BYTES,
+    TEXT_BYTES,
+    TURNED_AWAY,
+    WELCOME,
+    Method,
+    Refused,
+    too_large,
+)
+from distflow_jax.flow.wire.guest import Answer, Conversation, Guest
+from distflow_jax.flow.wire.session import (
+    FRAME_HEAD_BYTES,
+    HELLO,
+    MAGIC,
+    Frame,
+    Reception,
+    Session,
+    Stranger,
+)
+from distflow_jax.flow.wire.tls import WireTls, read_wire_tls
+from distflow_jax.parsing.one_line import one_line
+from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key
+
+OPENING_SECONDS = 10.0  # for both sides to prove the token
+MESSAGE_SECONDS = 60.0  # for the bytes of a frame to come, and for those of an answer to go
+IDLE_SECONDS = 900.0  # after which a session ends; its caller begins another one
+MOST_SESSIONS = 4096  # beyond it the one that has been idle longest ends
+MOST_STRANGERS = 128  # connections that have not proved the token; beyond it the oldest one ends
+METHOD_THREADS = 8
+QUICK_BYTES = 256 << 10  # of a frame, at most, whose method is quick
+MOST_LOGGED = 100  # refusals that a door's log names: their number is not bounded
+LOOK_SECONDS = 0.25  # between two looks at what has taken too long
+_BACKLOG = 512
+
+log = logging.getLogger("distflow_jax")
+
+
+class Door:
+    """Answers the calls of those that have the run's token, until it is closed.
+
+    Args:
+      address: HOST:PORT of the interface to listen on; port 0: any free one.
+      token: of the run.
+      methods: (name of the caller, bytes) -> bytes, by name. One that raises `Refused` sends its
+        text to the caller.
+      quick: names of methods that wait for nobody, and return within a millisecond.
+      limit_bytes: of a frame; a larger one is refused before it is read.
+      tls: its certificate; None: that of the environment (tls.py), if it names one.
+
+    Attributes:
+      port: where it listens.
+      peers: sessions of callers.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        methods: Mapping[str, Method],
+        *,
+        quick: Collection[str] = (),
+        limit_bytes: int = LIMIT_BYTES,
+        tls: WireTls | None = None,
+    ):
+        self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
+        self._key = derive_key("wire", token)
+        self._tls = (read_wire_tls() if tls is None else tls).door
+        self._listener = _listen(address)
+        self.port = self._listener.getsockname()[1]
+        self._log = _RefusalLog(f"{address.rpartition(':')[0]}:{self.port}")
+        self._strangers: dict[Guest, None] = {}  # the oldest one first
+        self._sessions: dict[Guest, float] = {}  # when each has begun a frame last
+        self._ended: queue.SimpleQueue[Guest] = queue.SimpleQueue()  # whose calls have run
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
+        self._open = True
+        self._pool = ThreadPoolExecutor(METHOD_THREADS, "door-methods")
+        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread.start()
+
+    @property
+    def peers(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
+
+    def close(self) -> None:
+        """Ends the calls that run, the threads and the port."""
+        if self._open:
+            self._open = False
+            self._ring()
+            self._thread.join()
+            self._pool.shutdown(cancel_futures=True)
+            self._bell.close()
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Talks with all callers until the door is closed."""
+        with self._selector, self._listener, self._rung:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._rung, selectors.EVENT_READ, self._hear)
+            look = 0.0
+            while self._open:
+                waits = self._strangers or self._sessions
+                for key, _ in self._selector.select(LOOK_SECONDS if waits else None):
+                    if isinstance(key.data, Guest):
+                        self._go_on(key.data)
+                    else:
+                        key.data()
+                now = time.monotonic()
+                if now >= look:
+                    look = now + LOOK_SECONDS
+                    self._end_late(now)
+            for guest in [*self._strangers, *self._sessions]:
+                self._end(guest)
+
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except BlockingIOError:  # it has ended again
+            return
+        except OSError as error:  # such as too many open files: there is room for one again
+            self._log.refused("anybody", f"no connection can be taken ({error.strerror})")
+            time.sleep(LOOK_SECONDS / 10)
+            self._end_oldest_stranger()
+            return
+        try:
+            guest = Guest(connection, peer[0], self._tls)
+        except OSError:  # it has ended
+            connection.close()
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._end_oldest_stranger()
+        self._strangers[guest] = None
+        guest.until = _soon(OPENING_SECONDS)
+        guest.begin(self._converse(guest))
+        self._await(guest)
+
+    def _go_on(self, guest: Guest, *, answers: bool = False) -> None:
+        """Has a conversation go on; `answers`: its call has run."""
+        if guest not in self._strangers and guest not in self._sessions:  # it has been ended
+            return
+        try:
+            if answers:
+                guest.answer()
+            guest.go_on()
+            self._await(guest)
+            return
+        except Stranger as stranger:
+            self._log.refused(guest.host, str(stranger))
+        except OSError:  # the connection has ended
+            pass
+        except Exception:
+            log.exception("a connection of %s has failed", guest.host)
+        self._end(guest)
+
+    def _await(self, guest: Guest) -> None:
+        """Waits for what a conversation needs next."""
+        events = selectors.EVENT_READ if guest.stuck is None else selectors.EVENT_WRITE
+        if guest.stuck is None and guest.runs is not None:
+            events = 0
+        if events == guest.events:
+            return
+        if not guest.events:
+            self._selector.register(guest.socket, events, guest)
+        elif events:
+            self._selector.modify(guest.socket, events, guest)
+        else:
+            self._selector.unregister(guest.socket)
+        guest.events = events
+
+    def _end(self, guest: Guest) -> None:
+        self._strangers.pop(guest, None)
+        self._sessions.pop(guest, None)
+        if guest.events:
+            self._selector.unregister(guest.socket)
+            guest.events = 0
+        guest.close()
+
+    def _end_late(self, now: float) -> None:
+        """Ends connections whose bytes do not come, or do not go."""
+        for guest in [*self._strangers, *self._sessions]:
+            is_late = guest.until < now and guest.runs is None
+            if is_late or (guest.stuck is not None and guest.stuck + MESSAGE_SECONDS < now):
+                self._end(guest)
+
+    def _end_oldest_stranger(self) -> None:
+        for guest in list(self._strangers)[:1]:
+            self._end(guest)
+
+    def _ring(self) -> None:
+        """Wakes the door's thread."""
+        with contextlib.suppress(OSError):  # it is rung already, or the door is closed
+            self._bell.send(b"!")
+
+    def _hear(self) -> None:
+        self._rung.recv(4096)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._go_on(self._ended.get_nowait(), answers=True)
+
+    # -- conversations ----------------------------------------------------------------------------
+
+    def _converse(self, guest: Guest) -> Conversation:
+        """The conversation with a caller: its session's beginning, then one frame at a time."""
+        reception = Reception(self._key, self._limit)
+        try:
+            hello = yield len(MAGIC)
+            if hello == MAGIC:  # others may say less
+                hello += yield HELLO.size - len(MAGIC)
+            guest.say(WELCOME + reception.challenge(hello))
+            proof, session = reception.admit((yield MAC_BYTES))
+        except Stranger as stranger:
+            self._log.refused(guest.host, str(stranger))
+            guest.say(TURNED_AWAY + str(stranger).encode())
+            guest.leaves = True
+            yield 0
+            return
+        self._admit(guest)
+        guest.say(WELCOME + proof)
+        while True:
+            guest.until = _soon(IDLE_SECONDS)
+            frame = session.begin((yield FRAME_HEAD_BYTES))
+            guest.until = _soon(MESSAGE_SECONDS)
+            if frame.size > self._limit:
+                text = too_large(frame.size, self._limit)
+                self._log.refused(f"{session.name}, {guest.host}", text)
+                guest.say(*_refusal(session, text))
+                guest.leaves = True
+                yield 0
+                return
+            payload = yield frame.size
+            self._sessions[guest] = time.monotonic()
+            if frame.size <= QUICK_BYTES and frame.method in self._quick:
+                answer = self._run(session, frame, payload, guest.host)
+            else:
+                run = self._pool.submit(self._run, session, frame, payload, guest.host)
+                run.add_done_callback(lambda _: (self._ended.put(guest), self._ring()))
+                answer = yield run
+            guest.say(*answer)
+
+    def _admit(self, guest: Guest) -> None:
+        """Takes a caller in that has proved the token."""
+        del self._strangers[guest]
+        if len(self._sessions) >= MOST_SESSIONS:
+            self._end(min(self._sessions, key=self._sessions.__getitem__))
+        self._sessions[guest] = time.monotonic()
+
+    def _run(self, session: Session, frame: Frame, payload: bytes, host: str) -> Answer:
+        """The answer to a genuine frame. Stranger for bytes that are not those of its head."""
+        frame.check(payload)
+        method = self._methods.get(frame.method)
+        if method is None:
+            text = f"there is no method {one_line(frame.method)}; use one version on both sides"
+            self._log.refused(f"{session.name}, {host}", text)
+            return _refusal(session, text)
+        try:
+            answer = method(session.name, payload)
+        except Refused as refused:
+            return _refusal(session, str(refused))
+        except Exception as error:  # a fault must not look like one of the network
+            log.exception("a call of %s has failed", session.name)
+            text = f"the other side has failed: {type(error).__name__}: {error}; see its log"
+            return _refusal(session, text)
+        return session.answer_head(answer), answer
+
+
+class _RefusalLog:
+    """Warnings of refusals: one for each host and reason, and not without end."""
+
+    def __init__(self, address: str):
+        self._address, self._seen = address, set()
+
+    def refused(self, peer: str, reason: str) -> None:
+        """A caller, and why it is refused."""
+        if (peer, reason) in self._seen or len(self._seen) > MOST_LOGGED:
+            return
+        self._seen.add((peer, reason))
+        if len(self._seen) > MOST_LOGGED:
+            log.warning("further refusals at %s are not logged", self._address)
+        else:
+            log.warning("a call of %s to %s is refused: %s", peer, self._address, reason)
+
+
+def _refusal(session: Session, text: str) -> Answer:
+    data = one_line(text).encode()[:TEXT_BYTES]
+    return session.answer_head(data, refused=True), data
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens. ValueError for an address that cannot be had."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"cannot listen on {address} ({reason}); name an address of this host and a free port, "
+            "or port 0"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _soon(seconds: float) -> float:
+    return time.monotonic() + seconds
