@@ -316,6 +316,17 @@ def test_a_relay_that_ends_or_stalls_is_replaced_by_the_trainers(given, monkeypa
             assert set(pull.bytes_pulled) == {callers[0].address}
 
 
+@pytest.mark.parametrize("wrong", ["no address", "host:0", "host:99999", "[::1"])
+def test_a_relay_without_an_address_is_told_to_nobody(given, wrong):
+    def connect(address):
+        raise AssertionError(address)
+
+    with served(shelf_of(given)) as callers:
+        callers[0].call(MANIFEST, weight_shelf.manifest_request(0, wrong), 5)
+        pull = WeightPull(callers, connect, shelf=WeightShelf(""), relay="127.0.0.1:1")
+        assert_same(pull.pull(0, target_of(UNTIED), 30), on(target_of(UNTIED), given))
+
+
 def test_a_pull_has_a_deadline_and_leaves_nothing(given):
     own = WeightShelf("")
     shelf = shelf_of(given)

@@ -1,18 +1,23 @@
 """The wire answers those that have the run's token, each frame once, and nobody else."""
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.sockets import open_files, resident_bytes, settled, threads
 
+from distflow_jax.flow.wire import caller as caller_module
 from distflow_jax.flow.wire import door as wire
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
@@ -21,11 +26,13 @@ from distflow_jax.flow.wire.session import (
     ANSWER_HEAD_BYTES,
     CHALLENGE,
     MAGIC,
+    Lane,
     Opening,
     Reception,
     Stranger,
+    _own,
 )
-from distflow_jax.flow.wire.tls import read_wire_tls
+from distflow_jax.flow.wire.tls import WireTls, read_wire_tls
 from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key
 
 TOKEN = b"the token of a run, 32 bytes long"
@@ -46,7 +53,14 @@ def slow(name, payload):
     return payload
 
 
-METHODS = {"echo": lambda name, payload: payload, "no": no, "broken": broken, "slow": slow}
+METHODS = {
+    "echo": lambda name, payload: payload,
+    "no": no,
+    "broken": broken,
+    "slow": slow,
+    "exit": lambda name, payload: sys.exit(3),
+    "no bytes": lambda name, payload: 3,
+}
 QUICK = ("echo", "no", "broken")
 
 
@@ -320,7 +334,7 @@ def test_a_frame_of_a_quintillion_bytes_takes_no_memory(caplog):
         for _ in range(5):
             with Raw(opened) as hand:
                 lane, _ = hand.begin()
-                signed = struct.pack(">Q16sQ32s", 1, b"echo", 1 << 60, bytes(32))
+                signed = struct.pack(">Q32sQ32s", 1, b"echo", 1 << 60, bytes(32))
                 lane.head("echo", b"")
                 mac = hmac.digest(lane._key, b"frame" + signed, hashlib.sha256)
                 text = f"a frame of {1 << 60} bytes is above the limit of {LIMIT}".encode()
@@ -382,6 +396,39 @@ def test_connections_that_say_nothing_delay_nobody():
         assert served(opened.at)
 
 
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(70_000)])
+def test_frames_that_come_at_once_are_answered_one_after_the_other(payload):
+    """Whatever its bytes come together with, no frame is left in a buffer."""
+    with door() as opened, Raw(opened) as hand:
+        opening = Opening(KEY, "by hand")
+        hand.send(opening.hello)
+        proof = opening.prove(hand.read(1 + CHALLENGE.size)[1:])
+        lane = Lane(_own(KEY, opening.hello + opening._said[len(opening.hello) :]), LIMIT)
+        hand.send(proof, *(lane.head("echo", payload) + payload for _ in range(3)))
+        opening.lane(hand.read(1 + MAC_BYTES)[1:])
+        for number in range(1, 4):
+            lane._number = number
+            head = lane.answer(hand.read(ANSWER_HEAD_BYTES))
+            assert hand.read(head.size) == payload
+
+
+def test_one_that_sends_without_end_has_its_turns_like_others():
+    with door() as opened, Raw(opened) as hand, caller(opened.at) as calls:
+        calls.call("echo", b"x", 5)
+        lane, _ = hand.begin()
+        frames = b"".join(lane.head("echo", b"x") + b"x" for _ in range(3000))
+        sender = threading.Thread(target=hand.send, args=(frames,))
+        sender.start()  # its answers are not read
+        for _ in range(20):
+            assert calls.call("echo", b"y", 5) == b"y"
+        lane._number = 1
+        for _ in range(3000):
+            lane.answer(hand.read(ANSWER_HEAD_BYTES))
+            assert hand.read(1) == b"x"
+            lane._number += 1
+        sender.join()
+
+
 def test_strangers_are_bounded_and_the_oldest_ends_first():
     with door() as opened, contextlib.ExitStack() as stack:
         hands = [stack.enter_context(Raw(opened)) for _ in range(MOST_STRANGERS + 10)]
@@ -428,6 +475,135 @@ def test_two_thousand_joins_and_leaves_leave_no_memory():
     before = resident_bytes()
     joined(2000)
     assert resident_bytes() < 1.02 * before
+
+
+def test_no_fault_ends_the_doors_thread(monkeypatch):
+    with door() as opened:
+        accept, register = opened._listener.accept, opened._selector.register
+
+        class Listener:
+            def accept(self):
+                return accept()[0], None
+
+        with monkeypatch.context() as patch:  # as macOS does for a connection that was reset
+            patch.setattr(opened, "_listener", Listener())
+            assert served(opened.at)
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "no space")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(opened._selector, "register", full)
+            with caller(opened.at) as calls, pytest.raises(Unreachable):
+                calls.call("echo", b"x", 1)
+        assert opened._selector.register == register
+        with caller(opened.at) as calls, pytest.raises(Refused, match="SystemExit: 3; see its log"):
+            calls.call("exit", b"", 5)
+        with caller(opened.at) as calls, pytest.raises(Refused, match="TypeError"):
+            calls.call("no bytes", b"", 5)
+        assert served(opened.at)
+        assert settled(lambda: opened.peers, 0) == 0
+
+
+def test_without_a_free_file_the_door_waits_and_serves_its_callers(monkeypatch, caplog):
+    with door() as opened, caller(opened.at) as calls:
+        calls.call("echo", b"x", 5)
+        accept, tries = opened._listener.accept, []
+
+        class Listener:
+            def accept(self):
+                tries.append(time.monotonic())
+                if len(tries) <= 3:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return accept()
+
+            def fileno(self):
+                return opened_listener.fileno()
+
+        opened_listener = opened._listener
+        monkeypatch.setattr(opened, "_listener", Listener())
+        with Raw(opened):
+            for _ in range(50):
+                assert calls.call("echo", b"x", 5) == b"x"
+        with caller(opened.at) as others:
+            assert others.call("echo", b"x", 5) == b"x"
+        assert all(b - a > 0.1 for a, b in zip(tries[:3], tries[1:4], strict=True))
+        assert caplog.text.count("no connection can be taken (Too many open files)") == 1
+
+
+def test_callers_that_left_while_their_calls_waited_leave_nothing():
+    with door() as opened:
+        hands = [Raw(opened) for _ in range(40)]
+        for hand in hands:
+            payload = bytes(LIMIT)
+            hand.send(hand.begin()[0].head("slow", payload), payload)
+            hand._socket.close()
+        assert settled(lambda: opened.peers, 0, 3) == 0
+        assert served(opened.at)
+
+
+def test_a_closed_caller_makes_no_call(monkeypatch):
+    """Not one that was connecting either."""
+    made, connect = [], caller_module._connect
+    methods = {"echo": lambda name, payload: made.append(payload) or b""}
+    with contextlib.closing(Door("127.0.0.1:0", TOKEN, methods)) as opened:
+        with caller(f"127.0.0.1:{opened.port}") as calls:
+
+            def slowly(*address):
+                connection = connect(*address)
+                calls.close()
+                return connection
+
+            monkeypatch.setattr(caller_module, "_connect", slowly)
+            with pytest.raises(Unreachable, match="closed the connection"):
+                calls.call("echo", b"x", 5)
+    assert not made and not calls._busy
+
+
+def test_a_caller_can_be_closed_while_it_shakes_hands():
+    tls = WireTls(None, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        with caller(f"127.0.0.1:{silent.getsockname()[1]}", tls=tls) as calls:
+            began = time.monotonic()
+            run = pool.submit(calls.call, "echo", b"x", 30)
+            door_side, _ = silent.accept()
+            door_side.recv(1)
+            calls.close()
+            with pytest.raises(Unreachable, match="closed the connection"):
+                run.result()
+            assert time.monotonic() - began < 10
+
+
+def test_all_addresses_of_a_name_share_the_seconds(monkeypatch):
+    def found(*_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("198.51.100.7", 9))] * 4
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with caller("a.name:9") as calls:
+        began = time.monotonic()
+        with pytest.raises(Unreachable):
+            calls.call("echo", b"x", 0.4)
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:", "host:port", "host:99999", ":7"])
+def test_an_address_that_is_none_is_an_error(address):
+    with pytest.raises(ValueError, match="must be HOST:PORT, got"):
+        Caller(address, TOKEN, "a worker")
+
+
+def test_odd_names_of_hosts_and_workers():
+    with caller("a..b:7") as calls, pytest.raises(Unreachable, match="no name of a host"):
+        calls.call("echo", b"x", 1)
+    with door() as opened, caller(opened.at, name="\ud800" + "n" * 100) as calls:
+        assert calls.call("echo", b"x", 5) == b"x"
+
+
+def test_anywhere_is_both_families():
+    with door("[::]:0") as opened:
+        for host in ("127.0.0.1", "[::1]"):
+            with caller(f"{host}:{opened.port}") as calls:
+                assert calls.call("echo", b"x", 5) == b"x"
 
 
 # -- sessions --------------------------------------------------------------------------------------

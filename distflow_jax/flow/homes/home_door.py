@@ -27,7 +27,6 @@ from distflow_jax.flow.workers.frames import (
 NODE_TABLE = "node_config"  # of a hello
 QUICK = ("ask", "bring", "give", "fail", "leave")  # methods that wait for nobody
 Table = Mapping[str, str]
-MEET_SECONDS = 25.0  # in which a worker that comes early waits for the other trainers
 
 
 class HomeDoor:
@@ -69,7 +68,6 @@ class HomeDoor:
         """Notes where all homes answer: from now on workers may join."""
         with self._lock:
             self._facts["homes"] = list(homes)
-            self._lock.notify_all()
 
     def end(self, seconds: float) -> None:
         """Tells workers that the run is over; waits for them, at most so long."""
@@ -91,7 +89,6 @@ class HomeDoor:
             self._check_nodes(nodes, frame)
         with self._lock:
             # an answer without the homes means that the trainers are starting: try again
-            self._lock.wait_for(lambda: "homes" in self._facts, MEET_SECONDS)
             if nodes is None:
                 self._sampler.home.heard(worker, time.monotonic())
             else:

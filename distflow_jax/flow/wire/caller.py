@@ -14,7 +14,14 @@ from distflow_jax.flow.wire.calls import (
     Unreachable,
     too_large,
 )
-from distflow_jax.flow.wire.session import ANSWER_HEAD_BYTES, CHALLENGE, Lane, Opening, Stranger
+from distflow_jax.flow.wire.session import (
+    ANSWER_HEAD_BYTES,
+    CHALLENGE,
+    Frame,
+    Lane,
+    Opening,
+    Stranger,
+)
 from distflow_jax.flow.wire.stream import Stream
 from distflow_jax.flow.wire.tls import WireTls, read_wire_tls
 from distflow_jax.parsing.one_line import one_line
@@ -27,7 +34,7 @@ class Caller:
     A connection has one frame in flight at a time; further ones begin as threads call at once.
 
     Args:
-      address: HOST:PORT of the door.
+      address: HOST:PORT of the door; ValueError for another one.
       token: of the run.
       name: of this process, for the door's log.
       limit_bytes: of an answer.
@@ -48,6 +55,10 @@ class Caller:
         tls: WireTls | None = None,
     ):
         self.address, self._key, self._name = address, derive_key("wire", token), name
+        host, _, port = address.rpartition(":")
+        if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ValueError(f"an address must be HOST:PORT, got {address!r}")
+        self._host, self._port = host.strip("[]"), int(port)
         self._limit, self._tls = limit_bytes, (read_wire_tls() if tls is None else tls).caller
         self._lock = threading.Lock()
         self._idle: list[tuple[Stream, Lane]] = []
@@ -61,26 +72,23 @@ class Caller:
         time; whether the call was made is then not known.
         """
         end = time.monotonic() + seconds
-        try:
-            stream, lane = self._take() or self._new_lane(end)
-        except OSError as error:
-            raise self._unreachable(error) from None
-        except Stranger as stranger:
-            raise Refused(f"{self.address}: {stranger}") from None
-        if len(payload) > lane.limit:
-            self._give_back(stream, lane)
-            raise Refused(too_large(len(payload), lane.limit))
-        try:
-            stream.write(lane.head(method, payload), payload, end)
-            answer = lane.answer(stream.read(ANSWER_HEAD_BYTES, end))
-            if answer.size > self._limit:
-                raise Stranger(f"its answer has {answer.size} bytes, above {self._limit}")
-            data = stream.read(answer.size, end)
-            answer.check(data)
-        except (OSError, Stranger) as error:
-            self._drop(stream)  # after a lost answer the numbers may differ
-            raise self._unreachable(error) from None
+        with contextlib.ExitStack() as on_failure:
+            try:
+                stream, lane = self._take() or self._new_lane(end)
+            except OSError as error:
+                raise self._unreachable(error) from None
+            except Stranger as stranger:
+                raise Refused(f"{self.address}: {stranger}") from None
+            on_failure.callback(self._drop, stream)  # after a lost answer the numbers may differ
+            if len(payload) <= lane.limit:
+                try:
+                    answer, data = self._answer(stream, lane, method, payload, end)
+                except (OSError, Stranger) as error:
+                    raise self._unreachable(error) from None
+            on_failure.pop_all()
         self._give_back(stream, lane)
+        if len(payload) > lane.limit:
+            raise Refused(too_large(len(payload), lane.limit))
         if answer.refused:
             raise Refused(one_line(data.decode(errors="replace")))
         return data
@@ -95,6 +103,18 @@ class Caller:
         for stream, _ in idle:
             stream.close()
 
+    def _answer(
+        self, stream: Stream, lane: Lane, method: str, payload: bytes, end: float
+    ) -> tuple[Frame, bytes]:
+        """(head, bytes) of the answer to a frame."""
+        stream.write(lane.head(method, payload), payload, end)
+        answer = lane.answer(stream.read(ANSWER_HEAD_BYTES, end))
+        if answer.size > self._limit:
+            raise Stranger(f"its answer has {answer.size} bytes, above {self._limit}")
+        data = stream.read(answer.size, end)
+        answer.check(data)
+        return answer, data
+
     def _take(self) -> tuple[Stream, Lane] | None:
         """A session that is idle and that the door has not ended; None: there is none."""
         while True:
@@ -108,24 +128,22 @@ class Caller:
             self._drop(stream)
 
     def _new_lane(self, end: float) -> tuple[Stream, Lane]:
-        host, _, port = self.address.rpartition(":")
-        host = host.strip("[]")
-        if self._closed:
-            raise ConnectionAbortedError
-        stream = Stream(_connect(host, int(port), end))
-        with self._lock:
-            self._busy.add(stream)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            stream = Stream(_connect(self._host, self._port, end))
+            on_failure.callback(self._drop, stream)
+            with self._lock:
+                self._busy.add(stream)
+                if self._closed:
+                    raise ConnectionAbortedError
             if self._tls is not None:
-                stream.encrypt(self._tls, host, end)
+                stream.encrypt(self._tls, self._host, end)
             opening = Opening(self._key, self._name)
             stream.write(opening.hello, b"", end)
             proof = opening.prove(_said(stream, CHALLENGE.size, end))
             stream.write(proof, b"", end)
-            return stream, opening.lane(_said(stream, MAC_BYTES, end))
-        except (OSError, Stranger):
-            self._drop(stream)
-            raise
+            lane = opening.lane(_said(stream, MAC_BYTES, end))
+            on_failure.pop_all()
+        return stream, lane
 
     def _give_back(self, stream: Stream, lane: Lane) -> None:
         with self._lock:
@@ -168,5 +186,18 @@ def _said(stream: Stream, count: int, end: float) -> bytes:
 
 
 def _connect(host: str, port: int, end: float) -> socket.socket:
-    """A connection to an address."""
-    return socket.create_connection((host, port), max(0.001, end - time.monotonic()))
+    """A connection to one of the addresses of a host. OSError if there is none in time."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of a host") from error
+    for place, (family, kind, protocol, _, address) in enumerate(found):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(0.001, end - time.monotonic()) / (len(found) - place))
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            last = error
+    raise last

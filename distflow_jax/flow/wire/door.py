@@ -7,8 +7,10 @@ caller would fight with the others, and with those of the training, for the inte
 """
 
 import contextlib
+import errno
 import logging
 import queue
+import resource
 import selectors
 import socket
 import threading
@@ -30,6 +32,7 @@ from distflow_jax.flow.wire.session import (
     FRAME_HEAD_BYTES,
     HELLO,
     MAGIC,
+    METHOD_BYTES,
     Frame,
     Reception,
     Session,
@@ -42,7 +45,7 @@ from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key
 OPENING_SECONDS = 10.0  # for both sides to prove the token
 MESSAGE_SECONDS = 60.0  # for the bytes of a frame to come, and for those of an answer to go
 IDLE_SECONDS = 900.0  # after which a session ends; its caller begins another one
-MOST_SESSIONS = 4096  # beyond it the one that has been idle longest ends
+MOST_SESSIONS = 4096  # or half of the files that the process may open; the one idle longest ends
 MOST_STRANGERS = 128  # connections that have not proved the token; beyond it the oldest one ends
 METHOD_THREADS = 8
 QUICK_BYTES = 256 << 10  # of a frame, at most, whose method is quick
@@ -80,6 +83,8 @@ class Door:
         limit_bytes: int = LIMIT_BYTES,
         tls: WireTls | None = None,
     ):
+        if wrong := [name for name in methods if len(name.encode()) > METHOD_BYTES]:
+            raise ValueError(f"method {wrong[0]!r} has more than {METHOD_BYTES} bytes")
         self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
         self._key = derive_key("wire", token)
         self._tls = (read_wire_tls() if tls is None else tls).door
@@ -88,7 +93,11 @@ class Door:
         self._log = _RefusalLog(f"{address.rpartition(':')[0]}:{self.port}")
         self._strangers: dict[Guest, None] = {}  # the oldest one first
         self._sessions: dict[Guest, float] = {}  # when each has begun a frame last
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_sessions = min(MOST_SESSIONS, max(files // 2, 1)) if files > 0 else MOST_SESSIONS
         self._ended: queue.SimpleQueue[Guest] = queue.SimpleQueue()  # whose calls have run
+        self._ready: list[Guest] = []  # whose bytes may have come already
+        self._is_full = False  # no further connection is taken until the next look
         self._selector = selectors.DefaultSelector()
         self._bell, self._rung = socket.socketpair()
         self._bell.setblocking(False)
@@ -103,7 +112,7 @@ class Door:
         return len(self._sessions)
 
     def close(self) -> None:
-        """Ends the calls that run, the threads and the port."""
+        """Ends the connections, the threads and the port, once the calls that run have returned."""
         if self._open:
             self._open = False
             self._ring()
@@ -115,36 +124,42 @@ class Door:
 
     def _serve(self) -> None:
         """Talks with all callers until the door is closed."""
-        with self._selector, self._listener, self._rung:
+        with self._selector, self._listener, self._rung, contextlib.ExitStack() as at_end:
+            at_end.callback(lambda: [self._end(guest) for guest in self._guests()])
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._selector.register(self._rung, selectors.EVENT_READ, self._hear)
             look = 0.0
             while self._open:
-                waits = self._strangers or self._sessions
-                for key, _ in self._selector.select(LOOK_SECONDS if waits else None):
+                waits = self._strangers or self._sessions or self._is_full
+                ready, self._ready = self._ready, []
+                for guest in ready:
+                    self._go_on(guest)
+                seconds = 0 if self._ready else LOOK_SECONDS if waits else None
+                for key, _ in self._selector.select(seconds):
                     if isinstance(key.data, Guest):
                         self._go_on(key.data)
                     else:
                         key.data()
-                now = time.monotonic()
-                if now >= look:
+                if (now := time.monotonic()) >= look:
                     look = now + LOOK_SECONDS
-                    self._end_late(now)
-            for guest in [*self._strangers, *self._sessions]:
-                self._end(guest)
+                    self._look(now)
+
+    def _guests(self) -> list[Guest]:
+        return [*self._strangers, *self._sessions]
 
     def _accept(self) -> None:
         try:
             connection, peer = self._listener.accept()
-        except BlockingIOError:  # it has ended again
-            return
-        except OSError as error:  # such as too many open files: there is room for one again
-            self._log.refused("anybody", f"no connection can be taken ({error.strerror})")
-            time.sleep(LOOK_SECONDS / 10)
-            self._end_oldest_stranger()
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._log.refused("anybody", f"no connection can be taken ({error.strerror})")
+                self._end_oldest_stranger()
+                self._selector.unregister(self._listener)
+                self._is_full = True
+            return  # otherwise the connection has ended again
+        host = peer[0] if peer else "a host that has left"
         try:
-            guest = Guest(connection, peer[0], self._tls)
+            guest = Guest(connection, host, self._tls)
         except OSError:  # it has ended
             connection.close()
             return
@@ -153,7 +168,7 @@ class Door:
         self._strangers[guest] = None
         guest.until = _soon(OPENING_SECONDS)
         guest.begin(self._converse(guest))
-        self._await(guest)
+        self._go_on(guest)
 
     def _go_on(self, guest: Guest, *, answers: bool = False) -> None:
         """Has a conversation go on; `answers`: its call has run."""
@@ -162,7 +177,8 @@ class Door:
         try:
             if answers:
                 guest.answer()
-            guest.go_on()
+            if guest.go_on():
+                self._ready.append(guest)
             self._await(guest)
             return
         except Stranger as stranger:
@@ -191,17 +207,20 @@ class Door:
     def _end(self, guest: Guest) -> None:
         self._strangers.pop(guest, None)
         self._sessions.pop(guest, None)
-        if guest.events:
+        with contextlib.suppress(KeyError, ValueError, OSError):  # it may wait for nothing
             self._selector.unregister(guest.socket)
-            guest.events = 0
+        guest.events = 0
         guest.close()
 
-    def _end_late(self, now: float) -> None:
-        """Ends connections whose bytes do not come, or do not go."""
-        for guest in [*self._strangers, *self._sessions]:
-            is_late = guest.until < now and guest.runs is None
+    def _look(self, now: float) -> None:
+        """Ends connections whose bytes do not come or go, or whose callers have left."""
+        for guest in self._guests():
+            is_late = guest.is_gone() if guest.runs is not None else guest.until < now
             if is_late or (guest.stuck is not None and guest.stuck + MESSAGE_SECONDS < now):
                 self._end(guest)
+        if self._is_full:
+            self._is_full = False
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _end_oldest_stranger(self) -> None:
         for guest in list(self._strangers)[:1]:
@@ -214,9 +233,8 @@ class Door:
 
     def _hear(self) -> None:
         self._rung.recv(4096)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._go_on(self._ended.get_nowait(), answers=True)
+        for _ in range(self._ended.qsize()):
+            self._go_on(self._ended.get(), answers=True)
 
     # -- conversations ----------------------------------------------------------------------------
 
@@ -253,7 +271,9 @@ class Door:
             if frame.size <= QUICK_BYTES and frame.method in self._quick:
                 answer = self._run(session, frame, payload, guest.host)
             else:
-                run = self._pool.submit(self._run, session, frame, payload, guest.host)
+                guest.kept = payload
+                run = self._pool.submit(self._run_kept, guest, session, frame)
+                del payload
                 run.add_done_callback(lambda _: (self._ended.put(guest), self._ring()))
                 answer = yield run
             guest.say(*answer)
@@ -261,9 +281,14 @@ class Door:
     def _admit(self, guest: Guest) -> None:
         """Takes a caller in that has proved the token."""
         del self._strangers[guest]
-        if len(self._sessions) >= MOST_SESSIONS:
+        guest.is_stranger = False
+        if len(self._sessions) >= self._most_sessions:
             self._end(min(self._sessions, key=self._sessions.__getitem__))
         self._sessions[guest] = time.monotonic()
+
+    def _run_kept(self, guest: Guest, session: Session, frame: Frame) -> Answer:
+        payload, guest.kept = guest.kept, b""
+        return self._run(session, frame, payload, guest.host)
 
     def _run(self, session: Session, frame: Frame, payload: bytes, host: str) -> Answer:
         """The answer to a genuine frame. Stranger for bytes that are not those of its head."""
@@ -275,13 +300,13 @@ class Door:
             return _refusal(session, text)
         try:
             answer = method(session.name, payload)
+            return session.answer_head(answer), answer
         except Refused as refused:
             return _refusal(session, str(refused))
-        except Exception as error:  # a fault must not look like one of the network
+        except BaseException as error:  # a fault must not look like one of the network
             log.exception("a call of %s has failed", session.name)
             text = f"the other side has failed: {type(error).__name__}: {error}; see its log"
             return _refusal(session, text)
-        return session.answer_head(answer), answer
 
 
 class _RefusalLog:
@@ -313,7 +338,8 @@ def _listen(address: str) -> socket.socket:
         family, _, _, _, place = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_STREAM
         )[0]
-        listener = socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        both = place[0] == "::" and socket.has_dualstack_ipv6()  # IPv4 is anywhere, too
+        listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(

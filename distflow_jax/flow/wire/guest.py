@@ -11,6 +11,10 @@ from distflow_jax.flow.wire.session import Stranger
 from distflow_jax.flow.wire.stream import PIECE_BYTES, prepare
 
 READ_BYTES = 1 << 20  # at a time, so that others have their turn
+RAW_BYTES = 1 << 16  # of TLS, at a time
+MOST_RAW_BYTES = 1 << 16  # of TLS, from a caller that has not proved the token
+WRITE_BYTES = 1 << 18  # that are encrypted at a time
+_READS = 2  # a head and the bytes of its frame
 Answer = tuple[bytes, bytes]  # head, bytes
 # yields a number of bytes, and is sent these; or a call that runs, and is sent its answer
 Conversation = Generator[int | Future[Answer], bytes | Answer, None]
@@ -22,7 +26,9 @@ class Guest:
     Attributes:
       host: of the other side.
       until: moment at which it ends if its conversation has not gone on.
+      is_stranger: whether it has not proved the token.
       runs: the call that its conversation waits for.
+      kept: bytes of that call's frame, until it begins.
       leaves: whether it ends once all that was said has gone.
       stuck: since when something that was said has not gone; None: all of it has.
       events: of a selector that it waits for.
@@ -31,18 +37,16 @@ class Guest:
     def __init__(self, connection: socket.socket, host: str, tls: ssl.SSLContext | None):
         prepare(connection)
         connection.setblocking(False)
-        self.socket = connection
-        if tls is not None:
-            self.socket = tls.wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
-        self.host, self.until, self.leaves = host, 0.0, False
+        self.socket, self.host, self.until = connection, host, 0.0
+        self.is_stranger, self.leaves, self.events = True, False, 0
         self.runs: Future[Answer] | None = None
+        self.kept = b""
         self.stuck: float | None = None
-        self.events = 0
-        self._has_shaken = tls is None
+        self._tls = None if tls is None else _Tls(tls)
         self._conversation: Conversation | None = None
-        self._wanted, self._come, self._goes = 0, [], []
+        self._wanted, self._come = 0, bytearray()
+        self._says: list[memoryview] = []
+        self._raw = memoryview(b"")  # of what is said, encrypted
 
     def begin(self, conversation: Conversation) -> None:
         """Begins a conversation."""
@@ -53,24 +57,42 @@ class Guest:
         """Has bytes go."""
         if sum(map(len, parts)) <= PIECE_BYTES:
             parts = (b"".join(parts),)
-        self._goes += [memoryview(part) for part in parts if part]
+        self._says += [memoryview(part) for part in parts if part]
 
-    def go_on(self) -> None:
-        """Does all that can be done now. Raises what ends the connection."""
-        while self._flush() and self.runs is None:
-            if self.leaves:
-                raise ConnectionAbortedError("all is said")
-            if (data := self._read()) is None:
-                return
+    def go_on(self) -> bool:
+        """Does what can be done now, up to the answer of one frame. Whether there may be more that
+        a selector does not see. Raises what ends the connection."""
+        for _ in range(_READS):
+            if not self._flush() or self.runs is not None:
+                return False
+            before = len(self._come)
+            data = self._read()
+            if data is None:
+                self._flush()
+                return self._tls is not None and len(self._come) > before
             self._take(self._conversation.send(data))
+        self._flush()
+        return self._tls is not None or not self._wanted
 
     def answer(self) -> None:
         """Goes on with the answer of the call that has run."""
         run, self.runs = self.runs, None
         self._take(self._conversation.send(run.result()))
 
+    def is_gone(self) -> bool:
+        """Whether the other side has left, while a call runs for it."""
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Ends the connection."""
+        if self.runs is not None:
+            self.runs.cancel()
+        self.kept = b""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -82,45 +104,120 @@ class Guest:
         else:
             self.runs = wanted
 
+    # -- bytes ------------------------------------------------------------------------------------
+
     def _flush(self) -> bool:
-        """Sends what can be sent now; whether nothing is left."""
-        while self._goes:
+        """Sends what can be sent now; whether nothing is left. OSError once all is said."""
+        while piece := self._next_piece():
             try:
-                sent = self.socket.send(self._goes[0])
-            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                if self.stuck is None:
-                    self.stuck = time.monotonic()
+                sent = self.socket.send(piece)
+            except BlockingIOError:
+                self.stuck = self.stuck or time.monotonic()
                 return False
-            if sent == len(self._goes[0]):
-                del self._goes[0]
+            if self._tls is not None:
+                self._raw = piece[sent:]
+            elif sent < len(piece):
+                self._says[0] = piece[sent:]
             else:
-                self._goes[0] = self._goes[0][sent:]
+                del self._says[0]
         self.stuck = None
+        if self.leaves:
+            raise ConnectionAbortedError("all is said")
         return True
+
+    def _next_piece(self) -> memoryview:
+        """Bytes that go next, encrypted where the connection is."""
+        if self._tls is None:
+            return self._says[0] if self._says else self._raw
+        if not self._raw:
+            if self._says and self._tls.has_shaken:
+                self._tls.encrypt(self._says[0][:WRITE_BYTES])
+                self._says[0] = self._says[0][WRITE_BYTES:]
+                if not self._says[0]:
+                    del self._says[0]
+            self._raw = memoryview(self._tls.goes())
+        return self._raw
 
     def _read(self) -> bytes | None:
         """The bytes that are wanted, once they have come."""
-        try:
-            if not self._has_shaken:
-                self._shake()
-            left = self._wanted - sum(map(len, self._come))
-            while left:
-                data = self.socket.recv(min(left, READ_BYTES))
-                if not data:
-                    raise ConnectionResetError("the other side has ended the connection")
-                self._come.append(data)
-                left -= len(data)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        left = self._wanted - len(self._come)
+        data = b""
+        if left:
+            data = self._receive(min(left, READ_BYTES))
+            if data is None:
+                return None
+        if len(data) == self._wanted:
+            return data
+        self._come += data
+        if len(self._come) < self._wanted:
             return None
-        come, self._come = self._come, []
-        return come[0] if len(come) == 1 else b"".join(come)
+        come, self._come = bytes(self._come), bytearray()
+        return come
 
-    def _shake(self) -> None:
-        """Goes on with the handshake of TLS."""
+    def _receive(self, most: int) -> bytes | None:
+        """Bytes that have come; None if there are none now."""
+        if self._tls is None:
+            return self._raw_bytes(most)
+        if data := self._tls.decrypted(most):
+            return data
+        if (raw := self._raw_bytes(RAW_BYTES)) is None:
+            return None
+        self._tls.comes(raw)
+        if self.is_stranger and self._tls.num_come > MOST_RAW_BYTES:
+            raise Stranger("it sends more than it takes to prove the token")
+        return self._tls.decrypted(most)
+
+    def _raw_bytes(self, most: int) -> bytes | None:
         try:
-            self.socket.do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLEOFError):
-            raise
+            data = self.socket.recv(most)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionResetError("the other side has ended the connection")
+        return data
+
+
+class _Tls:
+    """TLS of one connection, between bytes in memory.
+
+    Attributes:
+      has_shaken: whether the handshake is done.
+      num_come: encrypted bytes that have come.
+    """
+
+    def __init__(self, context: ssl.SSLContext):
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.has_shaken, self.num_come = False, 0
+
+    def comes(self, raw: bytes) -> None:
+        """Takes encrypted bytes."""
+        self.num_come += len(raw)
+        self._incoming.write(raw)
+
+    def goes(self) -> bytes:
+        """Encrypted bytes that have to go."""
+        return self._outgoing.read()
+
+    def encrypt(self, data: memoryview) -> None:
+        """Has bytes go."""
+        self._object.write(data)
+
+    def decrypted(self, most: int) -> bytes | None:
+        """Bytes that have come; None if there are none yet. Stranger if they are not of TLS."""
+        try:
+            if not self.has_shaken:
+                self._object.do_handshake()
+                self.has_shaken = True
+            data = self._object.read(most)
+        except ssl.SSLWantReadError:
+            return None
+        except ssl.SSLZeroReturnError:
+            data = b""
         except ssl.SSLError as error:
+            if self.has_shaken:
+                raise
             raise Stranger(f"its connection is not encrypted by TLS ({error.reason})") from None
-        self._has_shaken = True
+        if not data:
+            raise ConnectionResetError("the other side has ended the connection")
+        return data

@@ -24,7 +24,7 @@ from distflow_jax.parsing.one_line import one_line
 from distflow_jax.parsing.token_proof import MAC_BYTES, is_signed, sign
 
 MAGIC = b"distflow wire 2\n"
-NONCE_BYTES, NAME_BYTES, METHOD_BYTES = 16, 80, 16
+NONCE_BYTES, NAME_BYTES, METHOD_BYTES = 16, 80, 32
 HELLO = struct.Struct(f">{len(MAGIC)}s{NONCE_BYTES}s{NAME_BYTES}s")
 CHALLENGE = struct.Struct(f">{NONCE_BYTES}sQ")
 _FRAME = struct.Struct(f">Q{METHOD_BYTES}sQ32s")  # number, method, size, SHA-256
@@ -119,7 +119,7 @@ class Opening:
 
     def __init__(self, key: bytes, name: str):
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self.hello = HELLO.pack(MAGIC, nonce, name.encode()[:NAME_BYTES])
+        self.hello = HELLO.pack(MAGIC, nonce, name.encode(errors="replace")[:NAME_BYTES])
         self._key, self._said = key, b""
 
     def prove(self, challenge: bytes) -> bytes:

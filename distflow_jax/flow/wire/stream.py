@@ -25,9 +25,12 @@ class Stream:
     def encrypt(self, tls: ssl.SSLContext, host: str, end: float) -> None:
         """Makes it TLS; `host`: of the door, that its certificate has to be for."""
         self._socket.settimeout(_left(end))
-        self._socket = tls.wrap_socket(self._socket, server_side=host is None, server_hostname=host)
+        self._socket = tls.wrap_socket(
+            self._socket, server_hostname=host, do_handshake_on_connect=False
+        )
         if self._ended:  # meanwhile, when it was another socket
             raise ConnectionAbortedError("this process has ended the connection")
+        self._socket.do_handshake()
 
     def read(self, count: int, end: float) -> bytes:
         """So many bytes."""

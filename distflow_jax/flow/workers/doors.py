@@ -51,13 +51,18 @@ def start_before(folder: str | os.PathLike) -> str:
     return "" if found is None else found.incarnation
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is HOST:PORT of something that listens."""
+    found = re.fullmatch(_ADDRESS, text)
+    return found is not None and 0 < int(found[1]) < 65536
+
+
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
     parts: Sequence[str] = join.split(",")
-    found = [re.fullmatch(_ADDRESS, part) for part in parts]
-    if all(one is not None and 0 < int(one[1]) < 65536 for one in found):
+    if all(is_address(part) for part in parts):
         return tuple(parts)
-    if any(one is not None for one in found) and len(parts) > 1:
+    if len(parts) > 1 and any(re.fullmatch(_ADDRESS, part) for part in parts):
         raise ValueError(f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder")
     return ()
 

@@ -18,6 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.flow.wire.calls import Method, Refused
+from distflow_jax.flow.workers.doors import is_address
 from distflow_jax.flow.workers.weight_slices import (
     CHUNK_BYTES,
     ChunkSpec,
@@ -194,7 +195,7 @@ class WeightShelf:
             kept = self._find(version)
             kept.asked = time.monotonic()
             relays: tuple[str, ...] = ()
-            if relay:
+            if is_address(relay):
                 if relay not in kept.relays:
                     kept.relays.append(relay)
                 place = kept.relays.index(relay)
