@@ -219,8 +219,9 @@ class Door:
             if is_late or (guest.stuck is not None and guest.stuck + MESSAGE_SECONDS < now):
                 self._end(guest)
         if self._is_full:
-            self._is_full = False
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            with contextlib.suppress(OSError):  # until the next look
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+                self._is_full = False
 
     def _end_oldest_stranger(self) -> None:
         for guest in list(self._strangers)[:1]:
