@@ -99,8 +99,10 @@ def test_positions_go_on_behind_the_picture_of_a_later_turn(tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flow", [{}, AHEAD])
-def test_a_run_that_is_shown_pictures_resumes_bit_for_bit(tmp_path, flow):
-    """Images of responses that wait for their step are in the checkpoint."""
+def test_a_run_that_is_shown_pictures_resumes(tmp_path, flow):
+    """Images of responses that wait for their step are in the checkpoint. Bit for bit, but for
+    samplers that run ahead: which responses they decode together follows from when the environment
+    answers (docs/asynchronous.md)."""
     changes = {"checkpoint.every": 2, "training.optimizer.lr": 1e-3, **flow}
     whole = train(tmp_path / "whole", 4, **changes)
     # as a kill before the second checkpoint leaves it: a run that ends at step 2 begins no more
@@ -110,5 +112,6 @@ def test_a_run_that_is_shown_pictures_resumes_bit_for_bit(tmp_path, flow):
     named = ("actor/loss", "actor/grad_norm", "critic/score/mean", "perf/images_encoded")
     for step in (3, 4):
         one, two = ([m for m in x if m["step"] == step][-1] for x in (whole, cut))
-        assert [one[name] for name in named] == [two[name] for name in named]
+        one, two = ([of[name] for name in named] for of in (one, two))
+        assert one == (pytest.approx(two, rel=1e-5, abs=1e-7) if flow else two)
     assert whole[-1]["actor/grad_norm"] > 0
