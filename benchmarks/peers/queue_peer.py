@@ -45,11 +45,12 @@ def server(pipe: Any, kind: str) -> None:
     else:
         made = SimpleStorageUnit.__ray_metadata__.modified_class({"num_data_storage_units": UNITS})
     pipe.send((getattr(made, "storage_unit_id", kind), made.get_zmq_server_info()))
-    pipe.recv()
-    cpu = time.process_time()
-    pipe.recv()
-    pipe.send([0, time.process_time() - cpu])
-    pipe.recv()
+    with contextlib.suppress(EOFError):  # until the process is killed
+        pipe.recv()
+        cpu = time.process_time()
+        pipe.recv()
+        pipe.send([0, time.process_time() - cpu])
+        pipe.recv()
 
 
 def group(draw: np.random.Generator) -> TensorDict:

@@ -37,7 +37,7 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
     return b"".join(chunks)
 
 
-def decode(data: bytes) -> list[Any]:
+def decode(data: bytes | bytearray) -> list[Any]:
     """Inverse of encode: arrays (read-only), and NumPy scalars for numbers.
 
     ValueError for a tag or a shape that `encode` does not write.

@@ -15,7 +15,7 @@ from distflow_jax.parsing.one_line import one_line, shown
 MOST_FILE_BYTES = 256 << 20  # of a JSON file read whole: vocabularies have some 30 MiB
 
 
-def parse_json(text: str | bytes, place: str) -> Any:
+def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """The value of a JSON text; bytes are UTF-8, with or without a mark of byte order.
 
     `place` begins messages: file and row. Raises ValueError with it.

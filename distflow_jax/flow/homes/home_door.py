@@ -14,7 +14,7 @@ from typing import Any
 from distflow_jax.did_you_mean import hint
 from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home_sampler import HomeSampler
-from distflow_jax.flow.wire.calls import Refused
+from distflow_jax.flow.wire.calls import Bytes, Method, Refused
 from distflow_jax.flow.workers.frames import (
     Frame,
     checked,
@@ -52,7 +52,7 @@ class HomeDoor:
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
 
-    def methods(self) -> dict[str, Callable[[str, bytes], bytes]]:
+    def methods(self) -> dict[str, Method]:
         """The methods by name."""
         found = {
             "hello": self._hello,
@@ -201,8 +201,8 @@ def difference(name: str, ours: Table, theirs: Table) -> str:
     return ""
 
 
-def _framed(method: Callable[[str, Frame], Frame]) -> Callable[[str, bytes], bytes]:
-    def call(worker: str, payload: bytes) -> bytes:
+def _framed(method: Callable[[str, Frame], Frame]) -> Method:
+    def call(worker: str, payload: Bytes) -> bytes:
         try:
             return method(worker, Frame.of_bytes(payload)).to_bytes()
         except ValueError as error:

@@ -10,6 +10,7 @@ from distflow_jax.flow.wire.calls import (
     TEXT_BYTES,
     TURNED_AWAY,
     WELCOME,
+    Bytes,
     Refused,
     Unreachable,
     too_large,
@@ -65,7 +66,7 @@ class Caller:
         self._busy: set[Stream] = set()
         self._closed = False
 
-    def call(self, method: str, payload: bytes, seconds: float) -> bytes:
+    def call(self, method: str, payload: bytes, seconds: float) -> Bytes:
         """The answer to one call.
 
         Raises Refused with the other side's text, and Unreachable if there is no genuine answer in
@@ -105,7 +106,7 @@ class Caller:
 
     def _answer(
         self, stream: Stream, lane: Lane, method: str, payload: bytes, end: float
-    ) -> tuple[Frame, bytes]:
+    ) -> tuple[Frame, Bytes]:
         """(head, bytes) of the answer to a frame."""
         stream.write(lane.head(method, payload), payload, end)
         answer = lane.answer(stream.read(ANSWER_HEAD_BYTES, end))
@@ -168,7 +169,7 @@ class Caller:
         return Unreachable(f"{self.address}: {reason}")
 
 
-def _said(stream: Stream, count: int, end: float) -> bytes:
+def _said(stream: Stream, count: int, end: float) -> Bytes:
     """Bytes that a door sends before there is a session. Stranger, with its reason, if it sends
     none."""
     first = stream.read(1, end)

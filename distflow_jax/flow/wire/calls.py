@@ -7,7 +7,8 @@ TEXT_BYTES = 4096  # of a refusal
 # before what a door says to a caller without a session
 WELCOME, TURNED_AWAY = b"\1", b"\0"
 
-Method = Callable[[str, bytes], bytes]  # (name of the caller, bytes) -> bytes
+Bytes = bytes | bytearray  # large ones come as they were received
+Method = Callable[[str, Bytes], bytes]  # (name of the caller, bytes) -> bytes
 
 
 class Refused(Exception):

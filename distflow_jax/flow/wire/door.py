@@ -23,6 +23,7 @@ from distflow_jax.flow.wire.calls import (
     TEXT_BYTES,
     TURNED_AWAY,
     WELCOME,
+    Bytes,
     Method,
     Refused,
     too_large,
@@ -291,7 +292,7 @@ class Door:
         payload, guest.kept = guest.kept, b""
         return self._run(session, frame, payload, guest.host)
 
-    def _run(self, session: Session, frame: Frame, payload: bytes, host: str) -> Answer:
+    def _run(self, session: Session, frame: Frame, payload: Bytes, host: str) -> Answer:
         """The answer to a genuine frame. Stranger for bytes that are not those of its head."""
         frame.check(payload)
         method = self._methods.get(frame.method)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import Future
 
+from distflow_jax.flow.wire.calls import Bytes
 from distflow_jax.flow.wire.session import Stranger
 from distflow_jax.flow.wire.stream import PIECE_BYTES, prepare
 
@@ -17,7 +18,7 @@ WRITE_BYTES = 1 << 18  # that are encrypted at a time
 _READS = 2  # a head and the bytes of its frame
 Answer = tuple[bytes, bytes]  # head, bytes
 # yields a number of bytes, and is sent these; or a call that runs, and is sent its answer
-Conversation = Generator[int | Future[Answer], bytes | Answer, None]
+Conversation = Generator[int | Future[Answer], Bytes | Answer, None]
 
 
 class Guest:
@@ -40,7 +41,7 @@ class Guest:
         self.socket, self.host, self.until = connection, host, 0.0
         self.is_stranger, self.leaves, self.events = True, False, 0
         self.runs: Future[Answer] | None = None
-        self.kept = b""
+        self.kept: Bytes = b""
         self.stuck: float | None = None
         self._tls = None if tls is None else _Tls(tls)
         self._conversation: Conversation | None = None
@@ -138,7 +139,7 @@ class Guest:
             self._raw = memoryview(self._tls.goes())
         return self._raw
 
-    def _read(self) -> bytes | None:
+    def _read(self) -> Bytes | None:
         """The bytes that are wanted, once they have come."""
         left = self._wanted - len(self._come)
         data = b""
@@ -151,7 +152,7 @@ class Guest:
         self._come += data
         if len(self._come) < self._wanted:
             return None
-        come, self._come = bytes(self._come), bytearray()
+        come, self._come = self._come, bytearray()
         return come
 
     def _receive(self, most: int) -> bytes | None:

@@ -20,6 +20,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
+from distflow_jax.flow.wire.calls import Bytes
 from distflow_jax.parsing.one_line import one_line
 from distflow_jax.parsing.token_proof import MAC_BYTES, is_signed, sign
 
@@ -46,7 +47,7 @@ class Frame(NamedTuple):
     digest: bytes
     refused: bool = False
 
-    def check(self, payload: bytes) -> None:
+    def check(self, payload: Bytes) -> None:
         """Stranger if these are not the frame's bytes."""
         if len(payload) != self.size or hashlib.sha256(payload).digest() != self.digest:
             raise Stranger("the bytes of its frame are not those that it signed")

@@ -6,6 +6,8 @@ import socket
 import ssl
 import time
 
+from distflow_jax.flow.wire.calls import Bytes
+
 PIECE_BYTES = 1 << 16  # that are sent in one go with their head
 # a host that has failed closes nothing: it is asked after so many idle seconds, so often
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -32,23 +34,26 @@ class Stream:
             raise ConnectionAbortedError("this process has ended the connection")
         self._socket.do_handshake()
 
-    def read(self, count: int, end: float) -> bytes:
+    def read(self, count: int, end: float) -> Bytes:
         """So many bytes."""
-        self._socket.settimeout(_left(end))
-        first = self._socket.recv(min(count, PIECE_BYTES)) if count else b""
-        if len(first) == count:
-            return first
+        first = b""
+        if count <= PIECE_BYTES:
+            self._socket.settimeout(_left(end))
+            first = self._socket.recv(count) if count else b""
+            if len(first) == count:
+                return first
+            if not first:
+                raise _ended()
         data, at = bytearray(count), len(first)
         data[:at] = first
         view = memoryview(data)
-        while first and at < count:
+        while at < count:
             self._socket.settimeout(_left(end))
             if not (more := self._socket.recv_into(view[at:])):
-                break
+                raise _ended()
             at += more
-        if at < count:
-            raise ConnectionResetError("the other side has ended the connection")
-        return bytes(data)
+        view.release()
+        return data
 
     def write(self, head: bytes, payload: bytes, end: float) -> None:
         """Sends both."""
@@ -90,6 +95,10 @@ def prepare(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _ended() -> ConnectionResetError:
+    return ConnectionResetError("the other side has ended the connection")
 
 
 def _left(end: float) -> float:

@@ -14,6 +14,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.flow.homes.home import Piece
 from distflow_jax.flow.saved_samples import Arrays, Key, SavedSamples, to_arrays
+from distflow_jax.flow.wire.calls import Bytes
 from distflow_jax.flow.workers.image_frames import SentImages, images_of, patch_of
 from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 
@@ -45,7 +46,7 @@ class Frame:
         return encode([np.frombuffer(head, np.uint8), *self.arrays.values()], "a frame")
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> "Frame":
+    def of_bytes(cls, data: Bytes) -> "Frame":
         """Inverse of to_bytes. ValueError for bytes that are no frame."""
         head, *arrays = checked(lambda: decode(data))
         found = checked(lambda: json.loads(np.asarray(head, np.uint8).tobytes()))

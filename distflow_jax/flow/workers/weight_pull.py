@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.flow.wire.calls import Refused, Unreachable
+from distflow_jax.flow.wire.calls import Bytes, Refused, Unreachable
 from distflow_jax.flow.workers.weight_shelf import (
     MANIFEST,
     NOT_YET,
@@ -52,7 +52,7 @@ class Source(Protocol):
 
     address: str
 
-    def call(self, method: str, payload: bytes, seconds: float) -> bytes:
+    def call(self, method: str, payload: bytes, seconds: float) -> Bytes:
         """The answer to one call; raises Refused and Unreachable."""
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Block:
     def __init__(self, start: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype):
         self.start, self.array = start, np.empty(shape, dtype)
 
-    def write(self, chunk: ChunkSpec, data: bytes) -> None:
+    def write(self, chunk: ChunkSpec, data: Bytes) -> None:
         """The part of a chunk that lies in this block."""
         of_chunk, of_block = overlap(chunk, self.start, self.array.shape)
         values = np.frombuffer(data, self.array.dtype).reshape(chunk.shape)
@@ -301,7 +301,7 @@ class _Fetch:
         for having in self._having.values():  # of equals another one each time
             random.shuffle(having)
 
-    def bring(self, path: str, chunk: ChunkSpec) -> tuple[bytes, str]:
+    def bring(self, path: str, chunk: ChunkSpec) -> tuple[Bytes, str]:
         """(a chunk, the address that it is from); another process is asked where one fails."""
         while (source := self._choose(path, chunk)) is not None:
             try:
@@ -333,7 +333,7 @@ class _Fetch:
                 self._load[chosen.address] += chunk.size
             return chosen
 
-    def _from(self, source: Source, path: str, chunk: ChunkSpec) -> bytes:
+    def _from(self, source: Source, path: str, chunk: ChunkSpec) -> Bytes:
         stall = time.monotonic() + STALL_SECONDS
         while True:
             left = min(self._end - time.monotonic(), PIECE_SECONDS)

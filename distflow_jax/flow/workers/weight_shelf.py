@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.flow.wire.calls import Method, Refused
+from distflow_jax.flow.wire.calls import Bytes, Method, Refused
 from distflow_jax.flow.workers.doors import is_address
 from distflow_jax.flow.workers.weight_slices import (
     CHUNK_BYTES,
@@ -44,7 +44,7 @@ RELAYS_OF_ONE = 2  # workers that pull from one relay
 @dataclasses.dataclass
 class _Version:
     tensors: dict[str, TensorSpec]
-    chunks: dict[Place, bytes] = dataclasses.field(default_factory=dict)
+    chunks: dict[Place, Bytes] = dataclasses.field(default_factory=dict)
     relays: list[str] = dataclasses.field(default_factory=list)  # in the order in which they asked
     asked: float = -LINGER_SECONDS  # when a piece was asked for last
     forgotten: bool = False
@@ -136,7 +136,7 @@ class WeightShelf:
             self._versions[manifest.version] = _Version(dict(manifest.tensors))
             self._changed.notify_all()
 
-    def add(self, version: int, place: Place, data: bytes) -> None:
+    def add(self, version: int, place: Place, data: Bytes) -> None:
         """A chunk that has arrived, whose checksum is right."""
         with self._changed:
             if version in self._versions:
@@ -186,7 +186,7 @@ class WeightShelf:
             if idle or version != forgotten[-1]:
                 del self._versions[version]
 
-    def _manifest(self, peer: str, payload: bytes) -> bytes:
+    def _manifest(self, peer: str, payload: Bytes) -> bytes:
         request = _request(payload, {"version": SIZE, "relay": TEXT})
         version, relay = request["version"], request["relay"]
         with self._changed:
@@ -203,7 +203,7 @@ class WeightShelf:
                     relays = (kept.relays[(place - 1) // RELAYS_OF_ONE],)
             return Manifest(self.incarnation, version, kept.tensors, relays).encode()
 
-    def _piece(self, peer: str, payload: bytes) -> bytes:
+    def _piece(self, peer: str, payload: Bytes) -> bytes:
         request = _request(payload, {"version": SIZE, "path": TEXT, "start": INTEGERS})
         place = request["path"], tuple(request["start"])
         end = time.monotonic() + WAIT_SECONDS
@@ -234,7 +234,7 @@ def _blocks(x: jax.Array) -> list[Any]:
     return list({str(shard.index): shard for shard in x.addressable_shards}.values())
 
 
-def _request(payload: bytes, kinds: Mapping[str, Any]) -> Mapping[str, Any]:
+def _request(payload: Bytes, kinds: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         request = parse_json(payload, "request")
         if not isinstance(request, Mapping):

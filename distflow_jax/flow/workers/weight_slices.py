@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.flow.wire.calls import Bytes
 from distflow_jax.parsing.checked_fields import OBJECT, SIZE, TEXT, TEXTS, check_fields
 from distflow_jax.parsing.json_text import parse_json
 
@@ -71,7 +72,7 @@ class Manifest:
         return json.dumps(named | {"tensors": tensors}, separators=(",", ":")).encode()
 
 
-def read_manifest(data: bytes, place: str) -> Manifest:
+def read_manifest(data: Bytes, place: str) -> Manifest:
     """Inverse of Manifest.encode. ValueError, which begins with `place`, for what is none."""
     raw = parse_json(data, place)
     if not isinstance(raw, Mapping):
@@ -125,7 +126,7 @@ def cut(
         yield ChunkSpec(tuple(a + o for a, o in zip(start, offset, strict=True)), sizes)
 
 
-def checksum(data: bytes) -> int:
+def checksum(data: Bytes) -> int:
     """CRC-32."""
     return zlib.crc32(data)
 
