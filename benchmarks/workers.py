@@ -410,7 +410,7 @@ def run_shelf(pipe: Connection, count: int) -> None:
 
 
 def source(transport: str, port: int) -> Any:
-    """What calls a door of a transport."""
+    """Caller of a door, by its transport."""
     address = f"127.0.0.1:{port}"
     if transport == WIRE:
         return Caller(address, TOKEN, "pull")

@@ -109,7 +109,7 @@ class Raw:
         return data
 
     def told(self):
-        """What the door says as it ends the connection before there is a session."""
+        """The door's words as it ends the connection before there is a session."""
         said = self.read(5000)
         assert said[:1] == b"\0"
         return said[1:].decode()

@@ -165,8 +165,9 @@ def test_doors_are_written_whole_and_read_back(tmp_path):
         read_doors(tmp_path)
     assert addresses("host:1,[::1]:2") == ("host:1", "[::1]:2")
     assert addresses("runs/far") == ()
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        addresses("host:1,runs/far")
+    for wrong in ("host:1,runs/far", "host:0", "127.0.0.1:99999"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            addresses(wrong)
 
 
 def test_nobody_who_answers_is_named(tmp_path):

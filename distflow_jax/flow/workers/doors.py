@@ -62,7 +62,7 @@ def addresses(join: str) -> tuple[str, ...]:
     parts: Sequence[str] = join.split(",")
     if all(is_address(part) for part in parts):
         return tuple(parts)
-    if len(parts) > 1 and any(re.fullmatch(_ADDRESS, part) for part in parts):
+    if any(re.fullmatch(_ADDRESS, part) for part in parts):
         raise ValueError(f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder")
     return ()
 
