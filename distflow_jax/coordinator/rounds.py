@@ -31,8 +31,9 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
     _, group = np.unique(columns["uid"][:, 0], return_inverse=True)
     high = np.full(group.max(initial=-1) + 1, -np.inf)
     low = -high
-    np.maximum.at(high, group, score)
-    np.minimum.at(low, group, score)
+    scored = ~np.isnan(score)
+    np.maximum.at(high, group[scored], score[scored])
+    np.minimum.at(low, group[scored], score[scored])
     return (high > low)[group]
 
 

@@ -1,6 +1,7 @@
 """Calls of a reward function by its signature, and checks of what it returns."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import math
@@ -10,58 +11,78 @@ from types import TracebackType
 from typing import Any
 
 from distflow_jax.rewards.function import ROW_PARAMETERS, is_async, is_batch
-from distflow_jax.rewards.records import RewardRequest, RewardResult
+from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.registry import ANSWERS, same_answers
+
+NOT_SCORED = RewardResult(math.nan)
 
 
 def score_requests(
     function: Callable[..., Any],
     kwargs: Mapping[str, Any],
-    requests: Sequence[RewardRequest],
+    requests: Sequence[RewardRequest | VoteRequest],
     *,
     timeout_seconds: float,
     on_error: float,
+    conversational: bool = False,
 ) -> list[RewardResult]:
     """Scores requests; returns one result each, in order. The function's exceptions are results.
 
     A batch function is called once, a coroutine function concurrently for all requests (each with
     the deadline), any other function row by row without a deadline: RewardPool ends hanging calls.
+    `conversational`: a batch function gets prompts and completions as lists of messages.
     """
+    if requests and isinstance(requests[0], VoteRequest):
+        votes = (same_answers(function, request.answers) for request in requests)
+        return [RewardResult(on_error, votes=found) for found in votes]
     if is_batch(function):
-        call = functools.partial(_call_batch, function, kwargs, requests)
-        return _guarded_many(call, len(requests), timeout_seconds, on_error)
+        call = functools.partial(_call_batch, function, kwargs, requests, conversational)
+        return _guarded_many(call, len(requests), timeout_seconds, on_error, conversational)
     calls = [functools.partial(function, **_row_arguments(function, r), **kwargs) for r in requests]
     if is_async(function):
         return asyncio.run(_gather(calls, timeout_seconds, on_error))
-    return [_guarded(call, on_error) for call in calls]
+    results = [_guarded(call, on_error) for call in calls]
+    if function not in ANSWERS:
+        return results
+    own = {key: value for key, value in kwargs.items() if key != "prompt"}
+    answers = [ANSWERS[function](r.solution, r.prompt, **own) for r in requests]
+    return [
+        dataclasses.replace(result, answer=answer)
+        for result, answer in zip(results, answers, strict=True)
+    ]
 
 
 def result_from(value: Any) -> RewardResult:
     """The RewardResult of the value that a function returned for one response.
 
-    The value is a number, or a dict with a number as `score`. Other entries of the dict are logged
-    if they are numbers.
+    The value is a number, or a dict with a number as `score`; None for the score leaves the
+    response out of its group. A dict's `answer` is what the response's answer is; its other entries
+    are logged if they are numbers.
 
     Raises:
       TypeError: any other value.
       ValueError: a score that is not finite.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
-    score = _number(entries.get("score"))
+    not_scored = isinstance(value, Mapping) and "score" in entries and entries["score"] is None
+    score = math.nan if not_scored else _number(entries.get("score"))
     if score is None:
         raise TypeError(
             f"the reward function returned {_shown(value)}; "
-            "expected a number or a dict with a number as 'score'"
+            "expected a number or a dict with a number as 'score' (None there: not scored)"
         )
-    if not math.isfinite(score):
+    if not math.isfinite(score) and not not_scored:
         raise ValueError(f"the reward function returned a score of {score}")
-    numbers = {key: _number(entry) for key, entry in entries.items() if key != "score"}
-    return RewardResult(score, {str(k): v for k, v in numbers.items() if v is not None})
+    numbers = {k: _number(entry) for k, entry in entries.items() if k not in ("score", "answer")}
+    answer = str(entries["answer"] or "") if "answer" in entries else None
+    logged = {str(k): v for k, v in numbers.items() if v is not None}
+    return RewardResult(score, logged, answer=answer)
 
 
-def error_result(error: BaseException, on_error: float) -> RewardResult:
+def error_result(error: BaseException, on_error: float, hint: str = "") -> RewardResult:
     """An exception of the user's function as a result, with its file, line and traceback."""
     trace = _beyond_this_file(error.__traceback__)
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    summary = "".join(traceback.format_exception_only(error)).strip() + hint
     if trace is not None:
         frame = traceback.extract_tb(trace)[-1]
         summary += f" ({frame.filename}, line {frame.lineno})"
@@ -88,15 +109,19 @@ def _row_arguments(function: Callable[..., Any], request: RewardRequest) -> dict
 
 
 def _call_batch(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], requests: Sequence[RewardRequest]
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    requests: Sequence[RewardRequest],
+    conversational: bool,
 ) -> Any:
     columns: dict[str, list[Any]] = {
         key: [r.extra_info.get(key) for r in requests]
         for key in dict.fromkeys(key for r in requests for key in r.extra_info)
     }
+    prompts, completions = [r.prompt for r in requests], [r.solution for r in requests]
     columns |= {
-        "prompts": [r.prompt for r in requests],
-        "completions": [r.solution for r in requests],
+        "prompts": _messages("user", prompts) if conversational else prompts,
+        "completions": _messages("assistant", completions) if conversational else completions,
         "ground_truth": [r.ground_truth for r in requests],
         "data_source": [r.data_source for r in requests],
     }
@@ -106,8 +131,17 @@ def _call_batch(
     return function(**columns | dict(kwargs))
 
 
+def _messages(role: str, texts: Sequence[str]) -> list[list[dict[str, str]]]:
+    """Each text as TRL's conversation of one message."""
+    return [[{"role": role, "content": text}] for text in texts]
+
+
 def _guarded_many(
-    call: Callable[[], Any], count: int, timeout_seconds: float, on_error: float
+    call: Callable[[], Any],
+    count: int,
+    timeout_seconds: float,
+    on_error: float,
+    conversational: bool,
 ) -> list[RewardResult]:
     try:
         values = call()
@@ -121,11 +155,27 @@ def _guarded_many(
             raise ValueError(
                 f"the reward function returned {len(values)} scores for {count} completions"
             )
-        return [result_from(value) for value in values]
     except TimeoutError:
         return [RewardResult(on_error, error="timeout")] * count
     except (Exception, SystemExit) as error:  # user code may raise anything
-        return [error_result(error, on_error)] * count
+        text = not conversational and any(sign in str(error) for sign in _INDEXED_TEXT)
+        return [error_result(error, on_error, _TEXT_HINT if text else "")] * count
+    return [_item(value, on_error) for value in values]
+
+
+# messages of Python where text is taken for a list of messages
+_INDEXED_TEXT = ("string indices must be integers", "'str' object has no attribute")
+_TEXT_HINT = (
+    "; completions are text: reward.conversational=True gives lists of messages as TRL does"
+)
+
+
+def _item(value: Any, on_error: float) -> RewardResult:
+    """The result of one item of a batch; what is wrong with it concerns no other item."""
+    try:
+        return NOT_SCORED if value is None else result_from(value)
+    except (TypeError, ValueError) as error:
+        return error_result(error, on_error)
 
 
 def _guarded(call: Callable[[], Any], on_error: float) -> RewardResult:

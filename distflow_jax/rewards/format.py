@@ -11,13 +11,16 @@ def tagged_format(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
+    prompt: str = "",
     tags: Sequence[str] = ("think", "answer"),
 ) -> float:
     """1.0 if the response is `<think>..</think><answer>..</answer>` and nothing else, else 0.0.
 
     Each tag must occur once, in the order of `tags`, and enclose some text; white space may stand
-    between them. DeepSeek-AI 2025, arxiv.org/abs/2501.12948, sec. 2.2.
+    between them. The end of `prompt` may have opened the first one. DeepSeek-AI 2025,
+    arxiv.org/abs/2501.12948, sec. 2.2.
     """
+    solution_str = with_opened_tag(solution_str, tags[0], prompt)
     rest = solution_str.strip()
     for tag in tags:
         start, end = f"<{tag}>", f"</{tag}>"
@@ -43,3 +46,9 @@ def pattern_format(
     A dot matches line ends too.
     """
     return float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None)
+
+
+def with_opened_tag(response: str, tag: str, prompt: str) -> str:
+    """The response, with the opening tag before it if the prompt ends with that."""
+    start = f"<{tag}>"
+    return start + response if prompt.rstrip().endswith(start) else response

@@ -12,6 +12,7 @@ NUMBER = re.compile(
         (?: (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+) (?:\.[0-9]+)? | \.[0-9]+ )""",
     re.VERBOSE,
 )
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 AFTER_HASHES = re.compile(r"\#\#\#\#\s*(" + NUMBER.pattern + ")", re.VERBOSE)
 
 
@@ -26,8 +27,9 @@ def gsm8k(
     """1.0 if the response's final number equals the ground truth, else 0.0.
 
     The final number is the one after the last `####`; without one, method "flexible" takes the last
-    number of the response. Commas between thousands, a dollar sign, a full stop at the end and
-    zeros after the decimal point make no difference.
+    number of the response. It is verl's rule: a number that merely occurs is an answer. Commas
+    between thousands (`1,234`, `1{,}234`), a dollar sign, a full stop at the end and zeros after
+    the decimal point make no difference.
 
     Raises:
       ValueError: the ground truth is not a number, or the method is unknown.
@@ -46,7 +48,7 @@ def gsm8k(
 
 def last_number(text: str, method: str) -> Decimal | None:
     """The exact final number of a text; None without one."""
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = _LATEX_COMMA.sub(",", text.replace("\N{MINUS SIGN}", "-"))
     found = AFTER_HASHES.findall(text)
     if not found and method == "flexible":
         found = NUMBER.findall(text)

@@ -1,14 +1,12 @@
-"""Reward for mathematical answers, compared as expressions by the package math-verify."""
+"""Rewards for mathematical answers: the rule of this package, verl's and TRL's."""
 
-import functools
 import importlib
-import logging
-import re
 import threading
-from types import ModuleType
 from typing import Any
 
-_BEGINS_FORMULA = re.compile(r"(?<!\\)\$")  # a dollar, but not that of \$18.90
+from distflow_jax.rewards.answers.boxed_only import same_after_cleaning
+from distflow_jax.rewards.answers.equality import Equality, is_missing, load
+from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 
 
 def math(
@@ -17,39 +15,87 @@ def math(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     *,
+    prompt: str = "",
     timeout_seconds: int = 3,
 ) -> float:
-    r"""1.0 if the response's final expression equals the ground truth, else 0.0.
+    r"""1.0 if the response's final answer equals the ground truth, else 0.0.
 
-    LaTeX (`\boxed{\frac{1}{2}}`, `$0.5$`) and plain expressions (`1/2`) are parsed; the ground
-    truth may be either, or bare LaTeX. A parse or comparison that takes longer than
-    `timeout_seconds` counts as wrong.
+    answers/final_answer.py says what the answer is, answers/equality.py when two are equal. The
+    truth may be LaTeX, plain text, or a solution with the answer at its end. A parse or comparison
+    that takes longer than `timeout_seconds` counts as wrong. `prompt`: the text that the model was
+    given, which may have opened its thought.
+
+    Raises:
+      ValueError: the ground truth is missing or cannot be parsed.
+    """
+    if is_missing(ground_truth):
+        raise ValueError(f"math needs a ground truth, got {ground_truth!r}")
+    equality = Equality(ground_truth, timeout_seconds)
+    return float(equality.holds(final_answer(solution_str, prompt)))
+
+
+def boxed_only(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+) -> float:
+    r"""verl's rule for MATH: the text of the last `\boxed{}` equals the truth, both cleaned.
+
+    Hendrycks et al. 2021 (arxiv.org/abs/2103.03874), `is_equiv` of its repository.
+    """
+    box = last_box(solution_str)
+    return float(box is not None and same_after_cleaning(box, str(ground_truth)))
+
+
+def math_verify(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    timeout_seconds: int = 3,
+) -> float:
+    """The package math-verify with its default settings: the last expression of the response.
+
+    A number that merely occurs is an answer here, also in a thought that is cut.
 
     Raises:
       ValueError: the ground truth cannot be parsed.
     """
-    # its limits are alarm signals, which only a main thread has: a worker calls in its main thread
+    return _verified(solution_str, ground_truth, timeout_seconds)
+
+
+def math_verify_anchored(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    timeout_seconds: int = 3,
+) -> float:
+    """math-verify with the settings of TRL's `accuracy_reward`: LaTeX in a box or after a phrase.
+
+    Raises:
+      ValueError: the ground truth cannot be parsed.
+    """
+    package = load()
+    normal = importlib.import_module("latex2sympy2_extended").NormalizationConfig(units=True)
+    config = package.LatexExtractionConfig(
+        normalization_config=normal, boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    options = {"extraction_config": [config], "extraction_mode": "first_match"}
+    return _verified(solution_str, ground_truth, timeout_seconds, **options)
+
+
+def _verified(solution: str, truth: Any, timeout_seconds: int, **options: Any) -> float:
+    # alarm signals exist in main threads alone
     in_main_thread = threading.current_thread() is threading.main_thread()
     limit = timeout_seconds if in_main_thread else None
-    gold = _parsed_truth(str(ground_truth), limit)
-    if not gold:
-        raise ValueError(f"math cannot parse the ground truth {ground_truth!r}")
-    answer = load().parse(solution_str, parsing_timeout=limit)
-    return float(load().verify(gold, answer, timeout_seconds=limit))
-
-
-def _parsed_truth(truth: str, limit: int | None) -> list[Any]:
-    """Expressions that math-verify reads in a ground truth; empty where there are none."""
-    gold = []
-    if "boxed" in truth or _BEGINS_FORMULA.search(truth):
-        gold = load().parse(truth, parsing_timeout=limit)
-    return gold or load().parse(f"\\boxed{{{truth}}}", parsing_timeout=limit)
-
-
-@functools.cache
-def load() -> ModuleType:
-    """Imports the package at first use: with sympy that takes a second."""
-    package = importlib.import_module("math_verify")
-    # its warnings quote whole responses that cannot be parsed, which is common
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return package
+    package, text = load(), str(truth)
+    gold = package.parse(text, parsing_timeout=limit) if "$" in text or "boxed" in text else []
+    gold = gold or package.parse(f"\\boxed{{{text}}}", parsing_timeout=limit)
+    if is_missing(truth) or not gold:
+        raise ValueError(f"math cannot parse the ground truth {truth!r}")
+    answer = package.parse(solution, parsing_timeout=limit, **options)
+    return float(package.verify(gold, answer, timeout_seconds=limit))

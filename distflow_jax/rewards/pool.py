@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import logging
+import math
 import os
 import resource
 import threading
@@ -12,9 +14,11 @@ from typing import Any, NamedTuple
 
 from distflow_jax.rewards.call import score_requests
 from distflow_jax.rewards.function import check_signature, load_function
-from distflow_jax.rewards.records import RewardRequest, RewardResult
-from distflow_jax.rewards.registry import QUICK
+from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.registry import MATHEMATICAL, QUICK, same_answers
 from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
+
+log = logging.getLogger("distflow_jax")
 
 MAX_WORKERS = 8  # at most, with num_workers=-1
 WORKER_BYTES = 32 << 20  # of memory that a worker takes at least
@@ -27,11 +31,15 @@ CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
 class RewardConfig:
     """The reward function, its worker processes, and the handling of its errors."""
 
-    # the reward function: gsm8k, math, geo3k, exact, format, pattern, reasoning_gym, zero (all
-    # rewards come from rollout.environment), my_module:my_function or file.py:function
+    # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
+    # format, pattern, reasoning_gym, zero (all rewards come from rollout.environment),
+    # my_module:my_function or file.py:function
     function: str = "gsm8k"
     # keyword arguments of the function
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # whether a function of batches gets prompts and completions as lists of one message, TRL's form
+    # for chat prompts; otherwise they are text
+    conversational: bool = False
     timeout_seconds: float = 10.0  # deadline of one call of the function
     start_seconds: float = 60.0  # deadline for starting a worker and importing the function
     # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
@@ -79,7 +87,7 @@ class RewardConfig:
 class Scoring(NamedTuple):
     """Requests that one call of a worker is to score, and the futures of their results."""
 
-    requests: Sequence[RewardRequest]
+    requests: Sequence[RewardRequest | VoteRequest]
     futures: Sequence[Future[RewardResult]]
 
 
@@ -162,7 +170,9 @@ class RewardPool:
             timeout_seconds=config.timeout_seconds,
             start_seconds=config.start_seconds,
             on_error=config.on_error,
+            conversational=config.conversational,
         )
+        self._warned = False  # that most responses have no answer
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
         self._jobs = JobQueue()
         self._closing = threading.Event()
@@ -193,7 +203,7 @@ class RewardPool:
         False for a batch function, which gets all responses of a step at once, and for quick
         functions, which run in the caller's thread.
         """
-        return self._num_workers > 0 and self._kind.result() != "batch"
+        return self._num_workers > 0 and self._kind_of_function() != "batch"
 
     def check(self, request: RewardRequest) -> RewardResult:
         """Scores one row of the data, as a check before the first step.
@@ -214,6 +224,11 @@ class RewardPool:
             raise ValueError(
                 f"reward function {self._config.function!r} failed on the first row: {summary}"
             )
+        if self._config.conversational and self._kind_of_function() != "batch":
+            raise ValueError(
+                "reward.conversational=True is for functions of (prompts, completions, ..), and "
+                f"{self._config.function!r} takes one response at a time: leave it out"
+            )
         return result
 
     def submit(self, request: RewardRequest) -> Future[RewardResult]:
@@ -223,28 +238,58 @@ class RewardPool:
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Scores responses, in order."""
         size = 1
-        if self._num_workers and requests and self._kind.result() != "row":
+        if requests and self._kind_of_function() != "row":
             size = -(-len(requests) // self._num_workers)
         chunks = [requests[i : i + size] for i in range(0, len(requests), size)]
         futures = [future for chunk in chunks for future in self._submit(chunk)]
         return [future.result() for future in futures]
 
+    def equal_answers(self, groups: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+        """For each prompt's answers the number of the first one that is equal to each.
+
+        A mathematical function compares in its workers, under their deadline; where that passes,
+        and for all other functions, answers are equal as text.
+        """
+        votes = [VoteRequest(tuple(answers)) for answers in groups]
+        if self._config.function not in MATHEMATICAL:
+            return [same_answers(len, vote.answers) for vote in votes]
+        futures = [self._submit([vote])[0] for vote in votes]
+        results = [future.result() for future in futures]
+        return [
+            same_answers(len, vote.answers) if result.error else result.votes
+            for vote, result in zip(votes, results, strict=True)
+        ]
+
     def check_error_rate(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Metrics `reward/errors` (exceptions and crashes) and `reward/timeouts` of a step.
+        """Counts of a step: `reward/errors` (exceptions and crashes), `reward/timeouts` and others.
 
         `parts`: `failures` of all its rewards. Raises RuntimeError, with the first traceback, if
-        too many failed.
+        too many failed, or if the function scored none.
         """
-        scored, failed, timeouts = (
-            sum(part[name] for part in parts) for name in ("scored", "failed", "timeouts")
-        )
+        names = ("scored", "failed", "timeouts", "left_out", "no_answer", "not_finite")
+        totals = {name: sum(part[name] for part in parts) for name in names}
+        scored, failed, timeouts, left_out, no_answer, not_finite = totals.values()
         if failed > self._config.max_error_rate * scored:
             first = next(part["first"] for part in parts if part["failed"])
             raise RuntimeError(
                 f"{failed} of {scored} rewards failed ({timeouts} by timeout), more than "
                 f"reward.max_error_rate {self._config.max_error_rate}; the first: {first}"
             )
-        return {"reward/errors": failed - timeouts, "reward/timeouts": timeouts}
+        if scored and left_out == scored:
+            raise RuntimeError(
+                f"the reward function {self._config.function!r} scored none of {scored} responses: "
+                "it returned None for each"
+            )
+        if no_answer > scored / 2 and not self._warned:
+            log.warning(
+                "reward.function=%s finds no answer in %d of %d responses: say how to give it in "
+                "data.prompt_suffix, as in ' Put the final answer in \\boxed{}.'",
+                *(self._config.function, no_answer, scored),
+            )
+        self._warned = True  # or not: of the first step alone
+        counts = {"not_scored": left_out, "no_answer": no_answer, "not_finite": not_finite}
+        found = {f"reward/{name}": count for name, count in counts.items() if count}
+        return {"reward/errors": failed - timeouts, "reward/timeouts": timeouts} | found
 
     def close(self) -> None:
         """Kills the workers and cancels waiting requests. May be called twice."""
@@ -256,7 +301,12 @@ class RewardPool:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _submit(self, requests: Sequence[RewardRequest]) -> list[Future[RewardResult]]:
+    def _kind_of_function(self) -> str:
+        return self._kind.result() if self._num_workers else "row"
+
+    def _submit(
+        self, requests: Sequence[RewardRequest | VoteRequest]
+    ) -> list[Future[RewardResult]]:
         if self._closing.is_set():
             raise RuntimeError("the reward pool is closed")
         futures: list[Future[RewardResult]] = [Future() for _ in requests]
@@ -285,13 +335,20 @@ def most_workers() -> int:
 
 
 def failures(results: Sequence[RewardResult]) -> dict[str, Any]:
-    """Counts of some rewards and of their errors, with the first error; JSON-able."""
+    """Counts of some rewards, of their errors and gaps, with the first error; JSON-able.
+
+    `left_out` were not scored, `no_answer` have no answer that the function finds, and `not_finite`
+    counts logged numbers.
+    """
     failed = [result.error for result in results if result.error is not None]
     return {
         "scored": len(results),
         "failed": len(failed),
         "timeouts": failed.count("timeout"),
         "first": failed[0] if failed else "",
+        "left_out": sum(math.isnan(result.score) for result in results),
+        "no_answer": sum(result.answer == "" for result in results),
+        "not_finite": sum(not math.isfinite(x) for r in results for x in r.logged.values()),
     }
 
 
@@ -343,7 +400,7 @@ def _fulfil(futures: Sequence[Future], work: Callable[[Sequence[int]], Sequence[
 
 def _attempt(
     worker: WorkerProcess,
-    requests: Sequence[RewardRequest],
+    requests: Sequence[RewardRequest | VoteRequest],
     closing: threading.Event,
     *,
     on_error: float,

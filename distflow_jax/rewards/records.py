@@ -17,10 +17,19 @@ class RewardRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardResult:
-    """The score of one response.
+class VoteRequest:
+    """Answers to one prompt, of which equal ones are to be found."""
 
-    `logged` holds the numbers that the function returned beside its score. `error` is None,
+    answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+    """The score of one response; NaN for one that the function did not score.
+
+    `logged` holds the numbers that the function returned beside its score. `answer` is what it says
+    the response's answer is, "" for none, and None if it does not say. `votes` is the result of a
+    VoteRequest: for each answer the number of the first equal one. `error` is None,
     "timeout", or "exception: ..." with the traceback from the second line on; with an error the
     score is `reward.on_error`.
     """
@@ -28,3 +37,5 @@ class RewardResult:
     score: float
     logged: dict[str, float] = dataclasses.field(default_factory=dict)
     error: str | None = None
+    answer: str | None = None
+    votes: tuple[int, ...] = ()

@@ -21,11 +21,11 @@ PARENT_CHECK_SECONDS = 0.5
 def main(connection: Connection) -> None:
     """Serves a connection until it closes.
 
-    The first message is (name, kwargs, timeout_seconds, on_error); the answer is ("ready", kind)
+    The first message is (name, kwargs, options of `score_requests`); the answer is ("ready", kind)
     with kind "row", "async" or "batch", or ("error", exception). Each further message is a list of
-    RewardRequest; the answer is a list of RewardResult.
+    RewardRequest or VoteRequest; the answer is a list of RewardResult.
     """
-    name, kwargs, timeout_seconds, on_error = connection.recv()
+    name, kwargs, options = connection.recv()
     try:
         LOAD.get(name, lambda: None)()
         function = load_function(name)
@@ -40,10 +40,7 @@ def main(connection: Connection) -> None:
             requests = connection.recv()
         except EOFError:
             return
-        results = score_requests(
-            function, kwargs, requests, timeout_seconds=timeout_seconds, on_error=on_error
-        )
-        connection.send(results)
+        connection.send(score_requests(function, kwargs, requests, **options))
 
 
 def end_with_parent(parent: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from distflow_jax.rewards.records import RewardRequest, RewardResult
+from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 
 ASYNC_GRACE_SECONDS = 1.0  # coroutines have deadlines of their own, which should expire first
 
@@ -36,6 +36,13 @@ class Job:
     timeout_seconds: float  # of one call
     start_seconds: float  # for the start of Python and the import of the function's module
     on_error: float  # score of a response whose call fails
+    conversational: bool = False  # a batch function gets lists of messages
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `score_requests`."""
+        names = ("timeout_seconds", "on_error", "conversational")
+        return {name: getattr(self, name) for name in names}
 
 
 class WorkerProcess:
@@ -73,7 +80,7 @@ class WorkerProcess:
         self._connection = Connection(ours.detach())
         self._kind = None
         job = self._job
-        self._connection.send((job.function, job.kwargs, job.timeout_seconds, job.on_error))
+        self._connection.send((job.function, job.kwargs, job.options))
 
     def kind(self) -> str:
         """The function's kind, "row", "async" or "batch"; waits for the process to be ready.
@@ -103,7 +110,7 @@ class WorkerProcess:
             self._kind = value
         return self._kind
 
-    def call(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+    def call(self, requests: Sequence[RewardRequest | VoteRequest]) -> list[RewardResult]:
         """One result per request, in order.
 
         Raises:

@@ -3,6 +3,8 @@
 K mini-batches, R rows, L tokens per row, S sequences per row.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
-from distflow_jax.algorithms.packed import counted, per_sequence
+from distflow_jax.algorithms.packed import counted, per_sequence, per_token
 from distflow_jax.algorithms.token_reward import (
     adapted_coef,
     mean_kl,
@@ -41,6 +43,7 @@ def build_advantage(context: RewardContext) -> Stage:
 
     @jax.jit
     def compute(coef, rows, fields):
+        rows, fields = without_unscored(rows, fields)
         reward, coef, metrics = rewards_of(coef, rows, fields, algorithm)
         extra = {name: fields[name] for name in kind.reads}
         outcome = Outcome(reward, rows, context.prompts_per_step, **extra)
@@ -64,6 +67,19 @@ def build_advantage(context: RewardContext) -> Stage:
         return (coef if algorithm.kl_target else state), written, metrics
 
     return advantage
+
+
+def without_unscored(rows: Rows, fields: dict[str, jax.Array]) -> tuple[Rows, dict[str, jax.Array]]:
+    """Rows and fields in which a response without a score (NaN) has no token, so that it leaves its
+    group. `score` is [K, R, S].
+
+    Its advantage is 0. In the update its tokens still count in denominators.
+    """
+    scored = ~jnp.isnan(fields["score"])
+    mask = rows.response_mask & per_token(scored, rows.segment)
+    length = jnp.where(scored, rows.length, 0)
+    rows = dataclasses.replace(rows, response_mask=mask, length=length)
+    return rows, fields | {"score": jnp.where(scored, fields["score"], 0.0)}
 
 
 def first_coefficient(context: RewardContext) -> np.float32 | None:

@@ -5,7 +5,7 @@ P prompts of this process, n samples per prompt.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.images.shown_pictures import ShownPictures
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
-from distflow_jax.rewards.gsm8k import last_number
+from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
@@ -74,27 +74,30 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """One prompt with its n responses: texts, scores, tokens, and whether each ended by itself."""
+    """One prompt with its n responses: texts, scores, tokens, and whether each ended by itself.
+
+    A score is NaN where the function gave none. `votes` are equal for equal answers.
+    """
 
     prompt: Prompt
     texts: list[str]
+    votes: list[Hashable]
     scores: list[float]
     lengths: list[int]
     finished: list[bool]
 
 
-def vote(texts: Sequence[str], scores: Sequence[float]) -> float:
+def vote(
+    texts: Sequence[str], scores: Sequence[float], votes: Sequence[Hashable] | None = None
+) -> float:
     """Score of the most frequent answer; the first one wins a tie.
 
-    The answer is the last number of a response, or the whole text where there is none.
+    `votes` are equal for responses with equal answers; None: their answers are those of
+    `final_answer`, or the whole text where there is none, without regard to case.
     """
-    numbers = [last_number(text, "flexible") for text in texts]
-    answers = [
-        text.strip().casefold() if number is None else number
-        for text, number in zip(texts, numbers, strict=True)
-    ]
-    winner, _ = collections.Counter(answers).most_common(1)[0]
-    return scores[answers.index(winner)]
+    votes = votes or [(final_answer(text) or text).strip().casefold() for text in texts]
+    winner, _ = collections.Counter(votes).most_common(1)[0]
+    return scores[list(votes).index(winner)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +144,10 @@ class Evaluation:
         scores = [r.score + e.reward for r, e in zip(results, episodes, strict=True)]
         lengths = [len(e.response.tokens) for e in episodes]
         finished = [bool(e.response.finished) for e in episodes]
-        columns = (texts, scores, lengths, finished)
+        answers = [r.answer or text for r, text in zip(results, texts, strict=True)]
+        groups = [answers[i : i + n] for i in range(0, len(answers), n)]
+        votes = [key for group in self.rewards.equal_answers(groups) for key in group]
+        columns = (texts, votes, scores, lengths, finished)
         return [
             Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
             for i, prompt in enumerate(self.prompts[self.own])
@@ -152,14 +158,16 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
     """verl's names, over the prompts of all processes: every process gets the same numbers.
 
     val-core/{data_source}/reward/{mean@N, best@N/mean, maj@N/mean}, the number of prompts, and the
-    standard error of mean@N over the prompts.
+    standard error of mean@N over the prompts. Responses without a score are left out.
     """
     n = num_samples
     local = collections.defaultdict(list)
     for s in scored:
-        local[s.prompt.data_source].append(
-            (float(np.mean(s.scores)), max(s.scores), vote(s.texts, s.scores))
-        )
+        rated = [i for i, score in enumerate(s.scores) if not np.isnan(score)]
+        if rated:
+            texts, votes, scores = ([x[i] for i in rated] for x in (s.texts, s.votes, s.scores))
+            majority = vote(texts, scores, votes)
+            local[s.prompt.data_source].append((float(np.mean(scores)), max(scores), majority))
     names = sorted(
         {x for text in processes.all_gather_text("\n".join(local)) for x in text.split("\n") if x}
     )

@@ -3,6 +3,7 @@
 N responses of this process.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +24,8 @@ from distflow_jax.stages.stage_context import RewardContext
 
 def build_reward(context: RewardContext) -> Stage:
     """uid, prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
+
+    The score of a response that the function left out is NaN.
 
     What environments gave, environment_reward float32 [N], is added where the node reads it.
 
@@ -92,10 +95,15 @@ def build_reward(context: RewardContext) -> Stage:
 
 
 def _sums(numbers: Sequence[dict[str, float]]) -> dict[str, tuple[float, int]]:
-    """(sum, count) of each number; a function may return other numbers for other rows."""
+    """(sum, count) of each number; a function may return other numbers for other rows.
+
+    NaN and infinity are left out: one of them would be all that is left of the others.
+    """
     sums: dict[str, tuple[float, int]] = {}
     for entry in numbers:
         for name, value in entry.items():
+            if not math.isfinite(value):
+                continue
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + value, count + 1
     return sums

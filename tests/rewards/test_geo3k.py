@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.rewards.geo3k import geo3k, has_form, last_boxed
+from distflow_jax.rewards.geo3k import geo3k, has_form
 
 RIGHT = r"<think>ten halves</think> It is \boxed{\frac{10}{2}}."
 
@@ -14,7 +14,8 @@ RIGHT = r"<think>ten halves</think> It is \boxed{\frac{10}{2}}."
         (r"\boxed{5}", 0.9),
         (r"<think>ten</think> \boxed{4}", 0.1),
         (r"<think>ten</think> 5", 0.0),
-        (r"<think>\boxed{5}</think> five", 0.9),  # the box is in the thought: no form
+        (r"<think>\boxed{5}</think> five", 0.0),  # a box in the thought is no answer
+        (r"<think>it is \boxed{5}", 0.0),
         (r"\boxed{4} or rather \boxed{5.0}", 0.9),
         ("5", 0.0),
         ("", 0.0),
@@ -35,9 +36,7 @@ def test_options():
         geo3k("", RIGHT, "5", format_weight=2)
 
 
-def test_boxes():
-    assert last_boxed(r"\boxed{\boxed{1} + {2}} } \boxed{3") == "1"
-    assert last_boxed(r"\boxed{\text{a}_{1}}") == r"\text{a}_{1}"
-    assert last_boxed("{}") is None
+def test_form():
     assert has_form(" " + RIGHT) and not has_form("So: " + RIGHT)
-    assert last_boxed(r"\boxed{" * 100_000) is None  # in linear time
+    opened = RIGHT.removeprefix("<think>")
+    assert not has_form(opened) and has_form(opened, "user: 10/2?\nassistant: <think>\n")

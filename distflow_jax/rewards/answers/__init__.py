@@ -1,0 +1,1 @@
+"""Answers in responses: where they stand, and which of them are equal."""
