@@ -379,6 +379,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "above 0: raise reward.timeout_seconds or reward.num_workers, or speed up the function",
         ),
         Metric(
+            "reward/no_answer",
+            "responses in which the built-in reward function finds no answer",
+            "most of them: say in data.prompt_suffix how to give the answer",
+        ),
+        Metric(
+            "reward/not_scored",
+            "responses for which the reward function returned None; they leave their groups",
+        ),
+        Metric(
+            "reward/not_finite",
+            "numbers beside a score that were NaN or infinite, and are left out of their mean",
+        ),
+        Metric(
             "reward/overlong_penalty",
             "length penalty of reward.overlong_buffer, mean over responses; at most 0",
             "falls: responses grow towards the limit",

@@ -172,7 +172,7 @@ class RewardPool:
             on_error=config.on_error,
             conversational=config.conversational,
         )
-        self._warned = False  # that most responses have no answer
+        self._looked = False  # at a step's answers, whether there are any
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
         self._jobs = JobQueue()
         self._closing = threading.Event()
@@ -266,30 +266,34 @@ class RewardPool:
         `parts`: `failures` of all its rewards. Raises RuntimeError, with the first traceback, if
         too many failed, or if the function scored none.
         """
-        names = ("scored", "failed", "timeouts", "left_out", "no_answer", "not_finite")
-        totals = {name: sum(part[name] for part in parts) for name in names}
-        scored, failed, timeouts, left_out, no_answer, not_finite = totals.values()
+        total = collections.Counter()
+        for part in parts:
+            total.update({name: count for name, count in part.items() if name != "first"})
+        scored, failed, timeouts = total["scored"], total["failed"], total["timeouts"]
         if failed > self._config.max_error_rate * scored:
             first = next(part["first"] for part in parts if part["failed"])
             raise RuntimeError(
                 f"{failed} of {scored} rewards failed ({timeouts} by timeout), more than "
                 f"reward.max_error_rate {self._config.max_error_rate}; the first: {first}"
             )
-        if scored and left_out == scored:
+        if scored and total["not_scored"] == scored:
             raise RuntimeError(
                 f"the reward function {self._config.function!r} scored none of {scored} responses: "
                 "it returned None for each"
             )
-        if no_answer > scored / 2 and not self._warned:
+        no_answer = total["no_answer"]
+        if no_answer > scored / 2 and not self._looked:
             log.warning(
                 "reward.function=%s finds no answer in %d of %d responses: say how to give it in "
                 "data.prompt_suffix, as in ' Put the final answer in \\boxed{}.'",
                 *(self._config.function, no_answer, scored),
             )
-        self._warned = True  # or not: of the first step alone
-        counts = {"not_scored": left_out, "no_answer": no_answer, "not_finite": not_finite}
-        found = {f"reward/{name}": count for name, count in counts.items() if count}
-        return {"reward/errors": failed - timeouts, "reward/timeouts": timeouts} | found
+        self._looked = bool(parts) or self._looked
+        found = {"reward/errors": failed - timeouts, "reward/timeouts": timeouts}
+        if total["names_answers"]:
+            found["reward/no_answer"] = no_answer
+        rare = ("not_scored", "not_finite")
+        return found | {f"reward/{name}": total[name] for name in rare if total[name]}
 
     def close(self) -> None:
         """Kills the workers and cancels waiting requests. May be called twice."""
@@ -337,8 +341,8 @@ def most_workers() -> int:
 def failures(results: Sequence[RewardResult]) -> dict[str, Any]:
     """Counts of some rewards, of their errors and gaps, with the first error; JSON-able.
 
-    `left_out` were not scored, `no_answer` have no answer that the function finds, and `not_finite`
-    counts logged numbers.
+    `names_answers` are those of which the function says what their answer is, `no_answer` those
+    that have none; `not_finite` counts logged numbers.
     """
     failed = [result.error for result in results if result.error is not None]
     return {
@@ -346,7 +350,8 @@ def failures(results: Sequence[RewardResult]) -> dict[str, Any]:
         "failed": len(failed),
         "timeouts": failed.count("timeout"),
         "first": failed[0] if failed else "",
-        "left_out": sum(math.isnan(result.score) for result in results),
+        "not_scored": sum(math.isnan(result.score) for result in results),
+        "names_answers": sum(result.answer is not None for result in results),
         "no_answer": sum(result.answer == "" for result in results),
         "not_finite": sum(not math.isfinite(x) for r in results for x in r.logged.values()),
     }

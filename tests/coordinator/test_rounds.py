@@ -126,6 +126,8 @@ def test_a_group_whose_scores_are_equal_is_not_informative():
     assert informative(columns).tolist() == [False, False, True, True, False]
     columns["unshaped_score"] = np.array([0, 1, 1, 1, 1.0])
     assert informative(columns).tolist() == [True, True, False, False, False]
+    columns["unshaped_score"] = np.array([0, np.nan, 1, 0, np.nan])
+    assert informative(columns).tolist() == [False, False, True, True, False]
     assert informative({"uid": np.zeros((0, 2), np.int64), "score": []}).tolist() == []
 
 

@@ -150,5 +150,5 @@ def test_records_have_the_pictures_of_each_prompt_once():
     tokens, masks = [np.arange(2)] * 3, [np.ones(2, bool)] * 3
     made = sample_records(Samples(prompts, uid, tokens, masks), Tokenizer.byte_level(300))
     assert [record.get("images") for record in made] == [[small_uri(image.pixels)] * 4, None, None]
-    scored = [Scored(p, ["a"], [1.0], [1], [True]) for p in prompts[1:]]
+    scored = [Scored(p, ["a"], ["a"], [1.0], [1], [True]) for p in prompts[1:]]
     assert [len(record.get("images", [])) for record in records(scored)] == [4, 0]

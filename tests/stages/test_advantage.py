@@ -1,5 +1,6 @@
 """The advantage stage: rewards of tokens from scores and KL, the algorithm, what is reported."""
 
+import dataclasses
 import types
 
 import jax
@@ -157,3 +158,26 @@ def test_passk_needs_another_response_to_compare_with():
     context = types.SimpleNamespace(algorithm=algorithm, num_samples=1)
     with pytest.raises(ValueError, match=r"got rollout.num_samples=1; use at least 2"):
         build_advantage(context)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_plus_plus", "gae"])
+def test_a_response_without_a_score_leaves_its_group(kind):
+    # as if it had no token: neither the others' numbers nor a metric knows of it
+    names = ["value"] if kind == "gae" else []
+    gone = np.flatnonzero(COUNTED)[::3]
+    given = fields(*names)
+    score = np.array(SCORE)
+    score[gone] = np.nan
+    unscored = given | {"score": PACKED.per_sequence(score, np.nan)}
+    missing = [
+        dataclasses.replace(s, mask=np.zeros_like(s.mask)) if i in gone else s
+        for i, s in enumerate(SEQUENCES)
+    ]
+    packed = pack(missing, 1, shared=True)
+    without = given | {"rows": packed.rows}
+    stage = stage_of(advantage=kind)
+    _, found, metrics = stage(None, unscored, {})
+    _, expected, wanted = stage(None, without, {})
+    np.testing.assert_array_equal(found["advantage"], expected["advantage"])
+    assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in wanted.items()}
+    assert np.isfinite(np.asarray(found["advantage"])).all()

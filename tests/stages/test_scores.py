@@ -50,6 +50,9 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair():
     score = [0.0, 3.0, -1.0, 5.0, 5.0, 1.0]
     _, written, _ = pairs(num_samples=3)(None, {"uid": uid, "score": score}, {})
     assert written["keep"].tolist() == [0, 1, 2, 0, 0, 0]
+    score = [np.nan, 3.0, -1.0, np.nan, np.nan, 1.0]  # not scored
+    _, written, _ = pairs(num_samples=3)(None, {"uid": uid, "score": score}, {})
+    assert written["keep"].tolist() == [0, 1, 2, 0, 0, 0]
 
 
 def test_a_group_of_one_has_no_pair():
