@@ -36,7 +36,8 @@ class Dataset(Protocol):
 
     `fingerprint` depends on the content: it changes with any row, but not when a file is moved.
     `name` names the data in messages. `first_image_row` is the first row with an image, None
-    without any. Where rows depend on the version of a package, an attribute `made_by` names both,
+    without any. Data sets of files have `without_truth`, the rows whose ground truth is missing.
+    Where rows depend on the version of a package, an attribute `made_by` names both,
     "pillow==12.0.0", and the fingerprint depends on it.
     """
 

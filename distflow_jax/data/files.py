@@ -19,6 +19,7 @@ from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import JsonLinesReader, json_reader
 from distflow_jax.data.pictures.image_paths import image_folders
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.missing_value import is_missing
 from distflow_jax.parsing.one_line import one_line
 
 CHECK_ROWS = 1024  # rows of a table that the schema check converts at a time
@@ -133,12 +134,15 @@ class FileDataset:
         if not len(self):
             raise ValueError(f"{name} has no rows")
         self.first_image_row: int | None = None
+        self.without_truth: list[int] = []
         for i, reader in enumerate(self._readers):
             for row, values in enumerate(reader.rows()):
-                images = self._example(i, row, values).images
-                if images and self.first_image_row is None:
-                    self.first_image_row = int(self._starts[i]) + row
-                for image in images:
+                example, number = self._example(i, row, values), int(self._starts[i]) + row
+                if is_missing(example.ground_truth):
+                    self.without_truth.append(number)
+                if example.images and self.first_image_row is None:
+                    self.first_image_row = number
+                for image in example.images:
                     image.check()
                     digest.update(str(image.bytes_on_disk()).encode())
         self.fingerprint = digest.hexdigest()

@@ -73,6 +73,7 @@ from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.planning.waves.replayed_run import check_replay, start_of_run
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
+from distflow_jax.rewards.registry import NEED_TRUTH
 from distflow_jax.stages.registry import Demands, settle_reads
 from distflow_jax.user_functions import load_function
 
@@ -376,7 +377,9 @@ def prepare(
         with contextlib.ExitStack() as on_failure:
             rewards = RewardPool(config.reward)
             on_failure.callback(rewards.close)
-            rewards.check(trial_request(loader.prompt(0)))
+            scored = [loader.prompt(0)] if _scores(run.graph) else eval_prompts
+            for prompt in scored[:1]:
+                rewards.check(trial_request(prompt))
             processes.check_agreement(
                 {
                     "config": config_table(config),
@@ -410,6 +413,8 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
         columns=config.data.columns,
         image_root=config.data.image_root,
     )
+    if _scores(run.graph):
+        _check_truths(config, dataset)
     loader = Loader(
         dataset,
         prompt_encoder(source, config.data.image_tokens),
@@ -429,6 +434,23 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
     if config.flow.dispatch == "skewed":
         loader.lengths.unseen = LengthRanker.of(dataset).expected
     return loader
+
+
+def _scores(graph: Graph) -> bool:
+    """Whether a node of the graph calls the reward function."""
+    return any(n.role == "REWARD" and n.type == "COMPUTE" and n.fn is None for n in graph.nodes)
+
+
+def _check_truths(config: Config, dataset: Dataset) -> None:
+    """Raises ValueError for rows without the ground truth that a built-in reward compares with."""
+    missing = getattr(dataset, "without_truth", [])
+    if missing and config.reward.function in NEED_TRUTH:
+        raise ValueError(
+            f"{dataset.place(missing[0])}: the ground truth is missing or empty, and "
+            f"reward.function={config.reward.function!r} compares with it ({len(missing)} of "
+            f"{len(dataset)} rows have none): fill it in, leave the rows out, or name its column "
+            "in data.columns"
+        )
 
 
 def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
@@ -560,6 +582,7 @@ def load_eval_prompts(
         columns_key=columns_key,
         image_root=data.image_root,
     )
+    _check_truths(config, dataset)
     encoder = prompt_encoder(source, data.image_tokens)
     loader = Loader(dataset, encoder, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))

@@ -4,8 +4,9 @@ import importlib
 import threading
 from typing import Any
 
+from distflow_jax.parsing.missing_value import is_missing
 from distflow_jax.rewards.answers.boxed_only import same_after_cleaning
-from distflow_jax.rewards.answers.equality import Equality, is_missing, load
+from distflow_jax.rewards.answers.equality import Equality, load
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 
 

@@ -549,6 +549,11 @@ DATA_CASES = [
         "row 1, column 'prompt': message 0 needs text in 'content'",
     ),
     ("data.train={dir}/no_truth.jsonl", "row 1, column 'reward_model': has no 'ground_truth'"),
+    (
+        "data.train={dir}/empty_truth.jsonl",
+        "row 2: the ground truth is missing or empty, and reward.function='exact' compares with it "
+        "(1 of 2 rows have none)",
+    ),
     ("data.train={dir}/other_columns.jsonl", "row 2: none of the columns 'prompt', 'messages' and"),
     (
         "data.train={dir}/other_columns.jsonl",

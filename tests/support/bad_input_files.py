@@ -78,6 +78,7 @@ DATA = {
     "number.jsonl": QUESTION + '\n{"question": 7, "answer": "2"}\n',
     "messages.jsonl": '{"prompt": [{"role": "user"}]}\n',
     "no_truth.jsonl": '{"prompt": "1 + 1?", "reward_model": {"style": "rule"}}\n',
+    "empty_truth.jsonl": '{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "2?", "answer": " "}\n',
     "empty.jsonl": "\n",
     "latin.jsonl": b'{"question": "\xe9t\xe9", "answer": "2"}\n',
     "not_a.parquet": "question,answer\n",

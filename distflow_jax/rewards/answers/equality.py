@@ -8,7 +8,6 @@ exactly, whatever their size, since an absolute tolerance makes all small number
 import functools
 import importlib
 import logging
-import math
 import re
 import threading
 from types import ModuleType
@@ -31,13 +30,6 @@ _PERCENT = re.compile(r"\\%")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|(?:\\text\s*\{)?\s*degrees?\b\s*\}?")
 _UNIT = re.compile(r"(?<=[\d}])\s+[A-Za-z]{2,}(?:/[A-Za-z]+)?$|(?<=\d)\s*[A-Za-z]+/[A-Za-z]+$")
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
-
-
-def is_missing(truth: Any) -> bool:
-    """Whether a ground truth is None, NaN or empty."""
-    if isinstance(truth, float) and math.isnan(truth):
-        return True
-    return truth is None or (hasattr(truth, "__len__") and not len(truth)) or str(truth).isspace()
 
 
 class Equality:
