@@ -31,8 +31,8 @@ from streaming_model import (
     Sampler,
 )
 
+from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.skew import DISPATCHES
 from distflow_jax.flow.homes.home import Begun, Home, Piece
 from distflow_jax.flow.lag_rule import Rule
 

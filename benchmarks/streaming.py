@@ -17,10 +17,10 @@ since all devices would be at work with full slots all the time. A cell passes w
 the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
 it is refused, and in no mean.
 
-"waves" is in_flight with steps that train on groups as they end, "stagger" the same with samplers
-that take new weights one after the other. A second table adds the parts up, from the synchronous
-step on. In the workload rewards-2, which is heavy-2 otherwise, the workers need a quarter of the
-seconds of generation for a step's rewards: a step may take at most 1.05 of that of heavy-2.
+"waves" is in_flight with steps that train on groups as they end. A second table adds the parts up,
+from the synchronous step on. In the workload rewards-2, which is heavy-2 otherwise, the workers
+need a quarter of the seconds of generation for a step's rewards: a step may take at most 1.05 of
+that of heavy-2.
 
 With --real the models compute on this machine, each process on a core of its own, with a learning
 rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
@@ -30,8 +30,8 @@ machine drifts, and the run with the median seconds counts.
 
 With --workers samplers are programs outside the job, which join it over the real wire. "equal":
 workers with the devices of a cell take at most 1.05 of its seconds. "uneven": a worker and one that
-is twice as fast reach 0.9 of the sum of their rates alone. "skewed": the rules of flow.dispatch,
-on lengths of which half of the variance is of rows that come again.
+is twice as fast reach 0.9 of the sum of their rates alone. "paced": the rules of flow.dispatch, on
+lengths of which half of the variance is of rows that come again.
 
 With --budget rollouts on shared devices end by a budget of tokens, beside those that end with their
 step's groups. Their seconds must vary at least 3x less, and nothing that was sampled may be lost.
@@ -67,7 +67,7 @@ from streaming_model import (
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
-FAR = ("equal", "uneven", "skewed")  # kinds of runs with workers
+FAR = ("equal", "uneven", "paced")  # kinds of runs with workers
 FAR_SECONDS = 60.0  # for workers to end after the last run
 RESPONSES = PROMPTS * SAMPLES  # of a step
 # the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
@@ -107,16 +107,10 @@ FIGURES = {
     ("heavy-2", "shared", 1): (1.38, DEVICES),
     ("heavy-2", "shared", 2): (1.58, DEVICES),
 }
-# the model knows no stagger, which must lose nothing
-FIGURES |= {
-    (workload, "stagger", 2): FIGURES[workload, "waves", 2]
-    for workload in (w.name for w in WORKLOADS)
-}
 ABLATION = {  # part that is added -> schedule
     "+ late weights: samplers beside the training, lag 1": "in_flight-1",
     "+ waves": "waves-1",
     "+ lag 2": "waves-2",
-    "+ stagger": "stagger-2",
 }
 LEAST_SHARE = 0.9  # of the model's figure
 LEAST_MEAN, LEAST_BEST = 1.59, 2.03  # speed-ups over the workloads at a lag of at most 2

@@ -16,7 +16,7 @@ EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, 
 MOST_SLOWER = 1.05  # of the in-job cell's seconds
 LEAST_RATE = 0.9  # of the summed rates of a fast and a slow worker
 POOL = {"workload": "mild-2", "schedule": "in_flight", "lag": 4, "training": 32}
-SKEW = {"workload": "heavy-2", "schedule": "in_flight", "lag": 2, "samplers": 4, "training": 16}
+PACED = {"workload": "heavy-2", "schedule": "in_flight", "lag": 2, "samplers": 4, "training": 16}
 KNOWN = 0.5  # share of the lengths' variance that is of rows
 HEADER = (
     "| cell | s a step | tokens/s | beside | ratio | workers idle | CPU of the machine | |\n"
@@ -39,11 +39,11 @@ def cells_of(args: argparse.Namespace) -> list[SimulatedCell]:
             if len(speeds) > 1:
                 cells.append(FarCell(**(told | {"dispatch": "longest"})))
             cells.append(FarCell(**told))
-    if "skewed" in args.workers:
+    if "paced" in args.workers:
         slow = {"samplers": 4, "speeds": (1.0, 1.0, 0.5, 0.5), "slots": 64}
         for pool in ({"speeds": (1.0,) * 4, "slots": 64}, slow):
-            for dispatch in ("longest", "paced", "skewed"):
-                told = {**SKEW, **common, **pool, "dispatch": dispatch, "known": KNOWN}
+            for dispatch in ("longest", "paced"):
+                told = {**PACED, **common, **pool, "dispatch": dispatch, "known": KNOWN}
                 cells.append(FarCell(**told))
     return cells
 
@@ -61,9 +61,6 @@ def measured(cell: SimulatedCell, window: Any, folder: pathlib.Path) -> dict[str
         "rate": tokens / found["seconds"],
         "idle": float(np.mean(idle)) if idle else None,
         "own_cpu": found["own_cpu"] + sum(x["cpu"] for x in workers) / (os.cpu_count() or 1),
-        "advice": {
-            name: window.mean(f"flow/advice/{name}") for name in ("worker", "trainer", "lag")
-        },
     }
 
 

@@ -62,7 +62,7 @@ class SimulatedCell:
     """One run of a cell."""
 
     workload: str
-    schedule: str  # synchronous, boundary, in_flight, waves, stagger or shared
+    schedule: str  # synchronous, boundary, in_flight, waves or shared
     lag: int
     samplers: int  # simulated devices that sample, of all processes
     steps: int  # that are timed
@@ -84,7 +84,7 @@ class SimulatedCell:
     @property
     def own_devices(self) -> bool:
         """Whether samplers have devices that do not train."""
-        return self.schedule in ("boundary", "in_flight", "waves", "stagger")
+        return self.schedule in ("boundary", "in_flight", "waves")
 
     @property
     def trainers(self) -> int:
@@ -105,10 +105,8 @@ class SimulatedCell:
         if self.schedule == "boundary":
             changed["flow.swap"] = "boundary"
         changed |= {"flow.round_tokens": self.round_tokens} if self.round_tokens else {}
-        if self.schedule in ("waves", "stagger"):
+        if self.schedule == "waves":
             changed |= WAVES
-        if self.schedule == "stagger":
-            changed["flow.stagger"] = PROCESSES
         if self.lengths.reward:
             changed |= slow_rewards(Costs.of(self.lengths).reward)
         return changed | ({"flow.max_lag": self.lag} if self.lag else {})

@@ -29,6 +29,7 @@ MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 
 # {key of an earlier release: its name today}
 RENAMED = {"mesh.stage": "mesh.pipeline"}
+REMOVED = ("flow.stagger",)  # keys of earlier releases that need nothing in their place
 # errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and
 # AttributeError mean an unknown key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)
@@ -160,8 +161,9 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key in section:
         if key not in known:
-            _check_renamed(f"{path}.{key}")
-            raise ValueError(f"unknown key {path}.{key} ({_hint(key, known)})")
+            where = f"{path}.{key}"
+            former = _former_key(where.removeprefix("config."))
+            raise ValueError(former or f"unknown key {where} ({_hint(key, known)})")
     values = {}
     for name, field in known.items():
         if name in section:
@@ -242,10 +244,11 @@ def _check_finite(value: Any, path: str) -> None:
         check_text(value, path)
 
 
-def _check_renamed(path: str) -> None:
-    """Raises ValueError, with the new name, for a key of an earlier release."""
-    if new := RENAMED.get(path.removeprefix("config.")):
-        raise ValueError(f"{path} is now called config.{new}: write that")
+def _former_key(path: str) -> str | None:
+    """One line for a key of an earlier release, "a.b.c"; None for any other."""
+    if new := RENAMED.get(path):
+        return f"config.{path} is now called config.{new}: write that"
+    return f"config.{path} is gone and needs nothing in its place" if path in REMOVED else None
 
 
 def _convert_union(value: Any, annotation: Any, path: str) -> Any:
@@ -325,8 +328,8 @@ def explain_flag_error(
 
 def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
     """One line with the nearest key if the config has no key `path` ("a.b.c"); None if it has."""
-    if new := RENAMED.get(path):
-        return f"config.{path} is now called config.{new}: write that"
+    if former := _former_key(path):
+        return former
     keys = path.split(".")
     where, section = "config", config
     for i, key in enumerate(keys):

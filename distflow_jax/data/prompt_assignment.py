@@ -6,7 +6,7 @@ A pure function of numbers that every process has, so that all agree without com
 import base64
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,24 +37,16 @@ def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[li
     return dealt
 
 
-Unseen = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
 class LengthEstimates:
     """Expected response length of every row of a data set, from earlier responses.
 
     The estimate for step k uses steps up to k - 1 - `lag`: with a lag of 1 step k's prompts are
     assigned while step k - 1 runs. The same on every process, with or without reading ahead, and
     after a resume.
-
-    Attributes:
-      unseen: `unseen(lengths, rows)` says what to expect of rows, [n], that were never answered;
-        `lengths` are those of all rows, [N], 0 where nothing is known. None: the mean of the known.
     """
 
     def __init__(self, num_rows: int, lag: int = 1):
         self._lag = lag
-        self.unseen: Unseen | None = None
         self._length = np.zeros(num_rows, np.float32)  # 0: never answered
         self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []  # (step, rows, lengths)
         self._lock = threading.Lock()
@@ -72,9 +64,6 @@ class LengthEstimates:
             known = length[length > 0]
             mean = np.float32(known.mean(dtype=np.float64)) if len(known) else np.float32(1)
             found = length[rows]
-            if self.unseen is not None and not found.all():
-                ranked = self.unseen(length, np.asarray(rows))
-                return np.where(found > 0, found, ranked).astype(np.float32)
         return np.where(found > 0, found, mean)
 
     def state(self, step: int) -> dict[str, Any]:

@@ -37,12 +37,11 @@ class Progress:
 
 
 class Counts(NamedTuple):
-    """Numbers of what a sampler has sampled, and of its slots."""
+    """Numbers of what a sampler has sampled."""
 
     generate_calls: int = 0
     tokens: int = 0
     under_way: int = 0  # tokens of requests that it has not returned
-    idle_slots: int = 0  # slots that are free, and nothing that was submitted waits for them
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,9 +97,8 @@ class EpisodeSampler:
     @property
     def counts(self) -> Counts:
         """Numbers of all that was sampled so far."""
-        (calls, tokens), idle = self._past, 0
+        calls, tokens = self._past
         if self._scheduler is not None:
-            idle = 0 if self._pending else self._scheduler.idle_slots
             calls += self._scheduler.stats.generate_calls
             tokens += self._scheduler.stats.tokens
         waiting = [*self._open.values(), *self._ended]
@@ -108,7 +106,7 @@ class EpisodeSampler:
         under_way += sum(len(p.tokens) - len(p.fed) for _, p in self._under_way())
         if self._driver is not None:
             under_way += self._driver.num_sampled
-        return Counts(calls, tokens, under_way, idle)
+        return Counts(calls, tokens, under_way)
 
     @property
     def busy(self) -> bool:

@@ -114,7 +114,7 @@ class Flow:
                 evaluations=self._evaluations,
                 cache=config.cache,
                 buffers=config.buffers,
-                swaps=delivery.swaps,
+                idle=self.publications.note_idle,
             )
 
     def publish(self, params: Any, version: int) -> None:
@@ -230,7 +230,7 @@ class Flow:
         """Decode calls since the last call of this, and what the producer has measured."""
         with self._lock:
             before, self._calls = self._calls, self.producer.counts().generate_calls
-            more = self.producer.measured(self.swaps.waited)
+            more = self.producer.measured()
         return {"perf/generate_calls": self._calls - before} | more
 
     def save(self, step: int) -> None:
@@ -267,7 +267,7 @@ class Flow:
             self._thread.close()
         self._host.close()
         self._gather.close()
-        self._delivery.close()
+        self.publications.close()
         return self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Flow:
                     continue
             with self._lock:
                 if self._thread is None:
-                    self._delivery.swaps.idle(producer)
+                    self.publications.note_idle()
                 self._lock.wait(IDLE_SECONDS)
 
     def _wake(self) -> None:

@@ -69,6 +69,11 @@ def check_flow(
             "takes its ratio against a policy that sampled nothing: set algorithm.correction (such "
             "as token_tis), algorithm.rejection, or algorithm.proximal=rollout or a3po"
         )
+    if config.divergence and not ratio:
+        raise ValueError(
+            f"flow.divergence={config.divergence:g} needs an update that has the policy's "
+            f"log-probs beside the sampler's, and dag {plan.name!r} has none; use 0"
+        )
     _check_region(plan, lag)
     _check_budget(config, plan, own_devices, group_tokens * len(sampling))
 

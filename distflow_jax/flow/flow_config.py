@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.flow.dispatch.skew import DISPATCHES
+from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
 from distflow_jax.flow.workers.doors import check_listen
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
@@ -25,9 +25,6 @@ class FlowConfig:
     swap: str = "in_flight"
     # keys and values of tokens that older weights read: keep them, or recompute them after a swap
     cache: str = "keep"
-    # with swap=in_flight: classes of samplers, of which one at a time pauses for new weights, at
-    # most as many as there are samplers, one for each process; 1: all of them pause at once
-    stagger: int = 1
     # with swap=in_flight: new weights go to samplers if those that they have differ by more than so
     # many nats per token (k3), or if a sampler has nothing to do; 0: after every step
     divergence: float = 0.0
@@ -59,9 +56,8 @@ class FlowConfig:
     lease_seconds: float = 60.0
     # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
     starved_seconds: float = 600.0
-    # which groups a worker gets of those that may begin: longest, the longest expected first;
-    # paced, at most as many as keep the end of the step earliest by the workers' measured times; or
-    # skewed, which also keeps the longest fifth for workers with few active slots
+    # which groups a worker gets of those that may begin: longest, the longest expected first; or
+    # paced, at most as many as keep the end of the step earliest by the workers' measured times
     dispatch: str = "paced"
     max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
 
@@ -85,7 +81,7 @@ class FlowConfig:
             raise ValueError(f"flow.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
         self._check_publishing()
         defaults = {"swap": SWAPS[0], "cache": CACHES[0], "waves": WAVES[0], "order": "longest"}
-        defaults |= {"stagger": 1, "divergence": 0.0}
+        defaults["divergence"] = 0.0
         for name, default in defaults.items():
             if not self.max_lag and getattr(self, name) != default:
                 raise ValueError(
@@ -107,11 +103,6 @@ class FlowConfig:
 
     def _check_publishing(self) -> None:
         """Raises ValueError for numbers that cannot be, and for what boundaries have no use of."""
-        if self.stagger < 1:
-            raise ValueError(
-                f"flow.stagger must be at least 1, got {self.stagger}; 1: all samplers take new "
-                "weights at once"
-            )
         if not 0 <= self.divergence < math.inf:
             raise ValueError(
                 f"flow.divergence must be finite and not negative, got {self.divergence}; 0: "
@@ -123,14 +114,12 @@ class FlowConfig:
                 f"flow.round_tokens={self.round_tokens} gives groups a deadline by the newest; use "
                 "divergence=0 or round_tokens=0"
             )
-        fixed = {"stagger": self.stagger > 1, "divergence": self.divergence > 0}
-        for name, chosen in fixed.items():
-            if chosen and self.swap == "boundary":
-                raise ValueError(
-                    f"flow.{name}={getattr(self, name)!r} says when samplers take new weights, and "
-                    "with flow.swap='boundary' each step's version is fixed; use swap='in_flight', "
-                    "or take it out"
-                )
+        if self.divergence and self.swap == "boundary":
+            raise ValueError(
+                f"flow.divergence={self.divergence!r} says when samplers take new weights, and "
+                "with flow.swap='boundary' each step's version is fixed; use swap='in_flight', "
+                "or take it out"
+            )
 
     def _check_waves(self) -> None:
         """Raises ValueError unless a wave has the one size that its kind takes."""
@@ -163,8 +152,9 @@ class FlowConfig:
                 f"worker: use at least {2 * self.save_seconds:g}, twice flow.save_seconds"
             )
         if self.dispatch not in DISPATCHES:
+            gone = ", which is gone: use 'paced'" if self.dispatch == "skewed" else ""
             raise ValueError(
-                f"flow.dispatch must be one of {', '.join(DISPATCHES)}, got {self.dispatch!r}"
+                f"flow.dispatch must be one of {', '.join(DISPATCHES)}, got {self.dispatch!r}{gone}"
             )
         if self.dispatch != "paced" and not self.workers:
             raise ValueError(
@@ -186,8 +176,8 @@ class FlowConfig:
                 "flow.workers=True samples beside the training, and with flow.max_lag=0 neither "
                 "could begin before the other ends: use at least 1, or workers=False"
             )
-        taken = {"stagger": self.stagger > 1, "divergence": self.divergence > 0}
-        taken |= {"waves": self.in_waves, "round_tokens": self.round_tokens > 0}
+        taken = {"waves": self.in_waves, "round_tokens": self.round_tokens > 0}
+        taken["divergence"] = self.divergence > 0
         for name, chosen in taken.items():
             if chosen:
                 raise ValueError(

@@ -106,11 +106,6 @@ class Producer:
         return bool(beginning)
 
     @property
-    def has_idle_slots(self) -> bool:
-        """Whether slots were free after the last round, and nothing waited for them."""
-        return self._counts.idle_slots > 0
-
-    @property
     def starving(self) -> bool:
         """Whether nothing is under way after `admit`, and the run has groups that newer weights
         than those of the sampler may begin."""
@@ -170,9 +165,8 @@ class Producer:
         """JSON values for checkpoints, which this process's samples need; under `lock`."""
         return {}
 
-    def measured(self, waited: float) -> dict[str, float]:
-        """Metrics of what samples for this process; under `lock`. `waited`: seconds for which the
-        training has waited for samples so far."""
+    def measured(self) -> dict[str, float]:
+        """Metrics of what samples for this process; under `lock`."""
         return {}
 
     def given_up(self) -> list[int]:

@@ -5,7 +5,6 @@ thread. Weights come to it in the memory of the host, and it takes them between 
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -13,8 +12,6 @@ from typing import Any
 from distflow_jax.flow.evaluations import Evaluations
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.producer import Producer
-from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
-from distflow_jax.flow.publishing.swap_turns import takes_now
 from distflow_jax.rollout.requests import Response
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
@@ -29,7 +26,7 @@ class SamplingThread:
     """Samples by the rule until it is closed.
 
     With an `order` each step's groups are answered wholly by one version of the weights: results
-    depend on no timing. Without, the newest weights are taken at once, or in turns with others.
+    depend on no timing. Without, the newest weights are taken at once.
     """
 
     def __init__(
@@ -42,15 +39,15 @@ class SamplingThread:
         evaluations: Evaluations | None,
         cache: str,
         buffers: int,
-        swaps: InFlightSwaps | None = None,
+        idle: Callable[[], None] = lambda: None,
     ):
         """`arrive(left)`: a block with the weights on the sampler's devices, of those that have
         left the trainer. `round()`: a round of the sampler that hands its groups on. Both are
         called in the thread, which begins at once. `evaluations`: those that the order has.
-        `buffers`: weights that have left and lie in the memory of the host at a time. `swaps`: when
-        responses under way may be interrupted, without an order; None: always."""
+        `buffers`: weights that have left and lie in the memory of the host at a time. `idle()` is
+        called under the lock, without an order, where nothing is under way or may begin."""
         self._producer, self._arrive, self._order, self._cache = producer, arrive, order, cache
-        self._evaluations, self._swaps = evaluations, swaps or InFlightSwaps()
+        self._evaluations, self._idle = evaluations, idle
         self._round_of_sampler, self._lock = round, producer.lock
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._buffers, self._arriving = buffers, False
@@ -80,7 +77,6 @@ class SamplingThread:
         """Hands over weights on their way."""
         with self._lock:
             self._inbox[version] = left
-            self._swaps.published(version)
             self._told += 1
             self._lock.notify_all()
 
@@ -150,19 +146,12 @@ class SamplingThread:
         if self._round():
             return True
         with self._lock:
-            self._swaps.idle(self._producer)
+            self._idle()
         return False
 
     def _takes(self, version: int) -> bool:
         """Whether weights that have left are taken now; under the lock."""
-        sampler, wanted = self._producer.sampler, self._wanted
-        return takes_now(
-            busy=sampler.busy,
-            ready=self._inbox[version].ready,
-            idle_slots=self._producer.has_idle_slots,
-            wanted=wanted is not None and sampler.version < wanted,
-            turn=self._swaps.may_pause(),
-        )
+        return not self._producer.sampler.busy or self._inbox[version].ready
 
     def _work_in_order(self) -> bool:
         """A round of the present step's groups, or the beginning of what comes next."""
@@ -217,14 +206,13 @@ class SamplingThread:
 
     def _load(self, left: Any, version: int) -> None:
         """Loads weights that are on their way, in place of those that are held."""
-        sampler, started = self._producer.sampler, time.monotonic()
+        sampler = self._producer.sampler
         sampler.free_weights()
         with self._arrive(left) as weights:
             sampler.load(weights, version, cache=self._cache)
         del left
         with self._lock:
             self._arriving = False
-            self._swaps.took(version, time.monotonic() - started)
             self._lock.notify_all()
 
     def _wait_held(self) -> None:

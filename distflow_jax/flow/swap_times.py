@@ -17,9 +17,6 @@ class SwapTimes:
     A second is exposed if it delays the training: the trainer sends weights, or it waits for
     samples while the sampler takes weights in place of decoding. Seconds of the sampler beside a
     trainer at work are hidden. Any thread may begin and end blocks.
-
-    Attributes:
-      waited: seconds of all blocks "wait" that have ended.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -28,7 +25,6 @@ class SwapTimes:
         self._running: list[str] = []  # blocks that have begun and not ended
         self._seconds = dict.fromkeys(_NAMES, 0.0)
         self._bytes = 0
-        self.waited = 0.0
 
     def moved(self, count: int) -> None:
         """Counts bytes of weights that came to the sampler, or to its host."""
@@ -59,7 +55,6 @@ class SwapTimes:
     def _advance(self) -> None:
         now = self._now()
         passed, self._then = now - self._then, now
-        self.waited += passed * ("wait" in self._running)
         leave, arrive = ("leave" in self._running, "arrive" in self._running)
         exposed = leave or (arrive and "wait" in self._running)
         for name, counts in zip(

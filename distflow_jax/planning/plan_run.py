@@ -31,7 +31,6 @@ from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
-from distflow_jax.data.ranking.length_ranker import LengthRanker
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.data.tokens.encoded_rows import PromptEncoder
 from distflow_jax.did_you_mean import hint
@@ -40,7 +39,6 @@ from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow
 from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.publishing.publish_checks import check_publishing
 from distflow_jax.flow.served_nodes.node_frames import prompt_facts
 from distflow_jax.flow.waves.recordings import Recording
 from distflow_jax.flow.waves.streamed_nodes import (
@@ -320,12 +318,6 @@ def plan_run(
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
     )
-    check_publishing(
-        config.flow,
-        made,
-        samplers=machine.processes // sizes.sampler_hosts,
-        own_devices=own_devices,
-    )
     check_waves(
         config.flow,
         made,
@@ -431,8 +423,6 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
             f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
         )
-    if config.flow.dispatch == "skewed":
-        loader.lengths.unseen = LengthRanker.of(dataset).expected
     return loader
 
 

@@ -338,13 +338,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "expired rises while workers live: raise flow.lease_seconds",
         ),
         Metric(
-            "flow/advice/{worker,trainer,lag}",
-            "with flow.workers, at the first trainer: share of the step's seconds that one more "
-            "worker, one more trainer process or a larger flow.max_lag would save, by the model of "
-            "workers.md; of a larger lag at most so much",
-            "one is above 0.1 for many steps: add what it names, and look again",
-        ),
-        Metric(
             "training/off_policy/in_flight_share/{steps}",
             "share of tokens after which weights were swapped so many times before their response "
             "ended; 0: the response has one version",

@@ -15,9 +15,6 @@ REWARD = "critic/score/mean"
 CELL_SECONDS = 0.3  # between two updates of a cell's output
 RECENT = 20  # steps whose mean is the time of a coming step
 
-WORTH = 0.1  # share of a step's seconds that a change must save to be named
-_ADVICE = {"worker": "1 more worker", "trainer": "1 more trainer", "lag": "more lag"}
-
 _LOSS = re.compile(r"(?!critic/)(\w+)/loss")
 _EVALUATION = re.compile(r"val-core/(.+)/reward/mean@\d+")
 _BAR = 10  # columns of a terminal's bar
@@ -161,18 +158,7 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     found += evaluation_numbers(metrics)
     add("length", "response_length/mean", "{:.1f}")
     add("tokens/s", "perf/throughput", "{:.0f}")
-    return found + advice(metrics)
-
-
-def advice(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of the change that would make the step much shorter; none: nothing would.
-
-    >>> advice({"flow/advice/worker": 0.333, "flow/advice/trainer": 0.0})
-    [('1 more worker', '-33%')]
-    """
-    shares = {name: metrics.get(f"flow/advice/{name}", 0.0) for name in _ADVICE}
-    best = max(shares, key=lambda name: shares[name])
-    return [(_ADVICE[best], f"-{shares[best]:.0%}")] if shares[best] >= WORTH else []
+    return found
 
 
 def evaluation_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -208,7 +194,7 @@ def introduce_in_cell(
 
 
 # what a narrow line leaves out first
-_DISPENSABLE = (*_ADVICE.values(), "length", "tokens/s", "value loss", "eval")
+_DISPENSABLE = ("length", "tokens/s", "value loss", "eval")
 
 
 def fitted(begin: str, words: Sequence[tuple[str, str]], width: int) -> str:

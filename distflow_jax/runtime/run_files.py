@@ -12,7 +12,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Samples
-from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
+from distflow_jax.config.config_dict import REMOVED, RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.shown_pictures import ShownPictures
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
@@ -125,7 +125,7 @@ def _changes(path: pathlib.Path, now: dict[str, Any]) -> dict[str, str]:
         return {}
     defaults, now = (flatten_dict(d, sep=".") for d in (_defaults(), now))
     saved = flatten_dict(json.loads(path.read_text()), sep=".")
-    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
+    saved = {RENAMED.get(key, key): value for key, value in saved.items() if key not in REMOVED}
     before = {key: defaults[key] for key in defaults.keys() & now.keys()} | saved
     return {
         key: f"{key} {before.get(key)!r} -> {now.get(key)!r}"

@@ -62,18 +62,6 @@ def test_answers_are_those_of_the_scheduler(engine, params, wanted):
     assert counts.generate_calls > 0 and counts.under_way == 0
 
 
-def test_free_slots_are_idle_if_nothing_waits_for_them(engine, params):
-    sampler = sampler_of(engine, params)
-    for i, request in enumerate(REQUESTS):  # of more responses than there are slots
-        sampler.submit(i, request)
-        assert sampler.counts.idle_slots == 0
-    idle = []
-    while sampler.busy:
-        sampler.round()
-        idle.append(sampler.counts.idle_slots)
-    assert idle[0] == 0 and 0 < max(idle) < engine.max_concurrent_decodes
-
-
 def test_it_begins_as_new_when_nothing_is_under_way(engine, params, wanted):
     """To the bit: the second answers do not depend on the first ones."""
     sampler = sampler_of(engine, params)

@@ -1,16 +1,14 @@
-"""Dispatch of groups to workers: properties of the rules, measured times, and advice."""
+"""Dispatch of groups to workers: properties of the rules, and measured times."""
 
-import dataclasses
 import random
 import sys
 
 import pytest
 from support.paths import ROOT
 
-from distflow_jax.flow.dispatch.advice import Advisor, StepTimes, advise
 from distflow_jax.flow.dispatch.decode_pace import DecodePace, step_seconds
+from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES, Load, Offer, choose
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.skew import DISPATCHES, Load, Offer, choose
 from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Begun, Home, Piece
 from distflow_jax.flow.lag_rule import Rule
@@ -21,8 +19,8 @@ import dispatch_model  # noqa: E402
 PACE = ((1.0, 2.0), (9.0, 6.0))  # seconds of a decode step: 1.5 + n / 2
 
 
-def offers_of(lengths, responses=4, step=1):
-    return [Offer(step, False, responses, float(n), float(n) * responses) for n in lengths]
+def offers_of(lengths, responses=4):
+    return [Offer(False, responses, float(n), float(n) * responses) for n in lengths]
 
 
 def load_of(active=0, *, slots=32, longest=0.0, pace=PACE):
@@ -31,10 +29,10 @@ def load_of(active=0, *, slots=32, longest=0.0, pace=PACE):
 
 def random_case(rng):
     offers = []
-    for step in sorted(rng.choices(range(3, 6), k=rng.randrange(12))):
+    for _ in range(rng.randrange(12)):
         count, length = rng.randrange(1, 9), rng.uniform(1, 1000)
-        offers.append(Offer(step, rng.random() < 0.1, count, length, count * length))
-    offers.sort(key=lambda o: (o.step, not o.begun, -o.length))
+        offers.append(Offer(rng.random() < 0.1, count, length, count * length))
+    offers.sort(key=lambda o: (not o.begun, -o.length))
     fleet = {}
     for name in "abcd"[: rng.randrange(1, 5)]:
         slots = rng.choice([8, 64])
@@ -46,51 +44,41 @@ def random_case(rng):
     return offers, fleet[asker].slots - fleet[asker].active, asker, fleet
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_any_choice_is_admissible_and_repeats(dispatch):
-    """No offer twice, no more than there is room for, always something for an idle worker; the
-    order of the fleet and a second call change nothing."""
+def test_any_choice_is_admissible_and_repeats():
+    """No more than there is room for, all that has begun, always something for an idle worker; the
+    order of the fleet and a second call change nothing, and other workers make it no larger."""
     rng = random.Random(7)
     for _ in range(1500):
         offers, room, asker, fleet = random_case(rng)
-        found = choose(offers, room, asker, fleet, dispatch)
-        assert len(set(found)) == len(found) and set(found) <= set(range(len(offers)))
-        assert sum(offers[i].responses for i in found[:-1]) < max(room, 1)
+        found = choose(offers, room, asker, fleet)
+        assert 0 <= found <= choose(offers, room, asker, {}) <= len(offers)
+        assert sum(offer.responses for offer in offers[: max(found - 1, 0)]) < max(room, 1)
         if room and offers and not fleet[asker].active:
             assert found
+        if found < len(offers):
+            left = sum(offer.responses for offer in offers[:found])
+            assert left >= room or not offers[found].begun
         again = dict(rng.sample(sorted(fleet.items()), len(fleet)))
-        assert choose(offers, room, asker, again, dispatch) == found
-        if offers and found:  # earlier steps first, and what has begun within them
-            order = [(offers[i].step, not offers[i].begun) for i in found]
-            assert order == sorted(order)
+        assert choose(offers, room, asker, again) == found
 
 
 def test_one_worker_gets_all_that_it_has_room_for():
     offers = offers_of([900, 800, 10, 9, 8])
-    for dispatch in DISPATCHES:
-        assert choose(offers, 32, "a", {"a": load_of()}, dispatch) == [0, 1, 2, 3, 4]
-        assert choose(offers, 9, "a", {"a": load_of(23)}, dispatch) == [0, 1, 2]
+    for fleet in ({}, {"a": load_of()}):
+        assert choose(offers, 32, "a", fleet) == 5
+        assert choose(offers, 9, "a", fleet) == 3
 
 
 def test_a_worker_that_is_half_as_fast_gets_half_as_much():
     slow = tuple((n, 2 * seconds) for n, seconds in PACE)
     offers = offers_of([100] * 12)
     fleet = {"fast": load_of(slots=64), "slow": load_of(slots=64, pace=slow)}
-    assert len(choose(offers, 64, "slow", fleet, "longest")) == 12
-    given = choose(offers, 64, "slow", fleet, "paced")
-    assert 2 <= len(given) <= 5
-    left = [o for i, o in enumerate(offers) if i not in given]
-    fleet["slow"] = load_of(4 * len(given), slots=64, longest=100.0, pace=slow)
-    assert len(choose(left, 64, "fast", fleet, "paced")) == len(left)
-
-
-def test_the_longest_fifth_is_for_the_worker_with_the_fewest_active_slots():
-    offers = offers_of([900, 800, 30, 29, 28, 27, 26, 25, 24, 23])
-    fleet = {"few": load_of(2, longest=20.0), "many": load_of(20, longest=20.0)}
-    assert choose(offers, 30, "few", fleet, "skewed")[:2] == [0, 1]
-    assert choose(offers, 12, "many", fleet, "skewed")[0] == 2
-    assert not {0, 1} & set(choose(offers, 12, "many", fleet, "skewed"))
-    assert choose(offers_of([5] * 10), 12, "many", fleet, "skewed")[:1] == [0]  # none is longer
+    assert choose(offers, 64, "slow", {}) == 12
+    given = choose(offers, 64, "slow", fleet)
+    assert 2 <= given <= 5
+    left = offers[given:]
+    fleet["slow"] = load_of(4 * given, slots=64, longest=100.0, pace=slow)
+    assert choose(left, 64, "fast", fleet) == len(left)
 
 
 def home_of(dispatch, *, exact=False):
@@ -162,7 +150,7 @@ def test_a_worker_measures_its_slots():
     times.round(4, 40)  # two seconds for ten steps of four slots
     times.round(0, 80)
     report = times.report(6)
-    assert (report.slots, report.active, report.busy, report.idle) == (8, 2, 16.0, 24.0)
+    assert (report.slots, report.active) == (8, 2)
     assert report.pace == ((4.0, 0.2),)
     assert Report.of_facts(report.facts()) == report
     assert times.report(-3).active == 8
@@ -175,9 +163,9 @@ def test_a_worker_measures_its_slots():
         {"pace": [[1.0, float("nan")]]},
         {"pace": [[1.0, 0.0]]},
         {"pace": [[float(n), 1.0] for n in range(100)]},
-        {"idle": -1.0},
+        {"active": -1},
         {"pace": 3},
-        {"busy": None},
+        {"slots": None},
     ],
 )
 def test_a_report_with_numbers_that_cannot_be_is_refused(wrong):
@@ -185,30 +173,8 @@ def test_a_report_with_numbers_that_cannot_be_is_refused(wrong):
         Report.of_facts(Report(8, 2).facts() | wrong)
 
 
-def test_advice_names_what_would_make_steps_shorter():
-    starving = StepTimes(10.0, 8.0, busy=100.0, idle=0.0, workers=2, trainers=2)
-    found = advise(starving)
-    assert found["worker"] == pytest.approx(1 / 3) and found["trainer"] == found["lag"] == 0
-    waiting = dataclasses.replace(starving, waited=0.0, busy=30.0, idle=70.0)
-    found = advise(waiting)
-    assert found["trainer"] == pytest.approx(1 / 3) and found["worker"] == found["lag"] == 0
-    late = dataclasses.replace(starving, waited=4.0, busy=50.0, idle=50.0)
-    assert advise(late)["lag"] == pytest.approx(0.4)
-    assert advise(dataclasses.replace(starving, workers=0)) == {}
-
-
-def test_advice_is_on_the_time_since_the_last_step():
-    advisor = Advisor(0.0, trainers=1)
-    first = {"a": Report(8, 8, (), busy=40.0, idle=0.0)}
-    assert advisor.step(5.0, 5.0, first)["worker"] == pytest.approx(0.5)
-    second = {"a": Report(8, 8, (), busy=44.0, idle=36.0), "b": Report(8, 0, (), 1.0, 39.0)}
-    found = advisor.step(10.0, 5.0, second)
-    assert found["trainer"] == pytest.approx(0.5) and found["worker"] == 0
-
-
 def test_paced_workers_of_uneven_speed_make_shorter_steps():
     """The event model with the homes' own dispatch, on lengths that are known."""
     pool = dispatch_model.Pool((2.0, 1.0), lag=1, train=0.5, known=1.0)
     seconds = {d: dispatch_model.Job(pool, d, 14, 0).run() for d in DISPATCHES}
     assert seconds["paced"] < 0.9 * seconds["longest"]
-    assert seconds["skewed"] < 0.9 * seconds["longest"]

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
+from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.skew import DISPATCHES
 from distflow_jax.flow.homes.home import ANSWER_BYTES, Begun, Home, Piece
 from distflow_jax.flow.homes.open_group import PIECES_BYTES
 from distflow_jax.flow.homes.refills import Refills

@@ -113,6 +113,45 @@ def test_weights_that_come_while_others_are_taken():
     thread.raise_error()
 
 
+def test_responses_under_way_go_on_until_the_weights_are_there():
+    """A sampler without any waits for them; when it has nothing to do it says so."""
+    sampler, rounds, idle = NoSampler(), itertools.count(), threading.Event()
+    producer = producer_of(sampler, lambda: None, steps=1)
+    sampler.busy, seen = True, [0]
+
+    def round_of_sampler():
+        seen[0] = next(rounds)
+
+    def until(true):
+        with producer.lock:
+            assert producer.lock.wait_for(true, 20)
+
+    thread = SamplingThread(
+        producer,
+        contextlib.nullcontext,
+        round_of_sampler,
+        order=None,
+        evaluations=None,
+        cache="keep",
+        buffers=2,
+        idle=idle.set,
+    )
+    weights = types.SimpleNamespace(ready=False, version=1)
+    thread.deliver(weights, 1)
+    before = seen[0]
+    while seen[0] < before + 5:
+        thread.raise_error()
+    assert sampler.version == 0 and not idle.is_set()
+    weights.ready = True
+    until(lambda: sampler.version == 1)
+    sampler.busy = False
+    assert idle.wait(20)
+    thread.deliver(types.SimpleNamespace(ready=False, version=2), 2)
+    until(lambda: sampler.version == 2)
+    thread.close()
+    thread.raise_error()
+
+
 class Overtaken(threading.Condition):
     """A lock behind whose next release another thread comes first."""
 

@@ -10,6 +10,7 @@ import pytest
 from distflow_jax.flow.lag_rule import Admission, Rule
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule, divergence_of, divergences
+from distflow_jax.parallel.peers import Peers
 
 BATCH = 6
 
@@ -61,8 +62,8 @@ def offers_of(threshold, metrics, *, steps=9, due=()):
     producer = types.SimpleNamespace(
         sampler=types.SimpleNamespace(version=0), admission=admission, lock=_NoLock()
     )
-    news = types.SimpleNamespace(starving=lambda version: starving.newest >= version)
-    publications = Publications(PublishRule(threshold, 4), producer, news, publish)
+    peers = types.SimpleNamespace(seen=lambda kind: starving.newest + 1)
+    publications = Publications(PublishRule(threshold, 4), producer, peers, publish)
     for step in range(1, steps + 1):
         admission.finish(step)
         told.append(publications.offer(step, metrics(step), needed=step in due))
@@ -107,6 +108,24 @@ def test_a_sampler_that_starves_brings_a_publication_forward():
     assert publications.asked_for(9)
     publications.agree(9, [False, True])
     assert publications.newest == 9 and not publications.asked_for(9)
+
+
+def test_a_sampler_that_is_idle_wants_what_newer_weights_may_begin():
+    producer = types.SimpleNamespace(sampler=types.SimpleNamespace(version=0), starving=False)
+    published = []
+    rule, peers = PublishRule(99.0, 4), Peers(None, 0, 1, lambda: None)
+    publications = Publications(rule, producer, peers, published.append)
+    publications.note_idle()  # the run has no group for newer weights
+    assert not publications.asked_for(1)
+    producer.starving = True
+    publications.note_idle()
+    assert publications.asked_for(1) and not publications.asked_for(0)
+    publications.close()
+    # where all versions are published there is nobody to tell
+    publications = Publications(PublishRule(0.0, 4), producer, None, published.append)
+    publications.note_idle()
+    publications.close()
+    assert not publications.asked_for(1) and not published
 
 
 # -- a model --------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class Modelled:
     def __init__(self, job, index, gathers, raised):
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.sampler, self.starving = types.SimpleNamespace(version=0), 0
-        news = types.SimpleNamespace(starving=lambda version: self.starving > version)
+        news = types.SimpleNamespace(seen=lambda kind: self.starving)
         self.publications = Publications(job.publishing, self, news, self.publish)
         self.published = []
         self.admission = Admission(job.rule, judged=job.judged)  # of the sampler

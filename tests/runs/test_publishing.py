@@ -1,6 +1,5 @@
-"""Runs whose samplers get weights only when these matter, and in turns."""
+"""Runs whose samplers get weights only when these matter."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -79,42 +78,20 @@ def test_weights_move_to_samplers_that_need_them(tmp_path):
         assert before or after
 
 
-def launched(folder, flags, *, processes, devices, script="scripts/train.py", **environment):
+def launched(folder, flags, *, processes, devices):
     """A run of configs/tiny.py on processes of their own."""
     assignments = [f"--config.{key}" for key in [*SMALL, *flags]]
     size = [f"--processes={processes}", f"--devices_per_process={devices}"]
-    launch = ["scripts/launch_local.py", *size, "--", script]
+    launch = ["scripts/launch_local.py", *size, "--", "scripts/train.py"]
     done = subprocess.run(
         [sys.executable, *launch, "--config=configs/tiny.py", f"--workdir={folder}", *assignments],
         cwd=ROOT,
-        env=haste.environment() | environment,
+        env=haste.environment(),
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_four_samplers_pause_one_after_the_other(tmp_path):
-    """Those with idle slots interrupt nothing. Tokens are no older than with swaps at boundaries,
-    whose age is max_lag, as soon as there are as many steps."""
-    flags = ("flow.max_lag=2", "flow.stagger=4", "rollout.num_slots=4", "eval.every=0", *APART)
-    script = "tests/support/marked_swaps.py"
-    (tmp_path / "swaps").mkdir()
-    swaps = str(tmp_path / "swaps")
-    launched(tmp_path / "run", flags, processes=4, devices=2, script=script, SWAPS=swaps)
-    rows = checked(tmp_path / "run", 2)
-    check_prompts(tmp_path / "run")
-    for step, row in rows.items():
-        assert row["training/off_policy/trajectory_staleness/mean"] <= min(2, step - 1)
-    files = list((tmp_path / "swaps").iterdir())
-    swaps = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    assert len(files) == 4
-    pauses = sorted((start, end) for _, start, end, paused in swaps if paused)
-    assert pauses
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(pauses))
 
 
 @pytest.mark.slow
@@ -125,10 +102,9 @@ def test_four_samplers_pause_one_after_the_other(tmp_path):
         ("flow.max_lag=3", NEVER),
         ("flow.max_lag=3", "flow.divergence=0.0001", "eval.every=2"),
         ("flow.max_lag=2", NEVER, "dag=dapo"),
-        ("flow.max_lag=2", "flow.stagger=2", *APART),
-        ("flow.max_lag=3", "flow.stagger=2", NEVER, "eval.every=3", *APART),
+        ("flow.max_lag=3", NEVER, "eval.every=3", *APART),
         ("flow.max_lag=2", NEVER, *WAVES, *APART),
-        ("flow.max_lag=3", "flow.stagger=2", NEVER, *READY, *APART),
+        ("flow.max_lag=3", NEVER, *READY, *APART),
         ("flow.max_lag=2", NEVER, *WAVES, "training.mini_batches=2", *APART),
     ],
     ids=" ".join,

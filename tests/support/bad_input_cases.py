@@ -181,17 +181,8 @@ SIZES = [
         "flow.order=longst",
         "flow.order='longst' is unknown (did you mean 'longest'? known: ",
     ),
-    ("flow.stagger=0", "flow.stagger must be at least 1, got 0; 1: all samplers take new"),
-    ("flow.stagger=2", "flow.stagger=2 has no effect with flow.max_lag=0; raise that"),
-    (
-        "flow.max_lag=1 ; flow.stagger=2 ; flow.swap=boundary",
-        "flow.stagger=2 says when samplers take new weights, and with flow.swap='boundary' each",
-    ),
-    (
-        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.stagger=2",
-        "flow.stagger=2 needs samplers with devices of their own: on the trainer's devices all",
-    ),
-    (f"{_OWN} ; flow.stagger=2", "flow.stagger=2 is above the number of samplers, 1, one for each"),
+    ("flow.stagger=2", "config.flow.stagger is gone and needs nothing in its place"),
+    (f"{_OWN} ; flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place"),
     (
         "flow.divergence=-0.5",
         "flow.divergence must be finite and not negative, got -0.5; 0: weights go to the samplers",
@@ -251,10 +242,15 @@ SIZES = [
     ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
     ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; 127.0.0.1:0 is any free port"),
     ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
-    ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, skewed, got 'fair'"),
+    ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, got 'fair'"),
+    ("flow.dispatch=skewed", "got 'skewed', which is gone: use 'paced'"),
     (
-        "flow.dispatch=skewed",
-        "flow.dispatch='skewed' says which worker gets which groups, and without flow.workers=True",
+        f"{_WORKERS} ; flow.dispatch=skewed",
+        "flow.dispatch must be one of longest, paced, got 'skewed', which is gone: use 'paced'",
+    ),
+    (
+        "flow.dispatch=longest",
+        "flow.dispatch='longest' says which worker gets which groups, and without",
     ),
     (
         "flow.lease_seconds=8",

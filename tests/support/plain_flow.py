@@ -19,7 +19,6 @@ from distflow_jax.flow.lag_rule import Admission, Rule
 from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer, SamplingNode
 from distflow_jax.flow.publishing.delivery import Delivery
-from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.sample_saver import SampleSaver
@@ -161,7 +160,7 @@ def plain_flow(
     return Flow(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
-        Delivery(PlainSync(), own_devices, publications, InFlightSwaps(), None),
+        Delivery(PlainSync(), own_devices, publications),
         BackgroundGather(None),
         FlowConfig(max_lag=lag, swap=swap),
         observer=Observer(lambda name: contextlib.nullcontext(), note, evaluator),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.dispatch.decode_pace import Pace
-from distflow_jax.flow.dispatch.skew import Load, Offer, choose
+from distflow_jax.flow.dispatch.dispatch_rule import Load, Offer, choose
 
 MOST_PACES = 64  # of a report
 
@@ -18,8 +18,6 @@ class Report:
     slots: int = 0  # 0: it does not say
     active: int = 0  # responses that have a slot, or wait for one
     pace: Pace = ()
-    busy: float = 0.0  # slots x seconds in which slots had a response, since it joined
-    idle: float = 0.0  # slots x seconds in which they had none
 
     def facts(self) -> dict[str, Any]:
         """JSON values for a frame."""
@@ -30,16 +28,10 @@ class Report:
         """Inverse of `facts`. ValueError for numbers that no worker measures."""
         try:
             pace = tuple(sorted((float(n), float(seconds)) for n, seconds in facts["pace"]))
-            found = cls(
-                int(facts["slots"]),
-                int(facts["active"]),
-                pace,
-                float(facts["busy"]),
-                float(facts["idle"]),
-            )
+            found = cls(int(facts["slots"]), int(facts["active"]), pace)
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"a worker's report cannot be read ({error!r})") from error
-        numbers = [found.busy, found.idle, *(n for entry in pace for n in entry)]
+        numbers = [n for entry in pace for n in entry]
         fine = len(pace) <= MOST_PACES and 0 <= found.active <= found.slots
         if not fine or any(not 0 <= n < math.inf for n in numbers) or 0.0 in dict(pace).values():
             raise ValueError(f"a worker's report has numbers that cannot be: {found}")
@@ -47,29 +39,25 @@ class Report:
 
 
 class Fleet:
-    """The workers of one home.
-
-    Attributes:
-      reports: the last one of each worker, by name.
-    """
+    """The workers of one home."""
 
     def __init__(self, dispatch: str = "longest", *, exact: bool = False):
-        """`dispatch`: one of skew.DISPATCHES. `exact`: whether only workers of one version answer a
+        """`dispatch`: one of DISPATCHES. `exact`: whether only workers of one version answer a
         step."""
         self._dispatch, self._exact = dispatch, exact
-        self.reports: dict[str, Report] = {}
+        self._reports: dict[str, Report] = {}  # the last one of each worker, by name
         self._held: dict[str, int] = {}
 
     def hear(self, worker: str, held: int, report: Report | None) -> None:
         """Notes the version that a worker holds, and what it says of itself."""
         if report is not None:
-            self.reports[worker], self._held[worker] = report, held
+            self._reports[worker], self._held[worker] = report, held
 
     def keep(self, alive: Collection[str]) -> None:
         """Forgets the workers that do not live."""
-        if self.reports.keys() - alive:
-            self.reports = {w: r for w, r in self.reports.items() if w in alive}
-            self._held = {w: self._held[w] for w in self.reports}
+        if self._reports.keys() - alive:
+            self._reports = {w: r for w, r in self._reports.items() if w in alive}
+            self._held = {w: self._held[w] for w in self._reports}
 
     def chosen(
         self,
@@ -78,18 +66,18 @@ class Fleet:
         offers: Sequence[Offer],
         given: Iterable[tuple[str, Offer]],
         alive: Collection[str],
-    ) -> list[int]:
-        """Places of the offers that a worker gets, in order.
+    ) -> int:
+        """How many of the offers a worker gets, from the first on.
 
         `given`: what workers have of this home; `alive`: the workers that live.
         """
         reports = {
             w: r
-            for w, r in self.reports.items()
+            for w, r in self._reports.items()
             if r.slots and w in alive and self._may_answer(w, asker)
         }
         if self._dispatch == "longest" or asker not in reports:
-            return choose(offers, room, asker, {}, "longest")
+            return choose(offers, room, asker, {})
         offers = list(offers)  # each is looked at several times
         of_worker: dict[str, list[Offer]] = {name: [] for name in reports}
         for worker, offer in given:
@@ -108,7 +96,7 @@ class Fleet:
                 sum(o.tokens for o in theirs),
                 report.pace or (known or [()])[0],  # one that has just joined: as another one
             )
-        return choose(offers, room, asker, fleet, self._dispatch)
+        return choose(offers, room, asker, fleet)
 
     def _may_answer(self, worker: str, asker: str) -> bool:
         """Whether a worker may answer what another one is offered."""

@@ -1,4 +1,4 @@
-"""A worker's own times: its decode steps, and its slots with and without a response."""
+"""A worker's own times: the seconds of its decode steps, by the number of its active slots."""
 
 import time
 from collections.abc import Callable
@@ -14,15 +14,12 @@ class SlotTimes:
         self._slots, self._now, self._pace = slots, now, DecodePace()
         self._then, self._tokens = now(), 0
         self._active = 0  # slots of the decode call that the next round awaits
-        self._busy = self._idle = 0.0
 
     def round(self, under_way: int, tokens: int) -> None:
         """Notes responses under way after a round, and all tokens sampled so far."""
         now = self._now()
         passed, self._then = now - self._then, now
         self._pace.note(self._active, tokens - self._tokens, passed)
-        self._busy += passed * self._active
-        self._idle += passed * (self._slots - self._active)
         self._tokens, self._active = tokens, min(under_way, self._slots)
 
     def report(self, room: int) -> Report:
@@ -31,6 +28,4 @@ class SlotTimes:
             self._slots,
             self._slots - min(max(room, 0), self._slots),  # below 0: some wait for slots
             tuple(self._pace.table()),
-            self._busy,
-            self._idle,
         )

@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.flow.dispatch.dispatch_rule import Offer
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.skew import Offer
 from distflow_jax.flow.dispatch.standings import Standings
 from distflow_jax.flow.homes.open_group import Begun, Key, OpenGroup, Piece
 from distflow_jax.flow.lag_rule import Rule
@@ -172,7 +172,7 @@ class Home:
         waiting.sort(key=_priority, reverse=bool(others) and worker not in giving)
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
         chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, giving)
-        for one in (waiting[place] for place in chosen):
+        for one in waiting[:chosen]:
             pieces = one.sent()
             size += one.group.size + sum(piece.size for piece in pieces.values())
             if given and size > ANSWER_BYTES:
@@ -333,13 +333,13 @@ def _offer(one: OpenGroup) -> Offer:
     expected, begun = one.group.expected, bool(one.ended or one.under_way)
     if not begun:
         count = len(one.group.samples)
-        return Offer(one.group.step, begun, count, expected, count * expected)
+        return Offer(begun, count, expected, count * expected)
     left = [
         max(expected - (one.under_way[s].tokens if s in one.under_way else 0), 0.1 * expected)
         for s in one.group.samples
         if s not in one.ended
     ]
-    return Offer(one.group.step, begun, len(left), max(left, default=0.0), sum(left))
+    return Offer(begun, len(left), max(left, default=0.0), sum(left))
 
 
 def _priority(one: OpenGroup) -> tuple[float, ...]:

@@ -1,11 +1,9 @@
 """The sampling side of a process whose groups workers answer."""
 
 import logging
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from distflow_jax.flow.dispatch.advice import Advisor
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.producer import Producer
@@ -20,14 +18,10 @@ class HomeProducer(Producer):
     that ends the wait for a step. Until then its group is there and never done.
     """
 
-    def __init__(
-        self, *args: Any, given_up: Collection[int] = (), trainers: int = 1, **kwargs: Any
-    ):
+    def __init__(self, *args: Any, given_up: Collection[int] = (), **kwargs: Any):
         """As Producer, with a HomeSampler. `given_up`: before the checkpoint that the run goes on
-        from. They stay so: otherwise groups that exist would belong to later steps. `trainers`:
-        processes of the training."""
+        from. They stay so: otherwise groups that exist would belong to later steps."""
         super().__init__(*args, **kwargs)
-        self._advisor = Advisor(time.monotonic(), trainers)
         self._given_up: set[int] = set()  # not known to all processes
         self._lost = set(given_up)  # known to all
         for counter in sorted(self._lost):
@@ -49,9 +43,8 @@ class HomeProducer(Producer):
         """The prompts that were given up, for a checkpoint; under `lock`."""
         return {"given_up": sorted(self._lost)}
 
-    def measured(self, waited: float) -> dict[str, float]:
-        """Workers of this home, what became of their results since it began, and what would make
-        steps shorter; under `lock`."""
+    def measured(self) -> dict[str, float]:
+        """Workers of this home, and what became of their results since it began; under `lock`."""
         home, tasks = self.sampler.home, self.sampler.tasks
         found = {
             "alive": len(
@@ -60,12 +53,7 @@ class HomeProducer(Producer):
             "expired": home.counts.expired + tasks.counts.expired,
             "second": home.counts.second + tasks.counts.second,
         }
-        reports = home.fleet.reports
-        alive = {name: reports[name] for name in home.workers if name in reports}
-        advice = self._advisor.step(time.monotonic(), waited, alive)
-        return {f"perf/workers/{name}": float(n) for name, n in found.items()} | {
-            f"flow/advice/{name}": share for name, share in advice.items()
-        }
+        return {f"perf/workers/{name}": float(n) for name, n in found.items()}
 
     def forget(self, counters: Sequence[int]) -> list[Group]:
         """Takes groups out, those of a finished step; under `lock`."""

@@ -64,7 +64,7 @@ class HomeSampler:
     def counts(self) -> Counts:
         """Numbers of all that workers have sampled, as far as this home knows."""
         sampled = self._taken + self.home.tokens - self._restored
-        return Counts(self._calls, sampled, self.home.tokens, 0)
+        return Counts(self._calls, sampled, self.home.tokens)
 
     def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
         """Adds a request, to go on with the `progress` of an earlier run.

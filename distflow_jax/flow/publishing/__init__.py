@@ -1,1 +1,1 @@
-"""Which versions of the weights are published, and when a sampler takes one between two tokens."""
+"""Which versions of the weights are published, and how they reach the samplers."""

@@ -8,11 +8,8 @@ from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.homes.home_thread import HomeThread
 from distflow_jax.flow.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.flow.producer import Producer
-from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
-from distflow_jax.flow.publishing.sampler_news import SamplerNews
-from distflow_jax.flow.publishing.swap_turns import SwapTurns
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.resharding.weight_sync import WeightSync
@@ -25,17 +22,10 @@ class Delivery:
     sync: WeightSync
     own_devices: bool  # whether the sampler has devices that no trainer uses
     publications: Publications
-    swaps: InFlightSwaps
-    news: SamplerNews | None
     # makes the thread of a process whose groups workers sample, of a call that hands groups on
     thread: Callable[[Callable[[], None]], HomeThread] | None = None
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
-
-    def close(self) -> None:
-        """Ends the connections."""
-        if self.news is not None:
-            self.news.close()
 
 
 def make_delivery(
@@ -48,25 +38,16 @@ def make_delivery(
 ) -> Delivery:
     """The delivery of a run whose samplers run ahead; `publish(version)` as of Publications.
 
-    Collective. Only staggered swaps and publishing by divergence have connections.
+    Collective. Only publishing by divergence has connections.
     """
     rule = PublishRule(config.divergence, config.max_lag)
-    index, count = processes.process_index(), processes.process_count()
-    news = turns = None
-    if config.stagger > 1 or rule.skips:
+    peers = None
+    if rule.skips:
 
         def heard() -> None:
             with producer.lock:
                 producer.lock.notify_all()
 
+        index, count = processes.process_index(), processes.process_count()
         peers = Peers(processes.second_exchange(), index, count, heard)
-        news = SamplerNews(peers, index, count, held=producer.sampler.version)
-    if config.stagger > 1:
-        turns = SwapTurns(index, count, config.stagger)
-    return Delivery(
-        sync,
-        own_devices,
-        Publications(rule, producer, news, publish),
-        InFlightSwaps(news, turns, tells_starving=rule.skips),
-        news,
-    )
+    return Delivery(sync, own_devices, Publications(rule, producer, peers, publish))

@@ -11,12 +11,14 @@ import numpy as np
 
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.publish_rule import PublishRule, divergence_of, divergences
-from distflow_jax.flow.publishing.sampler_news import SamplerNews
 from distflow_jax.parallel import processes
+from distflow_jax.parallel.peers import Peers
+
+STARVING = 0  # kind of: 1 + the newest version with which a sampler has nothing to do
 
 
 class Publications:
-    """The publications of a run. Only the thread that trains uses it.
+    """The publications of a run. Only the thread that trains uses it, but for `note_idle`.
 
     Attributes:
       newest: the version that was published last.
@@ -26,12 +28,12 @@ class Publications:
         self,
         rule: PublishRule,
         producer: Producer,
-        news: SamplerNews | None,
+        peers: Peers | None,
         publish: Callable[[int], None],
     ):
-        """`news`: None only where the rule skips nothing. `publish(version)`: brings the weights to
-        all samplers, and sets `newest`; collective."""
-        self._rule, self._producer, self._news = rule, producer, news
+        """`peers`: nothing else uses them; None only where the rule skips nothing.
+        `publish(version)`: brings the weights to all samplers, and sets `newest`; collective."""
+        self._rule, self._producer, self._peers = rule, producer, peers
         self._publish = publish
         self.newest = self._offered = producer.sampler.version
 
@@ -71,8 +73,19 @@ class Publications:
         if any(asked) and self.newest < version:
             self._publish(version)
 
+    def note_idle(self) -> None:
+        """Tells that the sampler has nothing to do, after all that may begin has begun, where newer
+        weights would help. From any thread, under the producer's lock."""
+        if self._peers is not None and self._producer.starving:
+            self._peers.raise_to(STARVING, self._producer.sampler.version + 1)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        if self._peers is not None:
+            self._peers.close()
+
     def _starving(self) -> bool:
-        return self._news is not None and self._news.starving(self.newest)
+        return self._peers is not None and self._peers.seen(STARVING) > self.newest
 
     def _has_step(self, step: int) -> bool:
         with self._producer.lock:

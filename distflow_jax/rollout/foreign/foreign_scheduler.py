@@ -112,11 +112,6 @@ class ForeignScheduler:
         """Responses that the engine could sample beside those that run."""
         return max(0, self.engine.slots - len(self._running) - len(self._adrift))
 
-    @property
-    def idle_slots(self) -> int:
-        """Free slots for which nothing waits either."""
-        return 0 if self._waiting or self._later else self.free_slots
-
     def under_way(self) -> Iterator[tuple[int, Partial]]:
         """(id of its group, its tokens so far) of responses that go on with tokens they had.
 

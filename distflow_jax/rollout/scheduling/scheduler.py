@@ -65,11 +65,6 @@ class Scheduler:
         """Slots without a sequence."""
         return self._loop.free_slots
 
-    @property
-    def idle_slots(self) -> int:
-        """Slots without a sequence for which none waits either."""
-        return 0 if self._loop.waiting else self._loop.free_slots
-
     def under_way(self) -> Iterator[tuple[int, Partial]]:
         """(id of its group, its tokens so far) of each sequence that has begun and not ended."""
         for sequence in self._loop.slots.running().values():

@@ -266,9 +266,7 @@ def _producer(
     writers = {task.node.id: task.layout for task in plan.tasks}
     kind: Callable[..., Producer] = Producer
     if config.flow.workers:
-        kind = functools.partial(
-            HomeProducer, given_up=given_up, trainers=processes.process_count()
-        )
+        kind = functools.partial(HomeProducer, given_up=given_up)
     return kind(
         sampler,
         admission,

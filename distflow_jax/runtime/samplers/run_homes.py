@@ -20,7 +20,6 @@ from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.home_thread import HomeThread
 from distflow_jax.flow.host_nodes import HostThread
 from distflow_jax.flow.publishing.delivery import Delivery
-from distflow_jax.flow.publishing.in_flight_swaps import InFlightSwaps
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
@@ -137,8 +136,6 @@ def deliver_to_workers(
         sync,
         True,
         Publications(PublishRule(0.0, config.flow.max_lag), producer, None, publish),
-        InFlightSwaps(),
-        None,
         thread,
         functools.partial(HomeNodes, tasks=tasks) if tasks.served else HostThread,
     )

@@ -1,17 +1,15 @@
 """Dispatch by expected lengths and measured times: a pure function over plain numbers.
 
-A worker that asks gets some of the groups that may begin. Three rules say which:
+A worker that asks gets some of the groups that may begin, the longest expected first. Two rules say
+how many:
 
-- longest: the longest expected first, as many as the worker has slots for.
+- longest: as many as the worker has slots for.
 - paced: the same, but at most as many as keep the end of the step earliest. A worker that decodes
   half as fast takes half as much, and leaves the rest to others.
-- skewed: paced, and the longest expected fifth of a step is for the workers whose decode steps are
-  the shortest: of equal workers those with the fewest active slots. Others get it last.
 
 The end of a step is predicted by the seconds of a decode step that each worker has measured, and
 the tokens that are expected. Nothing waits for ever: a worker without an active slot always gets
-something. Zhong et al. 2025 (StreamRL, arxiv.org/abs/2504.15930), sec. 5, give long responses to
-instances with small batches.
+something.
 """
 
 import dataclasses
@@ -20,8 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distflow_jax.flow.dispatch.decode_pace import Pace, step_seconds
 
-DISPATCHES = ("longest", "paced", "skewed")
-LONG_SHARE = 0.2  # of a step's groups
+DISPATCHES = ("longest", "paced")
 NEAR = 1.01  # ends that differ by less count as equal: then more is given
 
 
@@ -29,7 +26,6 @@ NEAR = 1.01  # ends that differ by less count as equal: then more is given
 class Offer:
     """A group that may begin, as numbers."""
 
-    step: int  # that trains it
     begun: bool  # some of its tokens are known
     responses: int  # that have not ended
     length: float  # expected tokens that the longest of these lacks
@@ -51,54 +47,28 @@ class Load:
         return step_seconds(self.pace, min(self.slots, self.active + more))
 
 
-def choose(
-    offers: Sequence[Offer], room: int, asker: str, fleet: Mapping[str, Load], dispatch: str
-) -> list[int]:
-    """Places of the offers that a worker gets, in order, each once.
+def choose(offers: Sequence[Offer], room: int, asker: str, fleet: Mapping[str, Load]) -> int:
+    """How many of the offers a worker gets, from the first on.
 
     `offers`: groups that the worker may answer, in the order of steps and expected lengths. `room`:
     responses that it has slots for; the last group may exceed it. `fleet`: all workers by name,
-    the one that asks among them.
+    the one that asks among them; of fewer than two it gets all that finds room.
     """
-    order = list(range(len(offers)))
-    if dispatch == "skewed" and not _is_swiftest(asker, fleet, offers):
-        long = _longest_fifth(offers)
-        order.sort(key=lambda i: (offers[i].step, not offers[i].begun, i in long))
-    fitting = _fitting((offers[i].responses for i in order), room)
-    if dispatch != "longest" and len(fleet) > 1:
-        most = _most(offers, order[:fitting], asker, fleet)
-        begun = sum(1 for i in order[:fitting] if offers[i].begun)
-        fitting = min(fitting, max(most, begun))
-    return order[:fitting]
-
-
-def _fitting(responses: Iterable[int], room: int) -> int:
-    """How many groups find room, the last one in part."""
-    fitting = 0
-    for count in responses:
-        if room <= 0:
-            break
-        fitting, room = fitting + 1, room - count
+    fitting = _fitting(offers, room)
+    if len(fleet) > 1:
+        begun = sum(1 for offer in offers[:fitting] if offer.begun)
+        fitting = min(fitting, max(_most(offers, fitting, asker, fleet), begun))
     return fitting
 
 
-def _longest_fifth(offers: Sequence[Offer]) -> set[int]:
-    """Places of the longest expected fifth of the first step; none where all are expected equal."""
-    first = [i for i, offer in enumerate(offers) if offer.step == offers[0].step]
-    count = math.ceil(LONG_SHARE * len(first))
-    first.sort(key=lambda i: (-offers[i].length, i))
-    if len(first) <= count or offers[first[0]].length <= offers[first[-1]].length:
-        return set()
-    return set(first[:count])
-
-
-def _is_swiftest(asker: str, fleet: Mapping[str, Load], offers: Sequence[Offer]) -> bool:
-    """Whether the one that asks decodes a group's responses in the shortest steps, of all that have
-    a free slot."""
-    more = offers[0].responses if offers else 0
-    free = {name: load for name, load in fleet.items() if load.active < load.slots}
-    seconds = {n: (load.seconds(more), load.active, n) for n, load in free.items()}
-    return asker not in seconds or seconds[asker] == min(seconds.values())
+def _fitting(offers: Iterable[Offer], room: int) -> int:
+    """How many groups find room, the last one in part."""
+    fitting = 0
+    for offer in offers:
+        if room <= 0:
+            break
+        fitting, room = fitting + 1, room - offer.responses
+    return fitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +83,14 @@ class _Sum:
 NOTHING = _Sum(0, 0.0, 0.0)
 
 
-def _most(
-    offers: Sequence[Offer], order: Sequence[int], asker: str, fleet: Mapping[str, Load]
-) -> int:
-    """How many of the groups in `order` keep the predicted end earliest."""
-    if not order:
+def _most(offers: Sequence[Offer], fitting: int, asker: str, fleet: Mapping[str, Load]) -> int:
+    """How many of the first `fitting` groups keep the predicted end earliest."""
+    if not fitting:
         return 0
     own, others = fleet[asker], [load for name, load in fleet.items() if name != asker]
-    given, ends = set(order), []
-    mine = _added([offers[i] for i in order], NOTHING)
-    rest = _added((o for i, o in enumerate(offers) if i not in given), NOTHING)[-1]
-    left = _added(reversed([offers[i] for i in order]), rest)[::-1]
+    mine, ends = _added(offers[:fitting], NOTHING), []
+    rest = _added(offers[fitting:], NOTHING)[-1]
+    left = _added(reversed(offers[:fitting]), rest)[::-1]
     for more, others_more in zip(mine, left, strict=True):
         ends.append(max(_end(own, more), _end_of_all(others, others_more)))
     earliest = min(ends)

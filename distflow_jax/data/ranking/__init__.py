@@ -1,1 +1,0 @@
-"""Ranking: expected response lengths of prompts that were never answered."""
