@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.algorithms.masked import masked_mean
 from distflow_jax.algorithms.packed import (
@@ -21,6 +22,7 @@ from distflow_jax.algorithms.packed import (
     sequence_max,
     sequence_mean,
 )
+from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.batch import Rows
 
 MAX_LOG_RHO = 20.0
@@ -35,8 +37,8 @@ class Correction(NamedTuple):
 
 def log_rho(prox_logp: jax.Array, rollout_logp: jax.Array, rows: Rows) -> jax.Array:
     """log rho [R, L] without a gradient; 0 outside response_mask, even for inf or nan inputs."""
-    difference = jnp.where(rows.response_mask, prox_logp - rollout_logp, 0.0)
-    return jax.lax.stop_gradient(difference)
+    prox, rollout = (cleaned_logp(x, rows.response_mask) for x in (prox_logp, rollout_logp))
+    return jax.lax.stop_gradient(prox - rollout)
 
 
 def _exp(x: jax.Array) -> jax.Array:
@@ -247,22 +249,22 @@ def rejected_sequences(rejection: Correction, rows: Rows) -> jax.Array:
 
 # recomputed: from the trainer's own forward pass before the update (or, with one update per batch,
 # the policy itself). rollout: the sampler's log-probs; the loss's own ratio is then the correction.
-# a3po: between the sampler's and the current policy, by the age of the token's weights
-PROXIMAL = ("recomputed", "rollout", "a3po")
+# A3PO: between the sampler's and the current policy, by the age of the token's weights. Its numbers
+# are the age of the proximal policy's weights: 0 are the newest; 1, as in AReaL, those before them
+A3PO = {"a3po": 0, "a3po_areal": 1}
+PROXIMAL = ("recomputed", "rollout", *A3PO)
 
 
-def a3po_alpha(
-    version: jax.Array, current: jax.Array | int, proximal: jax.Array | int
-) -> jax.Array:
-    """A-3PO's interpolation weight (v_prox - v_b) / (v - v_b), float32 [R, L].
+def a3po_alpha(age: np.ndarray, proximal_age: int) -> np.ndarray:
+    """A-3PO's interpolation weight (v_prox - v_b) / (v - v_b), shaped as `age`, of any shape.
 
-    `version` v_b, int32 [R, L], is the version of the weights that sampled a token, `current` v the
-    version being trained, `proximal` v_prox the one at the start of the step. The weight is 0, the
-    sampler's policy itself, where a token was sampled by the current version.
+    `age`, a float32 count of steps, is that of the weights v_b that sampled a token; those before
+    the update have age 0. The current policy v is one version after the proximal one v_prox, which
+    has `proximal_age`. A token that v_prox or newer weights sampled has weight 0: the sampler's own
+    policy is its proximal one.
     """
-    gap = (current - version).astype(jnp.float32)
-    share = (proximal - version).astype(jnp.float32) / jnp.where(gap > 0, gap, 1.0)
-    return jnp.where(gap > 0, jnp.clip(share, 0.0, 1.0), 0.0)
+    since = (age - proximal_age).clip(0)
+    return since / (since + 1)
 
 
 def a3po_proximal(logp: jax.Array, rollout_logp: jax.Array, alpha: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import per_sequence, sequence_mean
+from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.batch import Rows
 
 MAX_LOG_RHO = 20.0  # chi2 squares rho: e^40 is finite
@@ -37,7 +38,7 @@ def off_policy_terms(
     """
     mask = rows.response_mask
     trainer, sampler = (
-        jax.lax.stop_gradient(jnp.where(mask, x, 0.0)) for x in (trainer_logp, sampler_logp)
+        jax.lax.stop_gradient(cleaned_logp(x, mask)) for x in (trainer_logp, sampler_logp)
     )
     log_rho = trainer - sampler
     bounded = jnp.clip(log_rho, -MAX_LOG_RHO, MAX_LOG_RHO)

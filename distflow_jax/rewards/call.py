@@ -3,14 +3,13 @@
 import asyncio
 import functools
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from distflow_jax.rewards.function import ROW_PARAMETERS, is_async, is_batch
-from distflow_jax.rewards.records import RewardRequest, RewardResult
+from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult
 
 
 def score_requests(
@@ -43,7 +42,7 @@ def result_from(value: Any) -> RewardResult:
 
     Raises:
       TypeError: any other value.
-      ValueError: a score that is not finite.
+      ValueError: a score that is not finite, or beyond MOST_SCORE.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
     score = _number(entries.get("score"))
@@ -52,8 +51,11 @@ def result_from(value: Any) -> RewardResult:
             f"the reward function returned {_shown(value)}; "
             "expected a number or a dict with a number as 'score'"
         )
-    if not math.isfinite(score):
-        raise ValueError(f"the reward function returned a score of {score}")
+    if not abs(score) <= MOST_SCORE:  # nan, too
+        raise ValueError(
+            f"the reward function returned a score of {score}; it must be from -{MOST_SCORE:g} to "
+            f"{MOST_SCORE:g}"
+        )
     numbers = {key: _number(entry) for key, entry in entries.items() if key != "score"}
     return RewardResult(score, {str(k): v for k, v in numbers.items() if v is not None})
 
