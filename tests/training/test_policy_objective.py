@@ -470,6 +470,31 @@ def test_without_age_the_sampler_is_the_proximal_policy(proximal, newest):
             np.testing.assert_array_equal(metrics[kind][name], others[kind][name], name)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_probability_of_0_poisons_nothing(name):
+    """Log-probs of -inf, of the sampler, the old policy or the reference, or of all three at once:
+    the loss and its gradient are those of -1e6, and no metric is nan."""
+    f, run, rng = fields(name == "gspo"), compiled(name), np.random.default_rng(9)
+    gone = [rng.random(len(x)) < 0.1 for x in f.old]
+    for keys in (("roll",), ("old",), ("ref",), ("roll", "old", "ref")):
+        found = []
+        for least in (-np.inf, -1e6):
+            changed = {}
+            for key in keys:
+                pairs = zip(gone, getattr(f, key), strict=True)
+                changed[key] = [np.where(g, np.float32(least), x) for g, x in pairs]
+            batch = packed_batch(dataclasses.replace(f, **changed), config_of(name), 2)
+            found.append(run(params_of(f), batch, ALL_ROWS))
+        (loss, slope, metrics), (same, same_slope, _) = found
+        assert np.isfinite(loss) and loss == same, keys
+        for key, x in slope.items():
+            assert np.isfinite(x).all(), keys
+            np.testing.assert_array_equal(x, same_slope[key])
+        for kind in ("sum", "max"):
+            for key, x in metrics[kind].items():
+                assert not np.isnan(x), (keys, key)
+
+
 def metrics_of(name):
     f = fields(False)
     _, _, metrics = compiled(name)(params_of(f), packed_batch(f, config_of(name), 2), ALL_ROWS)

@@ -235,7 +235,8 @@ def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfi
     if algorithm.proximal == "rollout":
         return batch.rollout_logp
     if algorithm.proximal in correction_lib.A3PO:
-        return correction_lib.a3po_proximal(logp, batch.rollout_logp, batch.prox_alpha)
+        rollout_logp = cleaned_logp(batch.rollout_logp, batch.rows.response_mask)
+        return correction_lib.a3po_proximal(logp, rollout_logp, batch.prox_alpha)
     return jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
 
 
