@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.groups import (
     GroupStatistics,
     group_best_two,
+    group_extremes,
     group_statistics,
     group_sum,
-    without_offsets,
 )
-from distflow_jax.algorithms.masked import whiten
+from distflow_jax.algorithms.masked import offset, whiten
 from distflow_jax.algorithms.packed import (
     counted,
     following,
@@ -53,7 +53,9 @@ class Outcome:
     @functools.cached_property
     def relative(self) -> jax.Array:
         """s less a number that is the same for its whole group, mostly 0, [K, R, S]."""
-        return without_offsets(self.score, self.rows.group, counted(self.rows), self.num_groups)
+        rows = self.rows
+        extremes = group_extremes(self.score, rows.group, counted(rows), self.num_groups)
+        return self.score - offset(*extremes)[rows.group]
 
     @functools.cached_property
     def statistics(self) -> GroupStatistics:

@@ -10,13 +10,7 @@ from typing import Any
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, CPGD_WEIGHTS
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
-from distflow_jax.algorithms.correction import (
-    A3PO,
-    CORRECTIONS,
-    PROXIMAL,
-    REJECTIONS,
-    CorrectionKind,
-)
+from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import KL_ESTIMATORS, LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, PolicyLossKind
 
@@ -172,7 +166,7 @@ class AlgorithmConfig:
             filled[name] = default if value is None else value
         return filled
 
-    def bounds(self, key: str, table: Mapping[str, CorrectionKind]) -> dict[str, float]:
+    def bounds(self, key: str, table: Mapping[str, Any]) -> dict[str, float]:
         """Keyword arguments of the entry of `table` that the setting `key` chooses."""
         chosen = getattr(self, key)
         defaults = table[chosen].bounds if chosen != "none" else {}

@@ -22,10 +22,8 @@ from distflow_jax.algorithms.packed import (
     sequence_max,
     sequence_mean,
 )
-from distflow_jax.algorithms.policy_tokens import cleaned_logp
+from distflow_jax.algorithms.policy_tokens import MAX_LOG_RATIO, cleaned_logp, ratio_of
 from distflow_jax.batch import Rows
-
-MAX_LOG_RHO = 20.0
 
 
 class Correction(NamedTuple):
@@ -41,12 +39,8 @@ def log_rho(prox_logp: jax.Array, rollout_logp: jax.Array, rows: Rows) -> jax.Ar
     return jax.lax.stop_gradient(prox - rollout)
 
 
-def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp(_bounded(x))
-
-
 def _bounded(log_ratio: jax.Array) -> jax.Array:
-    return jnp.clip(log_ratio, -MAX_LOG_RHO, MAX_LOG_RHO)
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k2(log_ratio: jax.Array) -> jax.Array:
@@ -65,7 +59,7 @@ def _on_tokens(rows: Rows, weight: jax.Array, changed: jax.Array) -> Correction:
 
 def _sequence_rho(log_ratio: jax.Array, rows: Rows) -> jax.Array:
     """Product of rho over each sequence, spread over its tokens, [R, L]."""
-    return per_token(_exp(per_sequence(log_ratio, rows)), rows.segment)
+    return per_token(ratio_of(per_sequence(log_ratio, rows)), rows.segment)
 
 
 def token_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
@@ -74,7 +68,7 @@ def token_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
     Yao et al. 2025 (fengyao.notion.site, "Your efficient RL framework secretly brings you
     off-policy RL training").
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     return _on_tokens(rows, jnp.minimum(rho, high), rho > high)
 
 
@@ -83,7 +77,7 @@ def token_mis(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> C
 
     IcePop, Ling team 2025 (ringtech.notion.site/icepop).
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     kept = (rho >= low) & (rho <= high)
     return _on_tokens(rows, jnp.where(kept, rho, 0.0), ~kept)
 
@@ -115,7 +109,7 @@ def _keep(rows: Rows, kept: jax.Array) -> Correction:
 
 def geometric(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
     """1 on sequences with low <= exp(mean log rho) <= high, else 0; log_ratio = log rho [R, L]."""
-    mean = _exp(sequence_mean(log_ratio, rows))
+    mean = ratio_of(sequence_mean(log_ratio, rows))
     return _keep(rows, (mean >= low) & (mean <= high))
 
 
@@ -140,7 +134,7 @@ def token_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Co
     1 / rho. k1, k2, k3: Schulman 2020 (joschu.net/blog/kl-approx.html), of the KL from
     the sampler's to the trainer's policy.
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     return _keep_tokens(rows, (rho >= low) & (rho <= high))
 
 
@@ -156,7 +150,7 @@ def token_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
 
 def seq_sum_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
     """1 on sequences with low <= prod rho <= high, else 0; log_ratio = log rho [R, L]."""
-    product = _exp(per_sequence(_bounded(log_ratio), rows))
+    product = ratio_of(per_sequence(_bounded(log_ratio), rows))
     return _keep(rows, (product >= low) & (product <= high))
 
 

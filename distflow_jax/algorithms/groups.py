@@ -9,8 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.algorithms.masked import offset
-
 
 class GroupStatistics(NamedTuple):
     """Statistics of the valid sequences of each group, float32 [G]."""
@@ -52,13 +50,6 @@ def group_best_two(
     _, below = group_extremes(score, group, valid & ~is_best, num_groups)
     several = group_sum(is_best.astype(jnp.float32), group, num_groups) > 1
     return best, jnp.where(several, best, below)
-
-
-def without_offsets(
-    score: jax.Array, group: jax.Array, valid: jax.Array, num_groups: int
-) -> jax.Array:
-    """`score` less the offset of its group (masked.offset); all of one shape, such as [K, R, S]."""
-    return score - offset(*group_extremes(score, group, valid, num_groups))[group]
 
 
 def group_statistics(

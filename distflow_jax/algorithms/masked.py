@@ -43,9 +43,8 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 def offset(low: jax.Array, high: jax.Array) -> jax.Array:
     """Number to subtract from numbers between `low` and `high` before they are added, any shape.
 
-    `low` where it is far from 0 compared with the range: a float32 sum would lose the differences,
-    and the mean of equal numbers might be another one. The differences to `low` are exact then.
-    Else 0, so that nothing changes. Extremes do not depend on rows or devices, as sums may.
+    `low` where a float32 sum would lose the differences, which are exact relative to it; else 0, so
+    that nothing changes. Extremes do not depend on rows or devices, as sums may.
     """
     return jnp.where(jnp.abs(low) > 256.0 * (high - low), low, 0.0)
 
@@ -63,10 +62,7 @@ def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """(x - mean) / sqrt(variance + 1e-8) over the mask, any shape; 0 outside the mask.
-
-    Exactly 0 where all x are equal.
-    """
+    """(x - mean) / sqrt(variance + 1e-8) over the mask, any shape; 0 outside it or for equal x."""
     x = without_offset(x, mask)
     scale = jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
     return jnp.where(mask, (x - masked_mean(x, mask)) * scale, 0.0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
 
-MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products
+MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products and squares
 LEAST_LOGP = -1e6  # stands for -inf, whose differences are nan; exp is 0 from -104 on
 
 
@@ -25,10 +25,8 @@ class PolicyTokens(NamedTuple):
 
 
 def cleaned_logp(logp: jax.Array, mask: jax.Array) -> jax.Array:
-    """Log-probs of any shape: 0 outside the mask, even for inf and nan, else at least LEAST_LOGP.
-
-    A token below that, such as one of probability 0, has no gradient.
-    """
+    """Log-probs of any shape: 0 outside the mask, even for inf and nan; at least LEAST_LOGP, below
+    which a token has no gradient."""
     return jnp.where(mask, jnp.maximum(logp, LEAST_LOGP), 0.0)
 
 

@@ -129,10 +129,7 @@ class Environments:
             raise TypeError(f"step returned {_shown(turn)}, not a Turn")
         reward = float(turn.reward)
         if not abs(reward) <= MOST_SCORE:  # nan, too
-            raise ValueError(
-                f"step returned a reward of {reward}; it must be from -{MOST_SCORE:g} to "
-                f"{MOST_SCORE:g}"
-            )
+            raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
         logged = {str(name): float(value) for name, value in turn.logged.items()}
         tokens, shown = self.read(turn.observation)
         return Observed(tokens, reward, bool(turn.done), logged, shown)

@@ -42,7 +42,7 @@ def result_from(value: Any) -> RewardResult:
 
     Raises:
       TypeError: any other value.
-      ValueError: a score that is not finite, or beyond MOST_SCORE.
+      ValueError: a score that is nan or outside MOST_SCORE.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
     score = _number(entries.get("score"))
@@ -52,10 +52,8 @@ def result_from(value: Any) -> RewardResult:
             "expected a number or a dict with a number as 'score'"
         )
     if not abs(score) <= MOST_SCORE:  # nan, too
-        raise ValueError(
-            f"the reward function returned a score of {score}; it must be from -{MOST_SCORE:g} to "
-            f"{MOST_SCORE:g}"
-        )
+        wrong = f"a score of {score}, outside ±{MOST_SCORE:g}"
+        raise ValueError(f"the reward function returned {wrong}")
     numbers = {key: _number(entry) for key, entry in entries.items() if key != "score"}
     return RewardResult(score, {str(k): v for k, v in numbers.items() if v is not None})
 
