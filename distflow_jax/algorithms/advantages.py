@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.groups import (
     GroupStatistics,
     group_best_two,
+    group_extremes,
     group_statistics,
     group_sum,
 )
-from distflow_jax.algorithms.masked import whiten
+from distflow_jax.algorithms.masked import offset, whiten
 from distflow_jax.algorithms.packed import (
     counted,
     following,
@@ -50,9 +51,16 @@ class Outcome:
         return per_sequence(self.reward, self.rows)
 
     @functools.cached_property
+    def relative(self) -> jax.Array:
+        """s less a number that is the same for its whole group, mostly 0, [K, R, S]."""
+        rows = self.rows
+        extremes = group_extremes(self.score, rows.group, counted(rows), self.num_groups)
+        return self.score - offset(*extremes)[rows.group]
+
+    @functools.cached_property
     def statistics(self) -> GroupStatistics:
-        """Statistics of s over each group."""
-        return group_statistics(self.score, self.rows.group, counted(self.rows), self.num_groups)
+        """Statistics of `relative` over each group."""
+        return group_statistics(self.relative, self.rows.group, counted(self.rows), self.num_groups)
 
 
 def reward_to_go(reward: jax.Array, rows: Rows, *, gamma: float = 1.0) -> jax.Array:
@@ -76,12 +84,15 @@ def _spread(outcome: Outcome, per_sequence_advantage: jax.Array) -> AdvantageAnd
     return jnp.where(mask, advantage, 0.0), reward_to_go(outcome.reward, outcome.rows)
 
 
-def _centred(outcome: Outcome, mean: jax.Array, statistics: GroupStatistics) -> jax.Array:
-    """s minus its group's mean, [K, R, S]; see the module's docstring for two special groups."""
-    group, single = outcome.rows.group, statistics.count == 1
-    mean = jnp.where(single, 0.0, mean)
-    flat = (statistics.equal & ~single)[group]
-    return jnp.where(counted(outcome.rows) & ~flat, outcome.score - mean[group], 0.0)
+def _centred(outcome: Outcome, mean: jax.Array) -> jax.Array:
+    """s minus its group's mean, [K, R, S]; see the module's docstring for two special groups.
+
+    `mean` [G] is that of `relative`.
+    """
+    group, found = outcome.rows.group, outcome.statistics
+    single, equal = (found.count == 1)[group], found.equal[group]
+    centred = jnp.where(equal, 0.0, outcome.relative - mean[group])
+    return jnp.where(counted(outcome.rows), jnp.where(single, outcome.score, centred), 0.0)
 
 
 def gae(outcome: Outcome, *, gamma: float, lam: float) -> AdvantageAndReturn:
@@ -114,13 +125,12 @@ def _grpo_scores(outcome: Outcome) -> jax.Array:
     found = outcome.statistics
     sd = jnp.sqrt(found.squares / jnp.maximum(found.count - 1.0, 1.0))
     sd = jnp.where(found.count == 1, 1.0, sd)
-    return _centred(outcome, found.mean, found) / (sd[outcome.rows.group] + 1e-6)
+    return _centred(outcome, found.mean) / (sd[outcome.rows.group] + 1e-6)
 
 
 def dr_grpo(outcome: Outcome) -> AdvantageAndReturn:
     """Dr. GRPO: s - mean within the group. Liu et al. 2025 (arxiv.org/abs/2503.20783), sec. 3.2."""
-    found = outcome.statistics
-    return _spread(outcome, _centred(outcome, found.mean, found))
+    return _spread(outcome, _centred(outcome, outcome.statistics.mean))
 
 
 def grpo_passk(outcome: Outcome, *, norm_adv_by_std_in_grpo: bool) -> AdvantageAndReturn:
@@ -145,7 +155,7 @@ def rloo(outcome: Outcome) -> AdvantageAndReturn:
     """
     found = outcome.statistics
     factor = jnp.where(found.count == 1, 1.0, found.count / jnp.maximum(found.count - 1.0, 1.0))
-    centred = _centred(outcome, found.mean, found)
+    centred = _centred(outcome, found.mean)
     return _spread(outcome, centred * factor[outcome.rows.group])
 
 
@@ -183,9 +193,8 @@ def gpg(outcome: Outcome) -> AdvantageAndReturn:
     counts = counted(outcome.rows)
     total = counts.sum(dtype=jnp.int32).astype(jnp.float32)
     nonzero = (counts & (outcome.score != 0)).sum(dtype=jnp.int32).astype(jnp.float32)
-    found = outcome.statistics
     factor = total / jnp.maximum(nonzero, 1.0)
-    return _spread(outcome, factor * _centred(outcome, found.mean, found))
+    return _spread(outcome, factor * _centred(outcome, outcome.statistics.mean))
 
 
 def opo(outcome: Outcome) -> AdvantageAndReturn:
@@ -196,10 +205,10 @@ def opo(outcome: Outcome) -> AdvantageAndReturn:
     """
     rows = outcome.rows
     length = jnp.where(counted(rows), rows.length, 0).astype(jnp.float32)
-    weighted = group_sum(length * outcome.score, rows.group, outcome.num_groups)
+    weighted = group_sum(length * outcome.relative, rows.group, outcome.num_groups)
     lengths = group_sum(length, rows.group, outcome.num_groups)
     mean = weighted / jnp.maximum(lengths, 1.0)
-    return _spread(outcome, _centred(outcome, mean, outcome.statistics))
+    return _spread(outcome, _centred(outcome, mean))
 
 
 def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
@@ -211,7 +220,7 @@ def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
     if cpgd_weight == "std":
         return grpo(outcome)
     found = outcome.statistics
-    centred = _centred(outcome, found.mean, found)
+    centred = _centred(outcome, found.mean)
     if cpgd_weight == "clip_filter":
         groups = (found.count > 0).sum(dtype=jnp.int32).astype(jnp.float32)
         varied = ~found.equal | (found.count == 1)

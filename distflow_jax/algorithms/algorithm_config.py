@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, CPGD_WEIGHTS
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
-from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS, CorrectionKind
+from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import KL_ESTIMATORS, LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, PolicyLossKind
 
@@ -80,7 +80,8 @@ class AlgorithmConfig:
     # greatest ratio of these; None: 1.01, 2, 2. Of the others the greatest KL in nats; None: 0.01,
     # for seq_sum_k2 and seq_sum_k3 1, for tokens and seq_max 0.25
     rejection_high: float | None = None
-    proximal: str = "recomputed"  # source of the old log-probs: recomputed, rollout or a3po
+    # source of the old log-probs: recomputed, rollout, a3po or a3po_areal
+    proximal: str = "recomputed"
 
     def __post_init__(self):
         for check in _CHECKS:
@@ -152,7 +153,7 @@ class AlgorithmConfig:
             "ref_logp": self.kl_in_loss,
             "rollout_logp": off_policy or self.proximal != "recomputed",
             "old_logp": ahead and self.proximal == "recomputed",
-            "prox_alpha": self.proximal == "a3po",
+            "prox_alpha": self.proximal in A3PO,
         }
         return ("rows", "advantage", *(name for name, needed in wanted.items() if needed))
 
@@ -165,7 +166,7 @@ class AlgorithmConfig:
             filled[name] = default if value is None else value
         return filled
 
-    def bounds(self, key: str, table: Mapping[str, CorrectionKind]) -> dict[str, float]:
+    def bounds(self, key: str, table: Mapping[str, Any]) -> dict[str, float]:
         """Keyword arguments of the entry of `table` that the setting `key` chooses."""
         chosen = getattr(self, key)
         defaults = table[chosen].bounds if chosen != "none" else {}
@@ -339,10 +340,11 @@ def _check_weights(config: AlgorithmConfig) -> None:
             "algorithm.correction_batch_normalize=True has no effect without a correction; set "
             "algorithm.correction, or remove algorithm.correction_batch_normalize"
         )
-    if config.correction_batch_normalize and config.proximal == "a3po":
+    if config.correction_batch_normalize and config.proximal in A3PO:
         raise ValueError(
             "algorithm.correction_batch_normalize=True needs weights that are known before the "
-            "update, and those of algorithm.proximal='a3po' are not; use proximal='recomputed'"
+            f"update, and those of algorithm.proximal={config.proximal!r} are not; use "
+            "proximal='recomputed'"
         )
     of_tokens = config.rejection != "none" and not REJECTIONS[config.rejection].per_sequence
     if config.loss_kind.of_sequences and of_tokens:

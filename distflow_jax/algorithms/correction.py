@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.algorithms.masked import masked_mean
 from distflow_jax.algorithms.packed import (
@@ -21,9 +22,8 @@ from distflow_jax.algorithms.packed import (
     sequence_max,
     sequence_mean,
 )
+from distflow_jax.algorithms.policy_tokens import MAX_LOG_RATIO, cleaned_logp, ratio_of
 from distflow_jax.batch import Rows
-
-MAX_LOG_RHO = 20.0
 
 
 class Correction(NamedTuple):
@@ -35,16 +35,12 @@ class Correction(NamedTuple):
 
 def log_rho(prox_logp: jax.Array, rollout_logp: jax.Array, rows: Rows) -> jax.Array:
     """log rho [R, L] without a gradient; 0 outside response_mask, even for inf or nan inputs."""
-    difference = jnp.where(rows.response_mask, prox_logp - rollout_logp, 0.0)
-    return jax.lax.stop_gradient(difference)
-
-
-def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp(_bounded(x))
+    prox, rollout = (cleaned_logp(x, rows.response_mask) for x in (prox_logp, rollout_logp))
+    return jax.lax.stop_gradient(prox - rollout)
 
 
 def _bounded(log_ratio: jax.Array) -> jax.Array:
-    return jnp.clip(log_ratio, -MAX_LOG_RHO, MAX_LOG_RHO)
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _k2(log_ratio: jax.Array) -> jax.Array:
@@ -63,7 +59,7 @@ def _on_tokens(rows: Rows, weight: jax.Array, changed: jax.Array) -> Correction:
 
 def _sequence_rho(log_ratio: jax.Array, rows: Rows) -> jax.Array:
     """Product of rho over each sequence, spread over its tokens, [R, L]."""
-    return per_token(_exp(per_sequence(log_ratio, rows)), rows.segment)
+    return per_token(ratio_of(per_sequence(log_ratio, rows)), rows.segment)
 
 
 def token_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
@@ -72,7 +68,7 @@ def token_tis(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
     Yao et al. 2025 (fengyao.notion.site, "Your efficient RL framework secretly brings you
     off-policy RL training").
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     return _on_tokens(rows, jnp.minimum(rho, high), rho > high)
 
 
@@ -81,7 +77,7 @@ def token_mis(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> C
 
     IcePop, Ling team 2025 (ringtech.notion.site/icepop).
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     kept = (rho >= low) & (rho <= high)
     return _on_tokens(rows, jnp.where(kept, rho, 0.0), ~kept)
 
@@ -113,7 +109,7 @@ def _keep(rows: Rows, kept: jax.Array) -> Correction:
 
 def geometric(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
     """1 on sequences with low <= exp(mean log rho) <= high, else 0; log_ratio = log rho [R, L]."""
-    mean = _exp(sequence_mean(log_ratio, rows))
+    mean = ratio_of(sequence_mean(log_ratio, rows))
     return _keep(rows, (mean >= low) & (mean <= high))
 
 
@@ -138,7 +134,7 @@ def token_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Co
     1 / rho. k1, k2, k3: Schulman 2020 (joschu.net/blog/kl-approx.html), of the KL from
     the sampler's to the trainer's policy.
     """
-    rho = _exp(log_ratio)
+    rho = ratio_of(log_ratio)
     return _keep_tokens(rows, (rho >= low) & (rho <= high))
 
 
@@ -154,7 +150,7 @@ def token_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
 
 def seq_sum_k1(log_ratio: jax.Array, rows: Rows, *, low: float, high: float) -> Correction:
     """1 on sequences with low <= prod rho <= high, else 0; log_ratio = log rho [R, L]."""
-    product = _exp(per_sequence(_bounded(log_ratio), rows))
+    product = ratio_of(per_sequence(_bounded(log_ratio), rows))
     return _keep(rows, (product >= low) & (product <= high))
 
 
@@ -247,22 +243,22 @@ def rejected_sequences(rejection: Correction, rows: Rows) -> jax.Array:
 
 # recomputed: from the trainer's own forward pass before the update (or, with one update per batch,
 # the policy itself). rollout: the sampler's log-probs; the loss's own ratio is then the correction.
-# a3po: between the sampler's and the current policy, by the age of the token's weights
-PROXIMAL = ("recomputed", "rollout", "a3po")
+# A3PO: between the sampler's and the current policy, by the age of the token's weights. Its numbers
+# are the age of the proximal policy's weights: 0 are the newest; 1, as in AReaL, those before them
+A3PO = {"a3po": 0, "a3po_areal": 1}
+PROXIMAL = ("recomputed", "rollout", *A3PO)
 
 
-def a3po_alpha(
-    version: jax.Array, current: jax.Array | int, proximal: jax.Array | int
-) -> jax.Array:
-    """A-3PO's interpolation weight (v_prox - v_b) / (v - v_b), float32 [R, L].
+def a3po_alpha(age: np.ndarray, proximal_age: int) -> np.ndarray:
+    """A-3PO's interpolation weight (v_prox - v_b) / (v - v_b), shaped as `age`, of any shape.
 
-    `version` v_b, int32 [R, L], is the version of the weights that sampled a token, `current` v the
-    version being trained, `proximal` v_prox the one at the start of the step. The weight is 0, the
-    sampler's policy itself, where a token was sampled by the current version.
+    `age`, a float32 count of steps, is that of the weights v_b that sampled a token; those before
+    the update have age 0. The current policy v is one version after the proximal one v_prox, which
+    has `proximal_age`. A token that v_prox or newer weights sampled has weight 0: the sampler's own
+    policy is its proximal one.
     """
-    gap = (current - version).astype(jnp.float32)
-    share = (proximal - version).astype(jnp.float32) / jnp.where(gap > 0, gap, 1.0)
-    return jnp.where(gap > 0, jnp.clip(share, 0.0, 1.0), 0.0)
+    since = (age - proximal_age).clip(0)
+    return since / (since + 1)
 
 
 def a3po_proximal(logp: jax.Array, rollout_logp: jax.Array, alpha: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ arguments hold, and logp of the current policy, without a gradient. Cui et al. 2
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.algorithms.masked import masked_count, masked_mean
+from distflow_jax.algorithms.masked import masked_count, masked_mean, without_offset
 from distflow_jax.algorithms.packed import per_token, rank
 from distflow_jax.algorithms.policy_tokens import PolicyTokens, clipped_surrogate, ratio_of
 
@@ -18,6 +18,7 @@ def covariance(tokens: PolicyTokens) -> jax.Array:
     mask = tokens.rows.response_mask
     product = jnp.ones_like(tokens.advantage)
     for x in (tokens.advantage, jax.lax.stop_gradient(tokens.logp)):
+        x = without_offset(x, mask)
         product = product * (x - masked_mean(x, mask))
     return product
 

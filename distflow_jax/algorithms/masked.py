@@ -40,13 +40,29 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     return safe_divide(masked_sum(x, mask), masked_count(mask))
 
 
+def offset(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Number to subtract from numbers between `low` and `high` before they are added, any shape.
+
+    `low` where a float32 sum would lose the differences, which are exact relative to it; else 0, so
+    that nothing changes. Extremes do not depend on rows or devices, as sums may.
+    """
+    return jnp.where(jnp.abs(low) > 256.0 * (high - low), low, 0.0)
+
+
+def without_offset(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """x less its `offset` over the mask, any shape; without a meaning outside the mask."""
+    return x - offset(masked_min(x, mask), masked_max(x, mask))
+
+
 def masked_variance(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Unbiased variance (divisor N - 1) of x over the mask, a scalar; 0 for fewer than two."""
+    x = without_offset(x, mask)
     squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
     return safe_divide(squares, jnp.maximum(masked_count(mask) - 1.0, 0.0))
 
 
 def whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """(x - mean) / sqrt(variance + 1e-8) over the mask, any shape; 0 outside the mask."""
+    """(x - mean) / sqrt(variance + 1e-8) over the mask, any shape; 0 outside it or for equal x."""
+    x = without_offset(x, mask)
     scale = jax.lax.rsqrt(masked_variance(x, mask) + 1e-8)
     return jnp.where(mask, (x - masked_mean(x, mask)) * scale, 0.0)

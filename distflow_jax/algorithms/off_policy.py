@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.packed import per_sequence, sequence_mean
+from distflow_jax.algorithms.policy_tokens import MAX_LOG_RATIO, cleaned_logp
 from distflow_jax.batch import Rows
-
-MAX_LOG_RHO = 20.0  # chi2 squares rho: e^40 is finite
 
 
 class OffPolicyTerms(NamedTuple):
@@ -37,10 +36,10 @@ def off_policy_terms(
     """
     mask = rows.response_mask
     trainer, sampler = (
-        jax.lax.stop_gradient(jnp.where(mask, x, 0.0)) for x in (trainer_logp, sampler_logp)
+        jax.lax.stop_gradient(cleaned_logp(x, mask)) for x in (trainer_logp, sampler_logp)
     )
     log_rho = trainer - sampler
-    bounded = jnp.clip(log_rho, -MAX_LOG_RHO, MAX_LOG_RHO)
+    bounded = jnp.clip(log_rho, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1: small gaps, the usual ones, would cancel all digits
     excess = jnp.expm1(bounded)
     tokens = {
@@ -49,7 +48,7 @@ def off_policy_terms(
         "reverse_kl": (1.0 + excess) * bounded - excess,
         "chi2_token": jnp.expm1(2.0 * bounded),
     }
-    whole = jnp.clip(per_sequence(log_rho, rows), -MAX_LOG_RHO, MAX_LOG_RHO)
+    whole = jnp.clip(per_sequence(log_rho, rows), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_ppl = [-sequence_mean(x, rows) for x in (trainer, sampler)]
     difference = log_ppl[0] - log_ppl[1]
     sequences = {

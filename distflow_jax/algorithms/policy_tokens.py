@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
 
-MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products
+MAX_LOG_RATIO = 20.0  # keeps exp(log ratio) finite, also in products and squares
+LEAST_LOGP = -1e6  # stands for -inf, whose differences are nan; exp is 0 from -104 on
 
 
 class PolicyTokens(NamedTuple):
@@ -23,6 +24,12 @@ class PolicyTokens(NamedTuple):
     selected: jax.Array | None = None  # bool: tokens chosen over the whole step (`select`)
 
 
+def cleaned_logp(logp: jax.Array, mask: jax.Array) -> jax.Array:
+    """Log-probs of any shape: 0 outside the mask, even for inf and nan; at least LEAST_LOGP, below
+    which a token has no gradient."""
+    return jnp.where(mask, jnp.maximum(logp, LEAST_LOGP), 0.0)
+
+
 def policy_tokens(
     logp: jax.Array,
     old_logp: jax.Array,
@@ -33,8 +40,9 @@ def policy_tokens(
     """Arguments of a policy loss, [R, L] each; 0 outside response_mask, even for inf and nan."""
     # before any exp: a masked-out inf would give 0 * inf = nan in the gradient
     mask = rows.response_mask
-    cleaned = (jnp.where(mask, x, 0.0) for x in (logp, old_logp, advantage))
-    return PolicyTokens(*cleaned, rows, None if selected is None else mask & selected)
+    logp, old_logp = cleaned_logp(logp, mask), cleaned_logp(old_logp, mask)
+    selected = None if selected is None else mask & selected
+    return PolicyTokens(logp, old_logp, jnp.where(mask, advantage, 0.0), rows, selected)
 
 
 def ratio_of(log_ratio: jax.Array) -> jax.Array:

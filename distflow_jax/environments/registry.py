@@ -21,6 +21,7 @@ from distflow_jax.environments.observed_pictures import Sight, check_shown
 from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rewards.records import MOST_SCORE
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
 
@@ -127,8 +128,8 @@ class Environments:
         if not isinstance(turn, Turn):
             raise TypeError(f"step returned {_shown(turn)}, not a Turn")
         reward = float(turn.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"step returned a reward of {reward}")
+        if not abs(reward) <= MOST_SCORE:  # nan, too
+            raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
         logged = {str(name): float(value) for name, value in turn.logged.items()}
         tokens, shown = self.read(turn.observation)
         return Observed(tokens, reward, bool(turn.done), logged, shown)

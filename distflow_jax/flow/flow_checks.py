@@ -67,7 +67,7 @@ def check_flow(
         raise ValueError(
             f"{lag} trains on tokens of older weights, and without a correction node {ratio[0]!r} "
             "takes its ratio against a policy that sampled nothing: set algorithm.correction (such "
-            "as token_tis), algorithm.rejection, or algorithm.proximal=rollout or a3po"
+            "as token_tis), algorithm.rejection, or algorithm.proximal=rollout, a3po or a3po_areal"
         )
     if config.divergence and not ratio:
         raise ValueError(

@@ -93,7 +93,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     with _named(config.dag):
         if config.training.router_replay:
             graph = with_router_replay(graph)
-        ages = [ALPHA] if config.algorithm.proximal == "a3po" else []
+        ages = [ALPHA] if ALPHA in config.algorithm.update_reads else []
         graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph

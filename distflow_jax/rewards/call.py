@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow_jax.rewards.function import ROW_PARAMETERS, is_async, is_batch
-from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, same_answers
 
 NOT_SCORED = RewardResult(math.nan)
@@ -61,7 +61,7 @@ def result_from(value: Any) -> RewardResult:
 
     Raises:
       TypeError: any other value.
-      ValueError: a score that is not finite.
+      ValueError: a score that is nan or outside MOST_SCORE.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
     not_scored = isinstance(value, Mapping) and "score" in entries and entries["score"] is None
@@ -71,8 +71,9 @@ def result_from(value: Any) -> RewardResult:
             f"the reward function returned {_shown(value)}; "
             "expected a number or a dict with a number as 'score' (None there: not scored)"
         )
-    if not math.isfinite(score) and not not_scored:
-        raise ValueError(f"the reward function returned a score of {score}")
+    if not abs(score) <= MOST_SCORE and not not_scored:  # nan, too
+        wrong = f"a score of {score}, outside ±{MOST_SCORE:g}"
+        raise ValueError(f"the reward function returned {wrong}")
     numbers = {k: _number(entry) for k, entry in entries.items() if k not in ("score", "answer")}
     answer = str(entries["answer"] or "") if "answer" in entries else None
     logged = {str(k): v for k, v in numbers.items() if v is not None}

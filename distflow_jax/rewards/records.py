@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+MOST_SCORE = 1e18  # either sign; float32 has no squares of larger ones, and no variance then
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardRequest:

@@ -14,6 +14,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
 from distflow_jax.algorithms.packed import counted, per_sequence, per_token
+from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.algorithms.token_reward import (
     adapted_coef,
     mean_kl,
@@ -98,7 +99,7 @@ def rewards_of(
     if not algorithm.kl_in_reward:
         return reward, coef, {}
     mask = rows.response_mask
-    logp, ref_logp = (jnp.where(mask, fields[name], 0.0) for name in ("old_logp", "ref_logp"))
+    logp, ref_logp = (cleaned_logp(fields[name], mask) for name in ("old_logp", "ref_logp"))
     kl = KL_ESTIMATORS[algorithm.kl_estimator](logp, ref_logp)
     reward, mean = with_kl_penalty(reward, kl, rows, coef), mean_kl(kl, rows)
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coef}

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from distflow_jax.algorithms.correction import A3PO, a3po_alpha
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.layout import STEP, VERSION
 from distflow_jax.stages.stage_context import RewardContext
@@ -11,19 +12,17 @@ def build_token_age(context: RewardContext) -> Stage:
     """version, int32 [T] each, and step, int64 [N] -> age, and prox_alpha if the node writes it;
     float32 [T] each.
 
-    A token that step s trains was sampled by version v at age s - 1 - v. Of age d it has prox_alpha
-    d / (d + 1): the sampler's policy where it is the proximal one, and nearer to the policy that is
-    being trained the older it is (correction.a3po_alpha, for a policy one step after the proximal
-    one).
+    A token that step s trains was sampled by version v at age s - 1 - v. prox_alpha is the weight
+    of the policy that is being trained in the proximal one (correction.a3po_alpha).
     """
-    node = context.node
+    node, proximal_age = context.node, A3PO.get(context.algorithm.proximal, 0)
 
     def token_age(state, fields, options):
         ages = [
             np.asarray(step - 1 - version, np.float32)
             for version, step in zip(fields[VERSION], fields[STEP], strict=True)
         ]
-        written = {"age": ages, "prox_alpha": [age / (age + 1) for age in ages]}
+        written = {"age": ages, "prox_alpha": [a3po_alpha(age, proximal_age) for age in ages]}
         return state, {name: written[name] for name in node.writes}, {}
 
     return token_age

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import formulas
-from support.ragged import QUICK, SHAPE, Packed, assert_close, draw, pack, random_sequences
+from support.ragged import (
+    QUICK,
+    SHAPE,
+    SIZES,
+    Packed,
+    assert_close,
+    draw,
+    pack,
+    random_sequences,
+)
 from support.waves import rows_of_groups
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
@@ -24,12 +33,18 @@ TWO = RowShape(2, SHAPE.rows, SHAPE.tokens, SHAPE.sequences)
 GROUPS = 9
 CASES = {  # options that differ from 1 or from the default, so that each has its part
     "gae": ("gae", {"gamma": 0.9, "lam": 0.8}, formulas.gae),
+    "gae, undiscounted": ("gae", {"gamma": 1.0, "lam": 1.0}, formulas.gae),
     "grpo": ("grpo", {}, formulas.grpo),
     "dr_grpo": ("dr_grpo", {}, formulas.dr_grpo),
     "grpo_passk": ("grpo_passk", {"norm_adv_by_std_in_grpo": True}, formulas.grpo_passk),
     "grpo_passk, no sd": ("grpo_passk", {"norm_adv_by_std_in_grpo": False}, formulas.grpo_passk),
     "rloo": ("rloo", {}, formulas.rloo),
     "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.9}, formulas.reinforce_plus_plus),
+    "reinforce_plus_plus, undiscounted": (
+        "reinforce_plus_plus",
+        {"gamma": 1.0},
+        formulas.reinforce_plus_plus,
+    ),
     "reinforce_plus_plus_baseline": (
         "reinforce_plus_plus_baseline",
         {},
@@ -45,6 +60,13 @@ CASES = {  # options that differ from 1 or from the default, so that each has it
 ALL = pytest.mark.parametrize("case", CASES)
 # whose advantage is one number per sequence, and 0 where a group's scores are all equal
 BY_GROUP = ["grpo", "dr_grpo", "rloo", "gpg", "opo", "cpgd std", "cpgd equal", "cpgd clip_filter"]
+# whose advantage is whitened, and 0 where the scores of the step are all equal
+WHITENED = [
+    "gae, undiscounted",
+    "reinforce_plus_plus, undiscounted",
+    "reinforce_plus_plus_baseline",
+]
+SEVERAL = tuple(max(size, 2) for size in SIZES)  # no group of one, whose score counts as it is
 
 
 def test_every_advantage_is_tested():
@@ -56,8 +78,8 @@ def test_every_advantage_is_tested():
 class Step:
     """Rewards of some sequences, and what algorithms may need beside them."""
 
-    def __init__(self, seed, *, dense):
-        self.sequences = random_sequences(seed)
+    def __init__(self, seed, *, dense, sizes=SIZES):
+        self.sequences = random_sequences(seed, sizes)
         count, rng = len(self.sequences), np.random.default_rng(seed)
         score = rng.choice([0.0, 1.0, 0.1, 2.5], count).astype(np.float32)
         for i, s in enumerate(self.sequences):
@@ -69,6 +91,18 @@ class Step:
             r[np.flatnonzero(s.mask)[-1:]] += x
         self.value = draw(seed + 2, self.sequences, 0.5)
         self.baseline = rng.normal(size=count).astype(np.float32)
+
+    def scored(self, score_of, value=0.0):
+        """The step with these scores at last tokens, and the same value of the critic everywhere.
+
+        score_of: number of a sequence -> its score; also ReMax's baseline, of the sequence before.
+        """
+        for i, (s, r) in enumerate(zip(self.sequences, self.reward, strict=True)):
+            r[:] = 0
+            r[np.flatnonzero(s.mask)[-1:]] = score_of(i)
+            self.value[i][:] = value
+            self.baseline[i] = score_of(max(i - 1, 0))
+        return self
 
     def compute(self, case, packed: Packed, poison=0.0):
         """(advantage, returns) of each sequence, from rows."""
@@ -181,6 +215,68 @@ def test_equal_scores_give_exactly_zero(case, score):
             np.testing.assert_allclose(x[s.mask], score, rtol=2e-6)  # a group of one keeps it
 
 
+SIZES_OF_SCORES = [0.1, -0.3, 1e-8, 1e-30, 7.3, 1e6, -1e6, 3e7, 1e18]
+
+
+@pytest.mark.parametrize("case", WHITENED)
+@pytest.mark.parametrize("value", [0.0, 0.25], ids=["no value", "a value"])
+def test_equal_scores_are_whitened_to_exactly_zero(case, value):
+    """Of any size, in any rows, whatever masked places hold: no rounding of a mean is divided by
+    the little that it leaves of a deviation."""
+    step = Step(12, dense=False, sizes=SEVERAL)
+    for seed, score in enumerate(SIZES_OF_SCORES):
+        step.scored(lambda _, score=score: score, np.float32(score * value))
+        got, _ = step.compute(case, packed_of(step, seed, seed % 2), poison=np.nan)
+        np.testing.assert_array_equal(np.concatenate(got), 0, str(score))
+
+
+@ALL
+@pytest.mark.parametrize("offset", [100.0, 1e4, 1e6, -1e6, 2.0**22])
+def test_what_is_added_to_all_scores_changes_nothing(case, offset):
+    """1e6 + {0, 1} is {0, 1}: a float32 mean of 1e6 is wrong by a part of the scores' range."""
+    if case in ("gae", "reinforce_plus_plus"):
+        pytest.skip("discounted: what is added counts less on earlier tokens")
+    halves = np.random.default_rng(30).integers(1, 4, 100) / 2  # gpg counts scores of 0
+    step = Step(31, dense=False, sizes=SEVERAL)
+    packed = packed_of(step, 32, True)
+    got = [
+        np.concatenate(step.scored(lambda i, a=a: a + halves[i]).compute(case, packed)[0])
+        for a in (0.0, offset)
+    ]
+    assert np.abs(got[0]).max() > 0.1
+    # below 256 times the range nothing is subtracted, and float32 has 100.5 to 4e-6
+    np.testing.assert_allclose(*got, rtol=1e-5, atol=1e-5)
+
+
+@ALL
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e3, 1e9, 1e17])
+def test_scores_of_any_range_match_the_definition(case, scale):
+    drawn = np.random.default_rng(33).normal(size=100)
+    step = Step(34, dense=False).scored(lambda i: scale * drawn[i], np.float32(scale / 3))
+    _, options, reference = CASES[case]
+    expected, _ = reference(step.sequences, step.reward, step.value, step.baseline, **options)
+    expected, got = (
+        np.concatenate(x) for x in (expected, step.compute(case, packed_of(step, 35))[0])
+    )
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(got / largest, expected / largest, rtol=1e-5, atol=2e-6)
+
+
+@ALL
+@pytest.mark.parametrize("poison", [0.0, np.inf, np.nan])
+def test_a_step_without_tokens_has_no_advantage(case, poison):
+    """All responses masked out, or none at all: zeros, and nothing is nan."""
+    step = Step(36, dense=True)
+    blank = [dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in step.sequences]
+    for sequences in (blank, []):
+        step.sequences = sequences
+        packed = packed_of(step, 37)
+        score = packed.per_sequence(step.baseline[: len(sequences)], poison)
+        tokens = (packed.tokens(x[: len(sequences)], poison) for x in (step.reward, step.value))
+        for x in compiled(case)(*tokens, score, packed.rows):
+            np.testing.assert_array_equal(x, 0)
+
+
 @pytest.mark.parametrize("case", ["grpo_passk", "grpo_passk, no sd"])
 @pytest.mark.parametrize("score", [0.1, 3e7])
 def test_passk_without_a_single_best_is_exactly_zero(case, score):
@@ -227,12 +323,16 @@ def test_sum_over_a_group_is_zero(case):
     np.testing.assert_allclose(sums[several], 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["gae", "grpo"])
-def test_the_mesh_does_not_matter(case):
+@pytest.mark.parametrize("scores", ["any", "far from 0", "equal"])
+@pytest.mark.parametrize("case", ["gae, undiscounted", "grpo"])
+def test_the_mesh_does_not_matter(case, scores):
     """Rows divided over 4 devices: groups, and the whitening, are over all of them."""
-    step = Step(18, dense=True)
+    step = Step(18, dense=True, sizes=SEVERAL)
+    if scores != "any":
+        step.scored(lambda i: 1e6 + (scores == "far from 0") * (i % 3))
     packed = packed_of(step, 19, True)
     plain = step.compute(case, packed)
+    assert (np.abs(np.concatenate(plain[0])).max() == 0) == (scores == "equal")
     mesh = Mesh(np.array(jax.devices()[:4], dtype=object), ("fsdp",))
     place = functools.partial(
         jax.device_put, device=NamedSharding(mesh, PartitionSpec(None, "fsdp"))

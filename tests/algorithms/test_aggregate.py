@@ -22,6 +22,7 @@ from distflow_jax.algorithms.masked import (
     masked_min,
     masked_sum,
     masked_variance,
+    offset,
     safe_divide,
     whiten,
 )
@@ -80,10 +81,38 @@ def test_masked_reductions():
     )
 
 
-def test_whitened_values_have_mean_0_and_variance_1():
+@pytest.mark.parametrize("mean", [0.0, 3.0, -500.0, 1e4, 1e6, -1e6, 2.0**24])
+def test_whitened_values_have_mean_0_and_variance_1(mean):
+    """Compared in float64 with the float32 numbers that are whitened, however far from 0."""
     rng = np.random.default_rng(5)
-    x, mask = rng.normal(3, 2, (7, 9)).astype(np.float32), rng.random((7, 9)) < 0.6
-    got = np.asarray(whiten(jnp.asarray(np.where(mask, x, np.nan)), jnp.asarray(mask)))
-    assert_close(got[mask], (x[mask] - x[mask].mean()) / np.sqrt(x[mask].var(ddof=1) + 1e-8))
-    np.testing.assert_array_equal(got[~mask], 0)
-    np.testing.assert_allclose([got[mask].mean(), got[mask].std(ddof=1)], [0, 1], atol=1e-6)
+    x, mask = (mean + 2 * rng.normal(size=(7, 9))).astype(np.float32), rng.random((7, 9)) < 0.6
+    for poison in (np.nan, np.inf, -np.inf, 3e38):
+        poisoned = jnp.asarray(np.where(mask, x, np.float32(poison)))
+        got, wide = np.asarray(whiten(poisoned, jnp.asarray(mask))), x[mask].astype(np.float64)
+        wanted = (wide - wide.mean()) / np.sqrt(wide.var(ddof=1) + 1e-8)
+        np.testing.assert_allclose(got[mask], wanted, rtol=1e-5, atol=3e-5)
+        np.testing.assert_array_equal(got[~mask], 0)
+        np.testing.assert_allclose(got[mask].mean(dtype=np.float64), 0, atol=3e-5)
+        np.testing.assert_allclose(got[mask].std(ddof=1), 1, atol=1e-5)
+        np.testing.assert_allclose(masked_variance(poisoned, mask), wide.var(ddof=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("x", [0.0, 0.1, -0.7, 1e-38, 1e6, -3e7, 1e18, 3e38])
+def test_equal_values_are_whitened_to_exactly_zero(x):
+    for count in (0, 1, 2, 7, 64):
+        mask = jnp.arange(64) < count
+        values = jnp.where(mask, jnp.float32(x), jnp.nan)
+        np.testing.assert_array_equal(whiten(values, mask), 0)
+        assert masked_variance(values, mask) == 0
+
+
+def test_numbers_near_0_keep_their_bits():
+    """An offset is subtracted only where a float32 sum would lose the differences to it."""
+    rng = np.random.default_rng(6)
+    low = np.float32(rng.normal(size=1000))
+    high = low + np.float32(np.abs(low) / 256 * rng.choice([1.01, 2, 1e3], 1000))
+    np.testing.assert_array_equal(offset(low, high), 0)
+    near = low + np.float32(np.abs(low) / 256 * rng.choice([0, 0.9, 1e-3], 1000))
+    np.testing.assert_array_equal(offset(low, near), low)
+    # and what is left is exact
+    np.testing.assert_array_equal(near - low, np.float64(near) - np.float64(low))

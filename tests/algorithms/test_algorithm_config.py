@@ -3,6 +3,7 @@
 import pytest
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.correction import A3PO
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 
 
@@ -89,6 +90,14 @@ REFUSED = [
         "those of algorithm.proximal='a3po' are not",
     ),
     (
+        {
+            "correction": "token_tis",
+            "correction_batch_normalize": True,
+            "proximal": "a3po_areal",
+        },
+        "those of algorithm.proximal='a3po_areal' are not",
+    ),
+    (
         {"policy_loss": "gmpo", "rejection": "token_k1"},
         "'token_k1' leaves out tokens, and algorithm.policy_loss='gmpo' has one loss per sequence",
     ),
@@ -140,4 +149,5 @@ def test_stages_are_told_what_they_need():
     assert {"old_logp", "rollout_logp"} <= {*normalised.update_reads}
     bypass = AlgorithmConfig(policy_loss="kl_cov", proximal="rollout").update_reads
     assert "old_logp" not in bypass and "rollout_logp" in bypass
-    assert {"prox_alpha", "rollout_logp"} < {*AlgorithmConfig(proximal="a3po").update_reads}
+    for name in A3PO:
+        assert {"prox_alpha", "rollout_logp"} < {*AlgorithmConfig(proximal=name).update_reads}

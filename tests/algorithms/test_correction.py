@@ -11,6 +11,7 @@ from support import formulas
 from support.ragged import assert_close, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.correction import (
+    A3PO,
     CORRECTIONS,
     REJECTIONS,
     a3po_alpha,
@@ -86,12 +87,28 @@ def test_batch_normalised_weights_have_mean_one():
         assert nothing == 1
 
 
+@pytest.mark.parametrize("newest", [0, 7, 1000])
+@pytest.mark.parametrize("name", A3PO)
+def test_alpha_is_the_share_of_versions(name, newest):
+    """(v_prox - v_b) / (v - v_b), within 0 and 1, by integers. The newest weights N are the
+    proximal ones and N + 1 the current ones; in AReaL, N - 1 and N."""
+    proximal = newest - A3PO[name]
+    for version in range(newest + 2):  # N + 1 does not occur: weights that are not there yet
+        gap = proximal + 1 - version
+        wanted = min(max((proximal - version) / gap, 0.0), 1.0) if gap > 0 else 0.0
+        got = a3po_alpha(np.float32([newest - version]), A3PO[name])
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, wanted, rtol=1e-7)
+
+
 def test_alpha_of_a_stale_token():
-    """Two versions behind and the proximal one: half way; as new as the policy: the sampler's."""
-    version = jnp.array([[8, 6, 9, 10, 11]], jnp.int32)
-    got = a3po_alpha(version, 10, 9)
-    assert_close(got, [[0.5, 0.75, 0.0, 0.0, 0.0]])
-    logp, roll = jnp.full((1, 5), -1.0), jnp.full((1, 5), -3.0)
-    assert_close(a3po_proximal(logp, roll, got), [[-2.0, -1.5, -3.0, -3.0, -3.0]])
-    slope = jax.grad(lambda x: a3po_proximal(x, roll, got).sum())(logp)
+    """Half way where one version lies on either side of the proximal one; the sampler's policy
+    where that is the proximal one or newer."""
+    age = np.float32([[1, 3, 0, -1]])
+    assert_close(a3po_alpha(age, 0), [[1 / 2, 3 / 4, 0, 0]])
+    assert_close(a3po_alpha(age, 1), [[0, 2 / 3, 0, 0]])
+    alpha = jnp.asarray(a3po_alpha(age, 0))
+    logp, roll = jnp.full((1, 4), -1.0), jnp.full((1, 4), -3.0)
+    assert_close(a3po_proximal(logp, roll, alpha), [[-2.0, -1.5, -3.0, -3.0]])
+    slope = jax.grad(lambda x: a3po_proximal(x, roll, alpha).sum())(logp)
     np.testing.assert_array_equal(slope, 0)

@@ -96,6 +96,40 @@ def test_huge_log_ratios_stay_finite(name):
 
 
 @ALL
+@pytest.mark.parametrize("where", ["new", "old", "both"])
+def test_a_probability_of_0_has_the_loss_of_a_tiny_one(name, where):
+    """A log-prob of -inf, whose differences would be nan, counts as -1e6, and has no gradient."""
+    rng = np.random.default_rng(6)
+    logp, old, advantage = (rng.normal(size=MASK.shape).astype(np.float32) for _ in range(3))
+    gone = MASK & (rng.random(MASK.shape) < 0.2)
+    found = []
+    for least in (-np.inf, -1e30, -1e6):
+        new = np.where(gone & (where != "old"), np.float32(least), logp)
+        found.append(
+            run(name, new, np.where(gone & (where != "new"), np.float32(least), old), advantage)
+        )
+    (out, gradient), *others = found
+    for x in jax.tree.leaves((out, gradient)):
+        assert np.isfinite(x[MASK]).all()
+    for other, _ in others:
+        for a, b in zip(out, other, strict=True):
+            np.testing.assert_array_equal(a[MASK], b[MASK])
+    if where != "old":
+        np.testing.assert_array_equal(gradient[gone], 0)
+
+
+@ALL
+@pytest.mark.parametrize("size", [1e10, 1e18, 1e25])
+def test_huge_advantages_stay_finite(name, size):
+    """The largest scores are of 1e18 (rewards/records.py), the largest ratio is e^20."""
+    rng = np.random.default_rng(7)
+    logp, advantage = (rng.normal(size=MASK.shape).astype(np.float32) for _ in range(2))
+    for step in (0.0, 0.5, 30.0, -30.0):
+        for x in jax.tree.leaves(run(name, logp, logp - step, advantage * np.float32(size))):
+            assert np.isfinite(x[MASK]).all()
+
+
+@ALL
 @pytest.mark.parametrize("which", range(3))
 def test_masked_values_do_not_matter(name, which):
     rng = np.random.default_rng(5)

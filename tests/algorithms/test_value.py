@@ -61,6 +61,22 @@ def test_explained_variance():
     assert_close(explained_variance(jnp.asarray(value), constant, mask), 0.0)
 
 
+def test_explained_variance_of_returns_far_from_0():
+    """1e6 + {0, 1, 2}; and equal ones, which do not vary by the rounding of their mean."""
+    rng = np.random.default_rng(2)
+    steps, mask = (
+        rng.integers(0, 3, (4, 6)).astype(np.float32),
+        jnp.asarray(rng.random((4, 6)) < 0.7),
+    )
+    value = steps + rng.normal(0, 0.5, (4, 6)).astype(np.float32)
+    value = np.float32(1e6 + value.round(3))  # multiples of 1 / 16
+    far = explained_variance(jnp.asarray(value), jnp.asarray(1e6 + steps), mask)
+    near = explained_variance(jnp.asarray(value - np.float32(1e6)), jnp.asarray(steps), mask)
+    np.testing.assert_allclose(far, near, rtol=1e-5)
+    for x in (0.1, -0.7, 1e6, 3e7):
+        assert explained_variance(jnp.asarray(value), jnp.full((4, 6), x, jnp.float32), mask) == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [({"clip": 0.0}, "clip must be positive"), ({"aggregation": "mean"}, "'mean' is unknown")],

@@ -47,7 +47,7 @@ def test_the_reason_begins_with_the_setting(setting):
     assert not WAITS[setting].endswith(".") and "\n" not in WAITS[setting]
 
 
-@pytest.mark.parametrize("proximal", ["rollout", "a3po"])
+@pytest.mark.parametrize("proximal", ["rollout", "a3po", "a3po_areal"])
 def test_mini_batches_stream_where_old_log_probs_come_from_the_sampler(proximal):
     assert update_waits(AlgorithmConfig(proximal=proximal), 4, 1) == ""
     assert update_waits(None, 4, 1) == ""

@@ -394,6 +394,8 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     "turn, message",
     [
         (Turn(reward=float("nan")), "a reward of nan"),
+        (Turn(reward=float("-inf")), "a reward of -inf, outside ±1e.18"),
+        (Turn(reward=2e18), "a reward of 2e.18, outside ±1e.18"),
         (Turn([400]), "ids from 400 to 400, the vocabulary 320"),
         (Turn([[1]]), "text, token ids"),
         (Turn([0.5]), "text, token ids"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.paths import TESTS
 
+from distflow_jax.rewards.call import result_from
 from distflow_jax.rewards.pool import JobQueue, RewardConfig, RewardPool, Scoring, failures
 from distflow_jax.rewards.records import RewardRequest
 
@@ -80,6 +81,14 @@ def test_errors_are_counted_and_keep_their_place(row_pool):
     assert "returned 'good' (str)" in results[2].error
     assert "score of nan" in results[3].error
     assert "SystemExit: 3" in results[4].error
+
+
+@pytest.mark.parametrize("score", ["nan", "inf", "-inf", "1.1e18", "-2e18", "1e39", "1e300"])
+def test_scores_whose_squares_float32_does_not_hold_are_errors(score):
+    """They would make the advantages of the whole batch 0, or nan."""
+    with pytest.raises(ValueError, match=r"a score of \S+, outside ±1e\+18$"):
+        result_from({"score": float(score), "format": 1})
+    assert result_from(1e18).score == -result_from(-1e18).score == 1e18
 
 
 def test_order_and_permutation(row_pool):

@@ -2,11 +2,11 @@
 
 import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.algorithms.correction import a3po_alpha
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.correction import PROXIMAL
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.load_graph import load_graph
@@ -16,16 +16,24 @@ from distflow_jax.stages.token_age import build_token_age
 VERSIONS = [np.array([3, 3, 4, 6], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)]
 
 
-def test_a_token_is_as_old_as_the_steps_since():
+def context_of(node, proximal="a3po"):
+    algorithm = AlgorithmConfig(proximal=proximal)
+    return types.SimpleNamespace(node=node, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_a_token_is_as_old_as_the_steps_since(proximal):
+    """The weights are AReaL's, of an age that is less by one, or ours: d / (d + 1)."""
     node = Node(NODE, "REWARD", "COMPUTE", [], ["version", "step"], ["age", ALPHA], fn=NODE)
-    stage = build_token_age(types.SimpleNamespace(node=node))
+    stage = build_token_age(context_of(node, proximal))
     fields = {"version": VERSIONS, "step": np.full(3, 7, np.int64)}
     _, written, metrics = stage(None, fields, {})
     assert metrics == {}
     for age, alpha, version in zip(written["age"], written[ALPHA], VERSIONS, strict=True):
         assert age.dtype == alpha.dtype == np.float32
         np.testing.assert_array_equal(age, 6 - version)
-        np.testing.assert_allclose(alpha, a3po_alpha(jnp.array(version), 7, 6), atol=1e-7)
+        d = np.maximum(6.0 - version - (proximal == "a3po_areal"), 0)
+        np.testing.assert_array_equal(alpha, np.float32(d / (d + 1)))
         assert not alpha[version == 6].any()
 
 

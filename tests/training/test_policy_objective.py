@@ -21,7 +21,7 @@ from support.waves import cut, step_in_waves
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import CORRECTIONS, PROXIMAL, REJECTIONS
+from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.algorithms.whole_batch import loss_waits, needs_order
@@ -112,6 +112,8 @@ ALGORITHMS = {  # several options at once where they have nothing to do with eac
     "decoupled": {"policy_loss": "decoupled", "correction": "token_tis", "correction_high": 1.05},
     "a3po": {"policy_loss": "decoupled", "correction": "sequence_mis", "proximal": "a3po"},
     "a3po without correction": {"proximal": "a3po"},
+    "a3po_areal": {"policy_loss": "decoupled", "correction": "token_tis", "proximal": "a3po_areal"},
+    "a3po_areal without correction": {"proximal": "a3po_areal"},
     "rollout without correction": {"proximal": "rollout"},
     "kl k2": {
         "kl_coef": 0.3,
@@ -246,7 +248,7 @@ def reference(name, f: Fields):
         "recomputed": f.old,
         "rollout": f.roll,
         "a3po": [r + a * (p - r) for r, a, p in zip(f.roll, f.alpha, f.logp, strict=True)],
-    }[config.proximal]
+    }[config.proximal.removesuffix("_areal")]
     options = dict(config.policy_options)
     chosen = [np.zeros(len(s.mask), bool) for s in sequences]
     # by the current policy, whatever the old one is
@@ -311,7 +313,7 @@ def packed_batch(f: Fields, config, seed, *, shared=False, poison=0.0):
         field("roll"),
         field("old"),
         field("ref", config.kl_coef > 0),
-        field("alpha", config.proximal == "a3po"),
+        field("alpha", config.proximal in A3PO),
     )
     return first(batch)
 
@@ -418,26 +420,31 @@ def test_a_step_in_waves_is_the_step_at_once(name):
     assert_close(loss, objective.evaluate(params, whole, denominators, jnp.float32(1))[0])
 
 
-def aged(seed, newest=4):
+def aged(seed, newest=4, proximal="a3po"):
     """The fields, with the weights of tokens of versions that rise within a response, trained by
     the step after version `newest`; and the ages, [T] each."""
     rng = np.random.default_rng(seed)
     versions = [np.sort(rng.integers(0, newest, len(s.mask), endpoint=True)) for s in SEQUENCES]
     node = Node("ages", "REWARD", "COMPUTE", [], ["version", "step"], ["age", "prox_alpha"])
     given = {"version": versions, "step": np.full(len(versions), newest + 1)}
-    _, written, _ = build_token_age(types.SimpleNamespace(node=node))(None, given, {})
+    context = types.SimpleNamespace(node=node, algorithm=AlgorithmConfig(proximal=proximal))
+    _, written, _ = build_token_age(context)(None, given, {})
     return dataclasses.replace(fields(False), alpha=written["prox_alpha"]), written["age"]
 
 
-def test_ages_of_a_packed_row_weigh_the_proximal_policy():
+@pytest.mark.parametrize("name", A3PO)
+def test_ages_of_a_packed_row_weigh_the_proximal_policy(name):
     """Rows whose tokens have several ages; other ages, and none, run the same program."""
-    config, run = config_of("a3po"), compiled("a3po")
+    config, run = config_of(name), compiled(name)
     for seed in range(2):
-        f, ages = aged(seed)
+        f, ages = aged(seed, proximal=name)
         assert {age for row in ages for age in row.tolist()} == {0.0, 1.0, 2.0, 3.0, 4.0}
         assert max(len(set(row.tolist())) for row in ages) > 2  # within one response
-        by_hand = [age / (age + 1) for age in formulas.wide(ages)]
-        expected, slope, _ = reference("a3po", dataclasses.replace(f, alpha=by_hand))
+        by_hand = {
+            "a3po": [age / (age + 1) for age in formulas.wide(ages)],
+            "a3po_areal": [(age > 0) * (age - 1) / np.maximum(age, 1) for age in ages],
+        }[name]
+        expected, slope, _ = reference(name, dataclasses.replace(f, alpha=by_hand))
         loss, got, _ = run(params_of(f), packed_batch(f, config, 2), ALL_ROWS)
         assert_close(loss, expected)
         assert_close(got["logp"], slope)
@@ -445,13 +452,15 @@ def test_ages_of_a_packed_row_weigh_the_proximal_policy():
     assert run._cache_size() == 1
 
 
-def test_without_age_the_sampler_is_the_proximal_policy():
-    """Bit for bit: a3po of tokens that the newest weights sampled is proximal=rollout."""
-    f, ages = aged(0, newest=0)
-    assert not np.concatenate(ages).any()
+@pytest.mark.parametrize(("proximal", "newest"), [("a3po", 0), ("a3po_areal", 1)])
+def test_without_age_the_sampler_is_the_proximal_policy(proximal, newest):
+    """Bit for bit: a3po of tokens that the newest weights sampled is proximal=rollout; AReaL's is
+    so for those of the weights before, too."""
+    f, ages = aged(0, newest, proximal)
+    assert {age for row in ages for age in row.tolist()} == set(range(newest + 1))
     found = [
         compiled(name)(params_of(f), packed_batch(f, config_of(name), 2), ALL_ROWS)
-        for name in ("a3po without correction", "rollout without correction")
+        for name in (f"{proximal} without correction", "rollout without correction")
     ]
     (loss, slope, metrics), (_, _, others) = found
     assert np.abs(slope["logp"]).max() > 1e-4 and np.isfinite(loss)
@@ -459,6 +468,31 @@ def test_without_age_the_sampler_is_the_proximal_policy():
     for kind in ("sum", "max"):
         for name in metrics[kind].keys() & others[kind].keys():
             np.testing.assert_array_equal(metrics[kind][name], others[kind][name], name)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_probability_of_0_poisons_nothing(name):
+    """Log-probs of -inf, of the sampler, the old policy or the reference, or of all three at once:
+    the loss and its gradient are those of -1e6, and no metric is nan."""
+    f, run, rng = fields(name == "gspo"), compiled(name), np.random.default_rng(9)
+    gone = [rng.random(len(x)) < 0.1 for x in f.old]
+    for keys in (("roll",), ("old",), ("ref",), ("roll", "old", "ref")):
+        found = []
+        for least in (-np.inf, -1e6):
+            changed = {}
+            for key in keys:
+                pairs = zip(gone, getattr(f, key), strict=True)
+                changed[key] = [np.where(g, np.float32(least), x) for g, x in pairs]
+            batch = packed_batch(dataclasses.replace(f, **changed), config_of(name), 2)
+            found.append(run(params_of(f), batch, ALL_ROWS))
+        (loss, slope, metrics), (same, same_slope, _) = found
+        assert np.isfinite(loss) and loss == same, keys
+        for key, x in slope.items():
+            assert np.isfinite(x).all(), keys
+            np.testing.assert_array_equal(x, same_slope[key])
+        for kind in ("sum", "max"):
+            for key, x in metrics[kind].items():
+                assert not np.isnan(x), (keys, key)
 
 
 def metrics_of(name):

@@ -18,7 +18,7 @@ from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
 from distflow_jax.algorithms.off_policy import off_policy_terms
 from distflow_jax.algorithms.packed import counted, per_token
-from distflow_jax.algorithms.policy_tokens import policy_tokens
+from distflow_jax.algorithms.policy_tokens import cleaned_logp, policy_tokens
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -194,7 +194,8 @@ def evaluate(
     if batch.budgeted is not None:
         sums["actor/budget_share"] = aggregate(jnp.ones_like(weight))
     if batch.ref_logp is not None and not algorithm.kl_in_reward:
-        kl = KL_ESTIMATORS[algorithm.kl_estimator](logp, jnp.where(mask, batch.ref_logp, 0.0))
+        ref_logp = cleaned_logp(batch.ref_logp, mask)
+        kl = KL_ESTIMATORS[algorithm.kl_estimator](tokens.logp, ref_logp)
         kl_loss = aggregate(kl)
         loss = loss + algorithm.kl_coef * kl_loss
         sums["actor/kl_loss"] = kl_loss
@@ -233,8 +234,9 @@ def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfi
     """Log-probs of the proximal policy, the ratio's denominator, [R, L], without a gradient."""
     if algorithm.proximal == "rollout":
         return batch.rollout_logp
-    if algorithm.proximal == "a3po":
-        return correction_lib.a3po_proximal(logp, batch.rollout_logp, batch.prox_alpha)
+    if algorithm.proximal in correction_lib.A3PO:
+        rollout_logp = cleaned_logp(batch.rollout_logp, batch.rows.response_mask)
+        return correction_lib.a3po_proximal(logp, rollout_logp, batch.prox_alpha)
     return jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
 
 
