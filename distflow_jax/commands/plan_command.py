@@ -13,21 +13,20 @@ import jax
 
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.config.user_error import EXIT_USAGE, user_error
+from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_plan import MemoryPlan
-from distflow_jax.planning.plan_run import RunPlan, open_loader, plan_run
+from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
     describe,
     fields_on_meshes,
     to_tree,
 )
-from distflow_jax.planning.waves.scope_check import check_scopes
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.sweep import sweep
@@ -60,8 +59,6 @@ def main(options: SimpleNamespace) -> int:
     if options.sweep:
         return sweep_pod(options, pod, config)
     planned = plan_run(config, machine, options.chosen, open_source=open_shapes)
-    if options.check_scopes:
-        return print_scopes(planned)
     if pod:
         planned = dataclasses.replace(planned, devices=pod.devices)
     progress.table(planned.source.spec, planned.table())
@@ -98,16 +95,6 @@ def _left_out(memory: MemoryPlan) -> str:
         f"\nnot in the sums: temporaries of {names}; a run compiles these programs, and checks its "
         "memory again\n"
     )
-
-
-def print_scopes(planned: RunPlan) -> int:
-    """Checks the scopes of nodes of the user's own on random fields, and prints what it finds."""
-    findings = check_scopes(planned, open_loader(planned).prompt)
-    for finding in findings:
-        if not finding.is_wrong:
-            print(finding.describe())
-    wrong = [finding.describe() for finding in findings if finding.is_wrong]
-    return user_error("; ".join(wrong)) if wrong else 0
 
 
 def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:

@@ -140,11 +140,6 @@ PLAN = Subcommand(
         ),
         integer("processes", 1, "Processes that --devices are divided over.", 1),
         switch("compile", True, "Compile the programs for their costs."),
-        switch(
-            "check_scopes",
-            False,
-            "Check the scopes of nodes with functions of your own, on random fields; no plan.",
-        ),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
         string("out", "", "Folder for the plan's text and pictures; empty: none."),
     ),
@@ -162,8 +157,7 @@ pod that need not exist, and estimates seconds: see docs/scaling.md;
 plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
 also pod.svg, its memory and seconds. --sweep searches the fastest layout of the
 pod that fits, whatever config.mesh says, and prints its flags; --out then
-writes sweep.txt and sweep.json. --check_scopes permutes and divides groups on
-random fields; exit code 2 names a node whose results need a wider scope.
+writes sweep.txt and sweep.json.
 
 Exit code 0: nothing was found that ends a run before step 1. No data and no
 weights were read, and memory is without the temporaries of what was not

@@ -29,7 +29,6 @@ def test_a_run_in_waves_is_planned(topology, capsys):
         only=[],
         processes=1,
         compile=False,
-        check_scopes=False,
         mermaid=False,
         out="",
     )

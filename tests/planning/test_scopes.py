@@ -3,13 +3,13 @@
 import pytest
 from support.doc_blocks import blocks
 from support.paths import ROOT
+from support.scope_check import check_scopes
 
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import open_loader, plan_run
-from distflow_jax.planning.waves.scope_check import check_scopes
 
 FUNCTIONS = """
 import jax.numpy as jnp
