@@ -28,7 +28,6 @@ ELSEWHERE = {
 FOLLOWED = {
     "docs/adapters.md",
     "docs/asynchronous.md",
-    "docs/dag.md",
     "docs/data.md",
     "docs/memory.md",
     "docs/parallelism.md",
@@ -129,20 +128,6 @@ def test_asynchronous(tmp_path):
         for name in ("waves", "again")
     )
     assert recorded == replayed and len(recorded) == 3
-
-
-@pytest.mark.slow
-def test_dag(tmp_path):
-    """A scope that holds, and the page's own that does not: the error is the page's."""
-    shown = [b for b in blocks(page("dag.md")) if b.heading == "Check a scope"]
-    *followed, error = shown
-    (printed,) = follow(followed, place(tmp_path))
-    assert re.search(r"node 'brevity' \(.*\) has scope sample, which holds", printed)
-    command = next(commands(block.text)[0] for block in followed if not block.title)
-    command = [re.sub(r"--config\.dag=.*", "--config.dag=whiten.yaml", word) for word in command]
-    with pytest.raises(AssertionError) as found:
-        run(tmp_path, command)
-    assert error.text.strip() in str(found.value)
 
 
 @pytest.mark.slow
