@@ -7,12 +7,15 @@ the same table loads and saves a model.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from distflow_jax.parsing.one_line import one_line
 
 _MAX_LISTED = 8  # names shown of a long list in an error
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,22 @@ class Weight:
     def slices(self, array: np.ndarray) -> np.ndarray:
         """The whole parameter as a view [tensors, *shape], in the order of `names`."""
         return array.reshape(-1, *self.shape)
+
+
+def own_names(found: Mapping[str, T], rules: Mapping[str, str], origin: str) -> dict[str, T]:
+    """The tensors by a family's own names.
+
+    `rules` are regular expressions and what they become: the first that matches the start of a name
+    replaces it. Raises ValueError if two tensors have the same name then.
+    """
+    tensors: dict[str, T] = {}
+    for name, tensor in found.items():
+        match = next(filter(None, (re.match(rule, name) for rule in rules)), None)
+        own = name if not match else match.expand(rules[match.re.pattern]) + name[match.end() :]
+        if own in tensors:
+            raise ValueError(f"weights of {origin} have {one_line(own)} twice: as {one_line(name)}")
+        tensors[own] = tensor
+    return tensors
 
 
 def check_names(
