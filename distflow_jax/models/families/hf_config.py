@@ -149,7 +149,8 @@ def decoder_from_hf(
     activation = _ACTIVATIONS[switches.get("activation", "silu")]
     if "sliding_window" not in switches:
         _refuse_sliding_windows(family, raw)
-    fixed = {**switches, "hidden_act": activation, "hidden_activation": activation}
+    fixed = {key: switches.get(key) for key in _SWITCHES}
+    fixed |= {"hidden_act": activation, "hidden_activation": activation}
     refuse_others(family, raw, {*_COMMON, *read}, fixed)
     sizes = _SIZES | {"mlp_size": mlp_size}
     missing = [key for key in sizes.values() if key not in raw]

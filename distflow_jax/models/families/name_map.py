@@ -125,6 +125,8 @@ def check_names(
         problems.append("wrong shapes: " + _listed(misfits))
     if unset:
         problems.append("parameters without a tensor: " + _listed(unset))
+        if any(text.startswith("head ") for text in unset):
+            problems.append("if the head is the embedding, set tie_word_embeddings=true")
     if unwanted:
         extra = [f"{name} {list(shape)}" for name, shape in unwanted.items()]
         problems.append("tensors without a parameter: " + _listed(extra))
