@@ -122,7 +122,7 @@ def test_experts_of_another_shape_are_refused(case, names, tmp_path):
     name = "model.layers.1.mlp.experts.gate_up_proj"
     for other in (tensors[name][:-1], tensors[name][..., :-1], tensors[name][0]):
         put(tmp_path, tensors | {name: np.ascontiguousarray(other)})
-        with pytest.raises(ValueError, match="is not 16 tensors|does not fit|without a") as error:
+        with pytest.raises(ValueError, match="do not fit the model") as error:
             open_model(str(tmp_path))
         assert "\n" not in str(error.value)
 

@@ -106,13 +106,6 @@ def check_hf_config(raw: Mapping[str, Any], place: str) -> None:
     Checks the keys of all families, those of rope scalings and of a text model inside.
     """
     check_fields(raw, _KINDS, place)
-    new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    thetas = {part["rope_theta"] for part in (raw, new, old) if part.get("rope_theta")}
-    if len(thetas) > 1 or (new and any(new.get(key) != value for key, value in old.items())):
-        raise ValueError(
-            f"{place}: rope_parameters={shown(new)}, rope_scaling={shown(old)} and rope_theta="
-            f"{raw.get('rope_theta')} say different things: keep one of them"
-        )
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key) or {}
         check_fields(rope, _ROPE_KINDS, f"{place}: {key}")
@@ -121,6 +114,13 @@ def check_hf_config(raw: Mapping[str, Any], place: str) -> None:
                 check_fields(inner, _ROPE_KINDS, f"{place}: {key}.{one_line(name)}")
             elif name.endswith("_attention") and inner is not None:
                 raise ValueError(f"{place}: {key}.{name} must be an object, got {shown(inner)}")
+    new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    thetas = {part["rope_theta"] for part in (raw, new, old) if part.get("rope_theta")}
+    if len(thetas) > 1 or (new and any(new.get(key) != value for key, value in old.items())):
+        raise ValueError(
+            f"{place}: rope_parameters={shown(new)}, rope_scaling={shown(old)} and rope_theta="
+            f"{raw.get('rope_theta')} say different things: keep one of them"
+        )
     if raw.get("text_config"):
         check_hf_config(raw["text_config"], f"{place}: text_config")
 

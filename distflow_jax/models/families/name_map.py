@@ -97,10 +97,11 @@ def check_names(
     `ignored` need no parameter. The error lists both names and both shapes.
     """
     # a damaged file may claim 4 billion layers; a list of their names would exhaust the memory
-    if num_layers > len(found):
+    experts = max(weight.experts for weight in weights)
+    if max(num_layers, experts) > len(found):
         raise ValueError(
-            f"weights of {origin} do not fit the model's config: it has {num_layers} layers, the "
-            f"files hold {len(found)} tensors"
+            f"weights of {origin} do not fit the model's config: it has {num_layers} layers and "
+            f"{experts} experts, the files hold {len(found)} tensors"
         )
     unwanted = {name: shape for name, shape in found.items()}
     unset, misfits = [], []

@@ -45,18 +45,11 @@ class TensorInfo:
     offset: int
 
     def split(self, count: int) -> "list[TensorInfo]":
-        """The tensor [E, rows, columns] as `count` tensors [E * rows / count, columns], in order.
-
-        Raises ValueError if its shape is another.
-        """
-        if len(self.shape) != 3 or self.shape[0] * self.shape[1] % count:
-            raise ValueError(f"{self.path}: a tensor {list(self.shape)} is not {count} tensors")
+        """The tensor [E, rows, columns] as `count` tensors [E * rows / count, columns]."""
         shape = (self.shape[0] * self.shape[1] // count, self.shape[2])
         size = math.prod(shape) * _ITEM_BYTES[self.dtype]
-        return [
-            dataclasses.replace(self, shape=shape, offset=self.offset + n * size)
-            for n in range(count)
-        ]
+        offsets = [self.offset + n * size for n in range(count)]
+        return [dataclasses.replace(self, shape=shape, offset=offset) for offset in offsets]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -476,10 +476,13 @@ def _divided(files: SafetensorsFiles, family: ModuleType, config: DecoderConfig)
     """Divides tensors of all experts of a layer into those of each, where the files have such."""
     for joined, parts in family.JOINED.items():
         for layer in range(min(config.num_layers, len(files.tensors))):
-            if info := files.tensors.pop(joined.format(layer=layer), None):
-                experts = range(config.num_experts)
+            whole, experts = joined.format(layer=layer), range(config.num_experts)
+            shape = files.tensors[whole].shape if whole in files.tensors else ()
+            # one of another shape is left for check_names to refuse
+            if len(shape) == 3 and 0 not in shape and shape[0] == config.num_experts:
                 names = [part.format(layer=layer, expert=e) for e in experts for part in parts]
-                files.tensors.update(zip(names, info.split(len(names)), strict=True))
+                divided = files.tensors.pop(whole).split(len(names))
+                files.tensors.update(zip(names, divided, strict=True))
 
 
 def _with_head(files: SafetensorsFiles, family: ModuleType, config: DecoderConfig) -> DecoderConfig:
@@ -501,9 +504,13 @@ def _with_head(files: SafetensorsFiles, family: ModuleType, config: DecoderConfi
 def _same_values(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether both are [rows, columns] of equal values in the narrower of their dtypes."""
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-    return a.shape == b.shape and all(
-        np.array_equal(a[n : n + _ROWS].astype(narrow), b[n : n + _ROWS].astype(narrow))
-        for n in range(0, len(a), _ROWS)
+    return (
+        a.ndim == 2
+        and a.shape == b.shape
+        and all(
+            np.array_equal(a[n : n + _ROWS].astype(narrow), b[n : n + _ROWS].astype(narrow))
+            for n in range(0, len(a), _ROWS)
+        )
     )
 
 
