@@ -1,12 +1,14 @@
 """Keys of files: what changes a network is read or refused by name, what changes nothing passes."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 from support.model_files import tensors_of, write_gguf
 from support.rewritten import CASES, change_config, wider, written
 
+from distflow_jax.models.families.hf_config import check_hf_config
 from distflow_jax.models.weights.source import FAMILIES, open_model
 
 # one case of each family
@@ -374,3 +376,31 @@ def test_the_nested_settings_of_pictures_are_read(family, tmp_path):
     nested = {"image_processor": settings, "processor_class": "SomeProcessor"}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     assert open_model(str(tmp_path)).config.vision.mean == (0.1, 0.2, 0.3)
+
+
+ODD = [None, True, False, 0, 1, -1, 1.5, 1e300, 2**40, "", "x", [], [1], ["a"], [[1]], {}]
+ODD += [{"a": 1}, {"rope_type": 5}, {"rope_theta": [1]}, {"rope_type": "yarn"}]
+ODD += [{"rope_type": "llama3"}, {"full_attention": {"rope_theta": [1]}}, float("nan")]
+
+
+def places(tree, path=()):
+    """Paths of all keys of nested objects."""
+    for key, value in tree.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, (*path, key))
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(family):
+    base = settings_of(family, rope_parameters=None, layer_types=None, sliding_window=None)
+    for path in places(base):
+        for odd in ODD:
+            settings = json.loads(json.dumps(base))
+            inner = functools.reduce(lambda tree, key: tree[key], path[:-1], settings)
+            inner[path[-1]] = odd
+            try:
+                check_hf_config(settings, "config.json")
+                read(family, settings)
+            except ValueError as error:
+                assert "\n" not in str(error), (path, odd)

@@ -111,8 +111,8 @@ def _rotations(raw: Mapping[str, Any]) -> tuple[float, float, Mapping[str, Any] 
     local = by_type.get(SLIDING) or {}
     check_rope("gemma3", full)
     check_rope("gemma3", local)
-    theta = float(full.get("rope_theta") or raw["rope_theta"])
-    local_theta = float(local.get("rope_theta") or raw["rope_local_base_freq"])
+    theta = float(full.get("rope_theta") or raw["rope_theta"] or _DEFAULTS["rope_theta"])
+    local_theta = float(local.get("rope_theta") or raw["rope_local_base_freq"] or 1e4)
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"gemma3 with rope type {local['rope_type']!r} in layers with a window is not "

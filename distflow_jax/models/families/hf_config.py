@@ -275,7 +275,7 @@ def _scaling_from_hf(family: str, rope: Mapping[str, Any], positions: int) -> Ro
 
 def _llama3_from_hf(rope: Mapping[str, Any]) -> Llama3Scaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if key not in rope]
+    missing = [key for key in keys if rope.get(key) is None]
     if missing:
         raise ValueError(f"the llama3 rope scaling of config.json lacks {', '.join(missing)}")
     factor, low, high, original = (rope[key] for key in keys)
