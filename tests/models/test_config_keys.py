@@ -404,3 +404,55 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(family):
                 read(family, settings)
             except ValueError as error:
                 assert "\n" not in str(error), (path, odd)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 0}, 0),
+        ({"sliding_window": 64}, 0),
+        ({"sliding_window": 1 << 20}, 0),
+        ({"sliding_window": 63}, 63),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"] * 2}, 8),
+        ({"sliding_window": None, "layer_types": ["full_attention"] * 2}, 0),
+        ({"max_position_embeddings": 8192, "sliding_window": ...}, 4096),  # transformers' default
+    ],
+)
+def test_mistrals_window_is_read(change, window):
+    settings = {k: v for k, v in (settings_of("mistral") | change).items() if v is not ...}
+    config = read("mistral", settings)
+    assert config.sliding_window == window and all(config.windowed) == bool(window)
+    assert config.rope_local_theta == config.rope_theta == 1000.0
+    if config.max_position == 64:
+        back = FAMILIES["mistral"].config_to_hf(config)
+        assert back["sliding_window"] == (window or None) and read("mistral", back) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types of full_att"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "without rope scaling"),
+        (
+            {
+                "sliding_window": 64,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            "sliding_window=64 is supported in all layers and without",
+        ),
+    ],
+)
+def test_windows_of_mistral_that_the_network_has_not(change, message):
+    with pytest.raises(ValueError, match=message):
+        read("mistral", settings_of("mistral", **{"sliding_window": 8} | change))
+
+
+def test_random_mistrals_can_be_written(tmp_path):
+    config = open_model("random:mistral?hidden=32&layers=2&window=8&rope_theta=500").config
+    assert config.sliding_window == 8 and config.rope_local_theta == 500.0
+    assert FAMILIES["mistral"].config_from_hf(FAMILIES["mistral"].config_to_hf(config)) == config
+    with pytest.raises(ValueError, match="mistral with full_every is not supported"):
+        open_model("random:mistral?window=8&full_every=2")
+    with pytest.raises(ValueError, match="all layers of random:mistral.* have windows"):
+        open_model("random:mistral?window=8", yarn_factor=2.0)

@@ -69,16 +69,13 @@ TEXT_NAMES = {
     r"language_model\.lm_head\.": "lm_head.",
 }
 # keys that this family alone reads
-_READ = (
-    *("sliding_window_pattern", "_sliding_window_pattern"),
-    *("rope_local_base_freq", "query_pre_attn_scalar"),
-)
+_READ = ("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
+_READ += ("query_pre_attn_scalar",)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    outer = raw
-    seeing = raw.get("model_type") == _IMAGE_TEXT
+    outer, seeing = raw, raw.get("model_type") == _IMAGE_TEXT
     raw = text_from_hf(raw, _DEFAULTS) if seeing else {**_DEFAULTS, **raw}
     theta, factor, scaling, local_theta = _rotations(raw)
     windows = _windows(raw)

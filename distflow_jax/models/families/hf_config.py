@@ -147,7 +147,7 @@ def decoder_from_hf(
     if raw.get("quantization_config"):
         raise ValueError("quantised Hugging Face weights are not supported: use the original ones")
     activation = _ACTIVATIONS[switches.get("activation", "silu")]
-    if "sliding_window" not in switches:
+    if "full_every" not in switches:
         _refuse_sliding_windows(family, raw)
     fixed = {key: switches.get(key) for key in _SWITCHES}
     fixed |= {"hidden_act": activation, "hidden_activation": activation}
@@ -350,10 +350,7 @@ def _refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
 
 
 def experts_from_hf(raw: Mapping[str, Any]) -> dict[str, int]:
-    """num_experts and experts_per_token of a `config.json`.
-
-    Raises ValueError if the keys are missing.
-    """
+    """num_experts and experts_per_token of a `config.json`; ValueError if it lacks them."""
     # transformers 5 writes the second key for all families
     counts = [raw[key] for key in ("num_experts", "num_local_experts") if key in raw]
     if not counts or "num_experts_per_tok" not in raw:

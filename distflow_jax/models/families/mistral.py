@@ -20,17 +20,16 @@ _WINDOW, _POSITIONS = 4096, 131_072  # transformers' defaults of keys that a fil
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
+    config = decoder_from_hf("mistral", {**raw, "sliding_window": None}, max_position=_POSITIONS)
     window = raw.get("sliding_window", _WINDOW) or 0
-    limits = window < (raw.get("max_position_embeddings") or _POSITIONS)
-    windows = {"sliding_window": window} if window and limits else {}
-    config = decoder_from_hf("mistral", raw, max_position=_POSITIONS, **windows)
+    window = window if window < config.max_position else 0
     types = set(raw.get("layer_types") or (SLIDING,))
-    if windows and (config.rope_scaling or types != {SLIDING}):
+    if window and (config.rope_scaling or types != {SLIDING}):
         raise ValueError(
             f"mistral with sliding_window={window} is supported in all layers and without rope "
             f"scaling, got layer_types of {', '.join(sorted(types))} and {config.rope_scaling}"
         )
-    return dataclasses.replace(config, rope_local_theta=config.rope_theta)
+    return dataclasses.replace(config, sliding_window=window, rope_local_theta=config.rope_theta)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.hf_config import (
-    decoder_from_hf,
-    decoder_to_hf,
-    text_from_hf,
-)
+from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf, text_from_hf
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import hf_decoder
 from distflow_jax.models.families.tower_config import vision_from_hf, vision_to_hf

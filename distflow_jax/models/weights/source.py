@@ -31,12 +31,7 @@ from distflow_jax.models.families import (
 )
 from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import check_hf_config
-from distflow_jax.models.families.name_map import (
-    Weight,
-    check_names,
-    own_names,
-    stacked_arrays,
-)
+from distflow_jax.models.families.name_map import Weight, check_names, own_names, stacked_arrays
 from distflow_jax.models.families.tensors import EMBEDDING, GGUF_IGNORED, HF_HEAD, HF_IGNORED
 from distflow_jax.models.families.tower_config import PREPROCESSOR
 from distflow_jax.models.tokenizer import Tokenizer
@@ -448,9 +443,9 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
     name = _family(name, spec, _GGUF_FAMILIES)
     family = FAMILIES[name]
     rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-    mixture = name in _MIXTURES
+    names, mixture = file.tensors.keys(), name in _MIXTURES
     config = decoder_from_gguf(
-        name, file.fields, file.tensors.keys(), rope_freqs, mixture=mixture, **family.SWITCHES
+        name, file.fields, names, rope_freqs, mixture=mixture, **family.SWITCHES
     )
     tokenizer = Tokenizer.from_gguf(file.fields)
     return _source(spec, config, tokenizer, file, family.gguf_weights(config), GGUF_IGNORED, [path])
