@@ -32,12 +32,25 @@ def with_another_head(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def without_head(model: Any, folder: Path) -> None:
+    """The model as `AutoModel` has it; the head of a tied model is its embedding."""
+    model.model.save_pretrained(folder)
+
+
 FORMS: dict[str, Callable[[Any, Path], None]] = {
     "read": lambda model, folder: model.save_pretrained(folder),
     "made": made,
     "current names": lambda m, folder: m.save_pretrained(folder, save_original_format=False),
     "shards": lambda model, folder: model.save_pretrained(folder, max_shard_size="20KB"),
     "bfloat16": lambda m, folder: m.to(torch.bfloat16).save_pretrained(folder),
+}
+
+OF_TIED = {
+    "another head": with_another_head,
+    "without head": without_head,
+    "without head, current names": lambda model, folder: model.model.save_pretrained(
+        folder, save_original_format=False
+    ),
 }
 
 
@@ -59,7 +72,7 @@ def main() -> None:
     for case in CASES:
         config, params = wider(case)
         written(out / case / "ours", config, params)
-        forms = FORMS | ({"another head": with_another_head} if config.tie_embeddings else {})
+        forms = FORMS | (OF_TIED if config.tie_embeddings else {})
         for form, save in forms.items():
             save(loaded(config, out / case / "ours"), out / case / form)
     (out / "version.txt").write_text(transformers.__version__)

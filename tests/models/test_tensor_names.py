@@ -12,7 +12,7 @@ from distflow_jax.models.families.name_map import own_names
 from distflow_jax.models.weights.source import open_model
 
 # what transformers' releases write in place of the start of our names, in any combination
-TEXT = ["language_model.model.", "model.language_model."]
+TEXT = ["language_model.model.", "model.language_model.", "language_model."]
 TOWER = [
     "vision_tower.vision_model.",
     "vision_tower.",
@@ -22,7 +22,11 @@ TOWER = [
 PROJECTOR = ["multi_modal_projector.", "model.multi_modal_projector."]
 HEAD = ["lm_head.", "language_model.lm_head."]
 GEMMA = list(itertools.product(TEXT, TOWER, PROJECTOR, HEAD))
-QWEN = list(itertools.product(["model.", "model.language_model."], ["visual.", "model.visual."]))
+QWEN = list(
+    itertools.product(
+        ["model.", "model.language_model.", "language_model."], ["visual.", "model.visual."]
+    )
+)
 
 
 def with_starts(tensors, starts):
@@ -75,6 +79,22 @@ def test_qwen2_5_vl(starts, tmp_path):
     tensors = written(tmp_path, config, params)
     put(tmp_path, with_starts(tensors, dict(zip(["model.", "visual."], starts, strict=True))))
     assert_read(tmp_path, params, config)
+
+
+@pytest.mark.parametrize(
+    "case", ["smolvlm seeing", "qwen3_vl seeing", "llama tied", "mistral yarn"]
+)
+def test_a_model_that_was_saved_without_its_head(case, tmp_path):
+    """transformers' AutoModel leaves out the first word; a tied model lacks nothing."""
+    config, params = wider(case, tie_embeddings=True)
+    put(tmp_path, with_starts(written(tmp_path, config, params), {"model.": ""}))
+    assert_read(tmp_path, params, config)
+    config, params = wider(case, tie_embeddings=False)
+    tensors = with_starts(written(tmp_path / "untied", config, params), {"model.": ""})
+    del tensors["lm_head.weight"]
+    put(tmp_path / "untied", tensors)
+    with pytest.raises(ValueError, match="head .* needs lm_head.weight"):
+        open_model(str(tmp_path / "untied"))
 
 
 def joined(tensors, config, block, gate, up, down):

@@ -58,15 +58,15 @@ _PATTERN = 6  # every sixth layer has no window, unless a file has another patte
 # names of transformers 4 and 5, and those of hf_weights; 5 leaves out vision_model, and writes some
 # without and some with the first model
 NAMES = {
-    r"model\.language_model\.": "language_model.model.",
     r"language_model\.lm_head\.": "lm_head.",
+    r"(model\.)?language_model\.(model\.)?": "language_model.model.",
     r"(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.vision_model.",
     r"model\.multi_modal_projector\.": "multi_modal_projector.",
 }
 # the same of a text model in an image-text model's files
 TEXT_NAMES = {
-    r"(model\.language_model|language_model\.model)\.": "model.",
     r"language_model\.lm_head\.": "lm_head.",
+    r"(model\.)?language_model\.(model\.)?": "model.",
 }
 # keys that this family alone reads
 _READ = ("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from distflow_jax.models.decoder_config import (
@@ -88,10 +87,9 @@ _ALWAYS = re.compile(r"is_causal$|\.causal$|use_rope$")  # what every network he
 _ANY = re.compile("")
 _NOTHING = (None, 0, "", [], {})  # values with which such a key changes nothing
 _ONE = re.compile(r"factor|multiplier|scal|group|step|interval|ratio|gating")  # and 1 with these
-_COMMON = (  # such keys that are read in all families
-    *("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps"),
-    *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-)
+# such keys that are read in all families, and those of mixtures
+_COMMON = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "use_sliding_window")
+_COMMON += ("sliding_window", "max_window_layers", "layer_types")
 EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob")
 # DecoderConfig's activations and Hugging Face's names of them.
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -207,9 +205,7 @@ def refuse_others(
         )
 
 
-def text_from_hf(
-    raw: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+def text_from_hf(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of the text model inside an image-text model's `config.json`.
 
     `tie_word_embeddings` stood in both places over the years: true in one of them is true.

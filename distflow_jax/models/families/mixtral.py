@@ -19,11 +19,11 @@ from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import hf_decoder, hf_experts, joined_experts
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
-# transformers' defaults of keys that a file lacks
 _EXPERTS = ("block_sparse_moe", "w1", "w3", "w2")
 # names of transformers 5, and those of hf_weights
-NAMES = {r"model\.layers\.(\d+)\.mlp\.gate\.": r"model.layers.\1.block_sparse_moe.gate."}
+NAMES = {r"(model\.)?(layers\.\d+)\.mlp\.gate\.": r"model.\2.block_sparse_moe.gate."}
 JOINED = joined_experts(*_EXPERTS)
+# transformers' defaults of keys that a file lacks
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 
 

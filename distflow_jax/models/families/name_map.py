@@ -14,6 +14,7 @@ import numpy as np
 from distflow_jax.parsing.one_line import one_line
 
 _MAX_LISTED = 8  # names shown of a long list in an error
+_HEADLESS = {r"(?=(embed_tokens|layers|norm)\.)": "model."}  # of models saved without their head
 
 T = TypeVar("T")
 
@@ -73,6 +74,7 @@ def own_names(found: Mapping[str, T], rules: Mapping[str, str], origin: str) -> 
     `rules` are regular expressions and what they become: the first that matches the start of a name
     replaces it. Raises ValueError if two tensors have the same name then.
     """
+    rules = {**rules, **_HEADLESS}
     tensors: dict[str, T] = {}
     for name, tensor in found.items():
         match = next(filter(None, (re.match(rule, name) for rule in rules)), None)

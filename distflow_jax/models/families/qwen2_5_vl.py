@@ -22,8 +22,8 @@ from distflow_jax.models.families.tower_tensors import qwen_weights
 
 SWITCHES: Mapping[str, bool] = qwen2.SWITCHES  # fields of DecoderConfig on in this family
 _TEXT = "qwen2_5_vl_text"
-# names of transformers 5, and those of hf_weights
-NAMES = {r"model\.language_model\.": "model.", r"model\.visual\.": "visual."}
+# names of transformers 5, with the head or without, and those of hf_weights
+NAMES = {r"(model\.)?language_model\.": "model.", r"model\.visual\.": "visual."}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

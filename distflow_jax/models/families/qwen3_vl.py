@@ -21,11 +21,12 @@ from distflow_jax.models.families.tower_tensors import qwen_weights, renamed
 
 SWITCHES: Mapping[str, bool] = qwen3.SWITCHES  # fields of DecoderConfig on in this family
 _TEXT = "qwen3_vl_text"
+NAMES = {r"(?=(language_model|visual)\.)": "model."}  # names without the head, and of hf_weights
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    sections, text = sections_from_hf("qwen3_vl", text_from_hf(raw), theta=5e5)
+    sections, text = sections_from_hf("qwen3_vl", text_from_hf(raw, {}), theta=5e5)
     vision = vision_from_hf("qwen3_vl", raw, text.get("hidden_size", 0))
     return decoder_from_hf(
         "qwen3_vl",

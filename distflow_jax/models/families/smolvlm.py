@@ -15,6 +15,8 @@ from distflow_jax.models.families.tower_config import vision_from_hf, vision_to_
 from distflow_jax.models.families.tower_tensors import linear_projector, renamed, siglip_weights
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
+# names of a model that was saved without its head, and those of hf_weights
+NAMES = {r"(?=(text_model|vision_model|connector)\.)": "model."}
 # transformers' defaults of keys that a file's text_config lacks
 _DEFAULTS = {
     "vocab_size": 32_000,

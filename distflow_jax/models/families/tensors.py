@@ -67,10 +67,9 @@ def hf_head_norms(config: DecoderConfig) -> tuple[Weight, ...]:
 
 
 def joined_experts(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
-    """Tensors that transformers 5 makes of all experts of a layer, and their parts by expert.
+    """Tensors that transformers 5 makes of all experts of a layer, and their parts in order.
 
-    It writes them in this form with `save_original_format=False`. Arguments are those of
-    hf_experts.
+    It writes them with `save_original_format=False`. Arguments are those of hf_experts.
     """
     whole, part = HF_LAYER + "mlp.experts.", f"{HF_LAYER}{block}.experts.{{expert}}."
     return {
