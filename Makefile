@@ -94,12 +94,15 @@ $(LOCK_VENV)/installed:
 	$(LOCK_VENV)/bin/python -m pip install --quiet 'uv>=0.5'
 	touch $@
 
-# torch and transformers, in which a nightly test loads an export
+# torch and two releases of transformers: nightly tests load exports there, and read what it saves
 setup-torch: $(TORCH_VENV)/installed
 
-$(TORCH_VENV)/installed: scripts/golden/requirements.txt
+$(TORCH_VENV)/installed: scripts/golden/requirements.txt scripts/golden/requirements-newest.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet -r scripts/golden/requirements.txt
+	rm -rf $(TORCH_VENV)/newest
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --target $(TORCH_VENV)/newest \
+		-r scripts/golden/requirements-newest.txt
 	touch $@
 
 clean:

@@ -243,13 +243,6 @@ class DecoderConfig:
                 f"model full_every={self.full_every} has no effect without a sliding_window; set "
                 "sliding_window or full_every=0"
             )
-        if self.rope_sections and (
-            len(self.rope_sections) != 3 or sum(self.rope_sections) * 2 != self.head_dim
-        ):
-            raise ValueError(
-                f"model rope_sections={self.rope_sections} must be three numbers of pairs whose "
-                f"sum is half of head_dim={self.head_dim}"
-            )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")
         self._check_vision()

@@ -49,7 +49,7 @@ def test_folders_that_are_no_model(tmp_path):
         ("random:llama?layers=0", ValueError, "num_layers must be at least 1"),
         ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
         ("random:qwen3?experts=4", ValueError, "=4 is not supported; use qwen3_moe, mixtral"),
-        ("random:mixtral?experts=0", ValueError, "=0 is not supported; use llama, qwen2, qwen3"),
+        ("random:mixtral?experts=0", ValueError, "=0 is not supported; use llama, mistral, qwen2"),
         ("random:mixtral?experts=3&active=4", ValueError, "=4 of num_experts=3 .*: use 1 to 3"),
     ],
 )

@@ -209,7 +209,7 @@ def test_weights_that_do_not_fit_name_both_sides(tmp_path, case):
 def test_gguf_names_are_checked_too(tmp_path):
     tensors = tensors_of(TIED, random_params(TIED), "gguf")
     tensors["blk.0.attn_q.bias"] = np.ones(32, np.float32)
-    with pytest.raises(ValueError, match="biases .blk.0.attn_q.bias."):
+    with pytest.raises(ValueError, match="blk.0.attn_q.bias .*no such biases"):
         open_model(str(write_gguf(tmp_path / "bias", TIED, tensors)))
     del tensors["blk.0.attn_q.bias"], tensors["blk.1.ffn_down.weight"]
     with pytest.raises(ValueError, match="layers/down .* needs blk.1.ffn_down.weight"):
@@ -221,9 +221,9 @@ def test_gguf_names_are_checked_too(tmp_path):
     [
         ({"model_type": "lama"}, "family 'lama' is not supported: did you mean 'llama'"),
         ({"model_type": "bert"}, "family 'bert' is not supported"),
-        ({"attention_bias": True}, "attention_bias is not supported"),
-        ({"mlp_bias": True}, "mlp_bias is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         (
@@ -244,7 +244,7 @@ def test_unsupported_networks_are_refused(tmp_path, change, message):
     ("metadata", "message"),
     [
         ({"llama__rope__scaling__type": "linear"}, "rope scaling 'linear'"),
-        ({"llama__expert_count": 8}, "mixture of 8 experts is not .*Hugging Face files"),
+        ({"llama__expert_count": 8}, "llama.expert_count=8 is not supported"),
         ({"llama__rope__dimension_count": 4}, "dimension_count 4 other than the head dim 8"),
         ({"llama__attention__key_length": 16}, "attn_q.weight .32, 32. does not fit"),
         ({"split__count": 2}, "one of 2 shards"),

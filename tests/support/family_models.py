@@ -6,7 +6,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling, YarnScaling
-from distflow_jax.models.families import gemma3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from distflow_jax.models.families import (
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 _SIZES = dict(
     vocab_size=48,
@@ -30,6 +38,10 @@ _EXPERTS = dict(mlp_size=24, num_experts=8, experts_per_token=3)
 _QWEN3_MOE = DecoderConfig(**vars(_QWEN3) | _EXPERTS | {"family": "qwen3_moe"})
 _MIXTRAL = DecoderConfig(**vars(_LLAMA) | _EXPERTS | {"family": "mixtral"})
 _UNTIED = {"tie_embeddings": False}
+# a head dim of its own, as Nemo and Small 3 have, and a window as the first 7B has
+_MISTRAL = DecoderConfig(
+    **vars(_LLAMA) | _UNTIED | {"family": "mistral", "head_dim": 16, "rope_local_theta": 1000.0}
+)
 # windows shorter than TOKENS in layers 1 and 3, and scales that no other number gives
 _GEMMA3 = DecoderConfig(
     **_SIZES | {"num_layers": 3},
@@ -46,6 +58,7 @@ _STRETCHED = {"rope_factor": 8.0, "query_scalar": 0, "full_every": 3}
 
 FAMILY_MODULES = {
     "llama": llama,
+    "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
@@ -55,6 +68,11 @@ FAMILY_MODULES = {
 CASES = {
     "llama tied": _LLAMA,
     "llama untied": DecoderConfig(**vars(_LLAMA) | _UNTIED | {"rope_scaling": _SCALING}),
+    "mistral untied": _MISTRAL,
+    "mistral windows": DecoderConfig(**vars(_MISTRAL) | {"sliding_window": 7, "head_dim": 8}),
+    "mistral yarn": DecoderConfig(
+        **vars(_MISTRAL) | {"head_dim": 16, "rope_scaling": _YARN, "max_position": 24}
+    ),
     "qwen2 tied": _QWEN2,
     "qwen2 untied": DecoderConfig(**vars(_QWEN2) | _UNTIED),
     "qwen2 yarn": DecoderConfig(

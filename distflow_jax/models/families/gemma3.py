@@ -8,22 +8,22 @@ bit as it was read. GGUF files are not supported, because they store 1 + w, whic
 w exactly.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
+from distflow_jax.models.families.hf_config import (
+    FULL,
+    SLIDING,
+    check_rope,
+    decoder_from_hf,
+    decoder_to_hf,
+    text_from_hf,
+)
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import HF_LAYER, hf_decoder, hf_head_norms, plain
 from distflow_jax.models.families.tower_config import vision_from_hf, vision_to_hf
-from distflow_jax.models.families.tower_tensors import (
-    pooled_projector,
-    renamed,
-    siglip_weights,
-    with_prefixes,
-)
+from distflow_jax.models.families.tower_tensors import pooled_projector, renamed, siglip_weights
 
 # fields of DecoderConfig that are on in this family
 SWITCHES: Mapping[str, bool | str] = {
@@ -35,7 +35,6 @@ SWITCHES: Mapping[str, bool | str] = {
 }
 _TEXT, _IMAGE_TEXT = "gemma3_text", "gemma3"
 HF_TYPES = (_TEXT, _IMAGE_TEXT)  # supported values of `model_type`
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults of keys that a file lacks
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262_208,
@@ -56,45 +55,43 @@ _DEFAULTS: Mapping[str, Any] = {
 _MAX_POSITION = 131_072
 _PATTERN = 6  # every sixth layer has no window, unless a file has another pattern
 
-# in the order of a file's names; the last is of transformers 5, which leaves out vision_model
-_PREFIXES = {
-    "model.language_model.": "language_model.model.",
-    "model.vision_tower.vision_model.": "vision_tower.vision_model.",
-    "model.vision_tower.": "vision_tower.vision_model.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-    "language_model.lm_head.": "lm_head.",
+# names of transformers 4 and 5, and those of hf_weights; 5 leaves out vision_model, and writes some
+# without and some with the first model
+NAMES = {
+    r"language_model\.lm_head\.": "lm_head.",
+    r"(model\.)?language_model\.(model\.)?": "language_model.model.",
+    r"(model\.)?vision_tower\.(vision_model\.)?": "vision_tower.vision_model.",
+    r"model\.multi_modal_projector\.": "multi_modal_projector.",
 }
-
-T = TypeVar("T")
+# the same of a text model in an image-text model's files
+TEXT_NAMES = {
+    r"language_model\.lm_head\.": "lm_head.",
+    r"(model\.)?language_model\.(model\.)?": "model.",
+}
+# keys that this family alone reads
+_READ = ("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
+_READ += ("query_pre_attn_scalar",)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    outer = raw
-    if raw.get("model_type") == _IMAGE_TEXT:
-        raw = raw.get("text_config") or {}
-        if "quantization_config" in outer:
-            raw = {**raw, "quantization_config": outer["quantization_config"]}
-    raw = {**_DEFAULTS, **raw}
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if raw.get(key):
-            raise ValueError(f"gemma3 with {key}={raw[key]} is not supported, only without {key}")
+    outer, seeing = raw, raw.get("model_type") == _IMAGE_TEXT
+    raw = text_from_hf(raw, _DEFAULTS) if seeing else {**_DEFAULTS, **raw}
     theta, factor, scaling, local_theta = _rotations(raw)
     windows = _windows(raw)
     scalar = raw["query_pre_attn_scalar"]
     vision = None
-    if outer.get("model_type") == _IMAGE_TEXT and outer.get("vision_config"):
+    if seeing and outer.get("vision_config"):
         vision = vision_from_hf("gemma3", outer, raw["hidden_size"])
     plain_rope = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": theta}
     return decoder_from_hf(
         "gemma3",
         {**raw, **plain_rope},
-        refused=("attention_bias",),
+        read=_READ,
         max_position=_MAX_POSITION,
-        activation_key="hidden_activation",
         rope_factor=factor,
         rope_local_theta=local_theta,
-        query_scalar=0 if scalar == raw["head_dim"] else int(scalar),
+        query_scalar=0 if scalar == raw["head_dim"] else int(scalar) if scalar % 1 == 0 else scalar,
         vision=vision,
         **windows,
         **SWITCHES,
@@ -107,10 +104,12 @@ def _rotations(raw: Mapping[str, Any]) -> tuple[float, float, Mapping[str, Any] 
     transformers 5 writes both in `rope_parameters`, by layer type.
     """
     by_type = raw.get("rope_parameters") or {}
-    full = by_type.get(_FULL) or raw.get("rope_scaling") or {}
-    local = by_type.get(_SLIDING) or {}
-    theta = float(full.get("rope_theta") or raw["rope_theta"])
-    local_theta = float(local.get("rope_theta") or raw["rope_local_base_freq"])
+    full = by_type.get(FULL) or raw.get("rope_scaling") or {}
+    local = by_type.get(SLIDING) or {}
+    check_rope("gemma3", full)
+    check_rope("gemma3", local)
+    theta = float(full.get("rope_theta") or raw["rope_theta"] or _DEFAULTS["rope_theta"])
+    local_theta = float(local.get("rope_theta") or raw["rope_local_base_freq"] or 1e4)
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"gemma3 with rope type {local['rope_type']!r} in layers with a window is not "
@@ -129,19 +128,19 @@ def _windows(raw: Mapping[str, Any]) -> dict[str, int]:
     # transformers 5 writes the second key
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
     types = raw.get("layer_types") or _layer_types(layers, every or _PATTERN)
-    if len(types) != layers or not {_FULL, _SLIDING}.issuperset(types):
+    if len(types) != layers or not {FULL, SLIDING}.issuperset(types):
         raise ValueError(
-            f"layer_types of config.json must be {layers} of {_FULL!r} and {_SLIDING!r}, got "
+            f"layer_types of config.json must be {layers} of {FULL!r} and {SLIDING!r}, got "
             f"{len(types)}: {', '.join(sorted(set(types)))}"
         )
-    if _SLIDING not in types:
+    if SLIDING not in types:
         return {"sliding_window": 0, "full_every": 0}
-    first = types.index(_FULL) + 1 if _FULL in types else 0
+    first = types.index(FULL) + 1 if FULL in types else 0
     fits = [n for n in (every, first) if n is not None and _layer_types(layers, n) == types]
     if not fits:
         raise ValueError(
             "gemma3 is supported with full attention in every n-th layer only, and layer_types of "
-            f"config.json has it in layers {[i for i, t in enumerate(types) if t == _FULL]}"
+            f"config.json has it in layers {[i for i, t in enumerate(types) if t == FULL]}"
         )
     if not raw["sliding_window"]:
         raise ValueError("config.json has layers of sliding_attention and no sliding_window")
@@ -150,7 +149,7 @@ def _windows(raw: Mapping[str, Any]) -> dict[str, int]:
 
 def _layer_types(layers: int, full_every: int) -> list[str]:
     return [
-        _FULL if full_every and number % full_every == 0 else _SLIDING
+        FULL if full_every and number % full_every == 0 else SLIDING
         for number in range(1, layers + 1)
     ]
 
@@ -170,9 +169,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _text_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    settings = decoder_to_hf(
-        config, "Gemma3ForCausalLM", named=("attention_bias",), windows=True, **SWITCHES
-    )
+    settings = decoder_to_hf(config, "Gemma3ForCausalLM", windows=True, **SWITCHES)
     if config.rope_factor != 1 and config.rope_scaling is not None:
         raise ValueError(
             f"a gemma3 model with rope_factor={config.rope_factor} and {config.rope_scaling} has "
@@ -187,38 +184,11 @@ def _text_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "model_type": _TEXT,
         "query_pre_attn_scalar": config.query_scalar or config.head_dim,
         "sliding_window": config.sliding_window or _DEFAULTS["sliding_window"],
-        "layer_types": [_SLIDING if windowed else _FULL for windowed in config.windowed],
+        "layer_types": [SLIDING if windowed else FULL for windowed in config.windowed],
         "rope_local_base_freq": config.rope_local_theta,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     }
-
-
-def config_from_gguf(
-    fields: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_freqs: np.ndarray | None = None,
-) -> DecoderConfig:
-    """Raises ValueError for any arguments, `rope_freqs` [H/2] too: GGUF is not supported."""
-    raise ValueError(
-        "a gemma3 GGUF is not supported (its norms are stored as 1 + w): use the model's Hugging "
-        "Face files"
-    )
-
-
-def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The text model's tensors of an image-text model, renamed to those of a text model.
-
-    Handles both orders of prefixes: that of the released files, and that of transformers 5.
-    """
-    found = {}
-    for name, tensor in tensors.items():
-        if name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector.")):
-            continue
-        if name.startswith("model.language_model."):
-            name = "model." + name.removeprefix("model.language_model.")
-        found[name.removeprefix("language_model.")] = tensor
-    return found
 
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
@@ -241,8 +211,3 @@ def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         *siglip_weights(config.vision, "vision_tower.vision_model."),
         *pooled_projector(config.vision, "multi_modal_projector."),
     )
-
-
-def own_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of an image-text model's file by the names of hf_weights."""
-    return with_prefixes(tensors, _PREFIXES)

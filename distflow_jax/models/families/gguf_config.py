@@ -14,12 +14,12 @@ from distflow_jax.models.decoder_config import (
     YarnScaling,
     yarn_table_scale,
 )
+from distflow_jax.models.families.hf_config import refuse_others
 from distflow_jax.parsing.checked_fields import (
     COUNT,
     NUMBER,
     NUMBER_OR_FLAG,
     POSITIVE,
-    SIZE,
     check_fields,
     integer_up_to,
 )
@@ -27,47 +27,46 @@ from distflow_jax.parsing.one_line import shown
 
 # keys below the architecture's name; the others are counts
 _KINDS = {
-    **dict.fromkeys(("expert_count", "expert_shared_count", "leading_dense_block_count"), SIZE),
     **dict.fromkeys(("rope.freq_base", "attention.layer_norm_rms_epsilon"), POSITIVE),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), POSITIVE),
     **dict.fromkeys(("rope.scaling.factor", "rope.scaling.yarn_log_multiplier"), NUMBER),
     **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), NUMBER),
-    **dict.fromkeys(("expert_weights_scale", "expert_used_count"), NUMBER),
     "block_count": integer_up_to(MOST_LAYERS),
     "expert_weights_norm": NUMBER_OR_FLAG,
 }
+# other keys that are read; "finetuned" says where factors come from
+_READ = ("rope.dimension_count", "rope.scaling.type", "rope.scaling.original_context_length")
+_READ += ("rope.scaling.finetuned",)
+_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")  # of a mixture
 
 
 def decoder_from_gguf(
     family: str,
     fields: Mapping[str, Any],
     tensor_names: Collection[str],
-    rope_freqs: np.ndarray | None = None,
+    rope_freqs: np.ndarray | None,
     *,
-    architecture: str = "",
-    mixture: bool = False,
-    **switches: bool | int,
+    mixture: bool,
+    **switches: Any,
 ) -> DecoderConfig:
     """Config of a GGUF file's metadata; raises ValueError for models that are not supported.
 
     Embeddings are tied if the file has no `output.weight`.
 
     Args:
-      fields: metadata; its keys begin with the name of the architecture.
+      fields: metadata; keys of the network begin with the name of the architecture.
       rope_freqs: the file's tensor of that name [H/2], divisors of the rotary frequencies.
-      architecture: GGUF's name of the family, if it differs.
       mixture: whether layers have experts.
       switches: fields of DecoderConfig that are on in this family.
     """
-    prefix = architecture or family
+    prefix = fields["general.architecture"]
     number = functools.partial(_number, fields, prefix)
     if mixture:
-        switches |= _experts(number, prefix)
-    elif number("expert_count", 0):
-        raise ValueError(
-            f"a {prefix} GGUF with a mixture of {number('expert_count')} experts is not supported: "
-            "use the model's Hugging Face files"
-        )
+        switches |= {
+            "num_experts": number("expert_count"),
+            "experts_per_token": number("expert_used_count"),
+            "norm_topk": bool(number("expert_weights_norm", True)),
+        }
     hidden, heads = number("embedding_length"), number("attention.head_count")
     head_dim = number("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -80,6 +79,11 @@ def decoder_from_gguf(
     if not isinstance(kind, str):
         raise ValueError(f"{prefix}.rope.scaling.type must be text, got {shown(kind)}")
     scaling, positions = _rope_scaling(number, kind, rope_freqs, theta)
+    own = {key: fields[key] for key in fields if key.startswith(f"{prefix}.")}
+    read = {f"{prefix}.{key}" for key in (*_KINDS, *_READ, *(_EXPERTS if mixture else ()))}
+    # a window that is no shorter than the longest sequence limits nothing
+    window = max(positions, number("attention.sliding_window", positions))
+    refuse_others("a GGUF", own, read, {f"{prefix}.attention.sliding_window": window})
     return DecoderConfig(
         family=family,
         vocab_size=number("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None),
@@ -109,20 +113,6 @@ def _number(fields: Mapping[str, Any], prefix: str, key: str, default: Any = Non
     return value
 
 
-def _experts(number: Callable[..., Any], prefix: str) -> dict[str, Any]:
-    """Fields of DecoderConfig for a mixture of experts."""
-    for key in ("expert_shared_count", "leading_dense_block_count"):
-        if number(key, 0):
-            raise ValueError(f"{prefix}.{key}={number(key)} is not supported, only 0")
-    if number("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise ValueError(f"{prefix}.expert_weights_scale other than 1 is not supported")
-    return {
-        "num_experts": number("expert_count"),
-        "experts_per_token": number("expert_used_count"),
-        "norm_topk": bool(number("expert_weights_norm", True)),
-    }
-
-
 def _rope_scaling(
     number: Callable[..., Any], kind: str, rope_freqs: np.ndarray | None, theta: float
 ) -> tuple[RopeScaling | None, int]:
@@ -131,7 +121,7 @@ def _rope_scaling(
     if kind == "yarn":
         scaling = _yarn(number, positions)
         return scaling, max(positions, scaling.max_position)
-    if kind == "none" or number("rope.scaling.factor", 0) == 1:
+    if number("rope.scaling.factor", float(kind == "none")) == 1:
         original = number("rope.scaling.original_context_length", 8192)
         return _llama3(rope_freqs, theta, int(original)), positions
     raise ValueError(

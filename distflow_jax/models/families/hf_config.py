@@ -1,6 +1,7 @@
 """Hugging Face's `config.json` <-> DecoderConfig, for all families."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from distflow_jax.models.decoder_config import (
@@ -62,6 +63,34 @@ _ROPE_KINDS = {
     "truncate": FLAG,
     "mrope_section": INTEGERS,
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers that are supported
+# keys that each type of rope reads, and all of them; "finetuned" says where factors come from
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
+    + ("mscale", "mscale_all_dim"),
+}
+_EVERY_ROPE = ("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned")
+# words in names of keys that change what a network computes, in any of transformers' families
+_WORDS = re.compile(
+    r"bias|_cap$|soft_?cap|clip|clamp|multiplier|scal|mup|norm|window|sliding|chunk|rope|rotary|"
+    r"alibi|causal|bidirection|sink|residual|parallel_(attn|block)|expert|shared|group|topk|top_k_|"
+    r"interleave|sparse|dense|only_layers|pattern|interval|_every|temperature_|_temperature|"
+    r"^original_|position_embedding_type|(attention|attn)_type|"
+    r"(^|_)(act|activation|gate|gated|gating|skip)(_|$)"
+)
+# and words in names of keys for training alone
+_TRAINING = re.compile(r"(^|_)init|dropout|loss|coef|jitter|gradient|output_router_logits")
+_ALWAYS = re.compile(r"is_causal$|\.causal$|use_rope$")  # what every network here has
+_ANY = re.compile("")
+_NOTHING = (None, 0, "", [], {})  # values with which such a key changes nothing
+_ONE = re.compile(r"factor|multiplier|scal|group|step|interval|ratio|gating")  # and 1 with these
+# such keys that are read in all families, and those of mixtures
+_COMMON = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "use_sliding_window")
+_COMMON += ("sliding_window", "max_window_layers", "layer_types")
+EXPERTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob")
 # DecoderConfig's activations and Hugging Face's names of them.
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 # fields of DecoderConfig that the family fixes, and fields of families with windows only
@@ -83,6 +112,13 @@ def check_hf_config(raw: Mapping[str, Any], place: str) -> None:
                 check_fields(inner, _ROPE_KINDS, f"{place}: {key}.{one_line(name)}")
             elif name.endswith("_attention") and inner is not None:
                 raise ValueError(f"{place}: {key}.{name} must be an object, got {shown(inner)}")
+    new, old = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    thetas = {part["rope_theta"] for part in (raw, new, old) if part.get("rope_theta")}
+    if len(thetas) > 1 or (new and any(new.get(key) != value for key, value in old.items())):
+        raise ValueError(
+            f"{place}: rope_parameters={shown(new)}, rope_scaling={shown(old)} and rope_theta="
+            f"{raw.get('rope_theta')} say different things: keep one of them"
+        )
     if raw.get("text_config"):
         check_hf_config(raw["text_config"], f"{place}: text_config")
 
@@ -91,37 +127,29 @@ def decoder_from_hf(
     family: str,
     raw: Mapping[str, Any],
     *,
-    refused: tuple[str, ...] = (),
+    read: Collection[str] = (),
     head_dim: int | None = None,
     max_position: int,
     mlp_size: str = _MLP_SIZE,
-    activation_key: str = "hidden_act",
     **switches: Any,
 ) -> DecoderConfig:
     """Config of a `config.json`; raises ValueError for features that are not supported.
 
     Args:
-      refused: keys of biases that are not supported.
+      read: keys of the file that the family reads itself.
       head_dim: default if the file has none; None: hidden_size / num_attention_heads.
       max_position: default if the file has none, in tokens.
       mlp_size: the file's key of the MLP's size.
-      activation_key: the file's key of the MLP's activation.
       switches: fields of DecoderConfig that this family sets.
     """
-    for key in refused:
-        if raw.get(key):
-            raise ValueError(
-                f"{family} with {key} is not supported: it adds biases to projections of attention "
-                "or of the MLP that the network does not have"
-            )
     if raw.get("quantization_config"):
         raise ValueError("quantised Hugging Face weights are not supported: use the original ones")
-    wanted = _ACTIVATIONS[switches.get("activation", "silu")]
-    activation = raw.get(activation_key, wanted)
-    if activation != wanted:
-        raise ValueError(
-            f"{family} with {activation_key} {activation!r} is not supported, only {wanted!r}"
-        )
+    activation = _ACTIVATIONS[switches.get("activation", "silu")]
+    if "full_every" not in switches:
+        _refuse_sliding_windows(family, raw)
+    fixed = {key: switches.get(key) for key in _SWITCHES}
+    fixed |= {"hidden_act": activation, "hidden_activation": activation}
+    refuse_others(family, raw, {*_COMMON, *read}, fixed)
     sizes = _SIZES | {"mlp_size": mlp_size}
     missing = [key for key in sizes.values() if key not in raw]
     if missing:
@@ -131,7 +159,7 @@ def decoder_from_hf(
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     positions = raw.get("max_position_embeddings") or max_position
-    scaling = _scaling_from_hf(rope, positions)
+    scaling = _scaling_from_hf(family, rope, positions)
     if isinstance(scaling, YarnScaling):
         # Qwen's files have the original length in max_position_embeddings
         positions = max(positions, scaling.max_position)
@@ -149,6 +177,49 @@ def decoder_from_hf(
     )
 
 
+def refuse_others(
+    family: str,
+    raw: Mapping[str, Any],
+    read: Collection[str],
+    fixed: Mapping[str, Any],
+    words: re.Pattern[str] = _WORDS,
+) -> None:
+    """Raises ValueError for a key that would change the network, and that nothing here reads.
+
+    Args:
+      raw: keys and values of a file.
+      read: keys that are read.
+      fixed: values that the family has whatever a file says.
+      words: what names of keys contain that change a network.
+    """
+    for key, value in raw.items():
+        if key in read or _TRAINING.search(key) or not words.search(key) or value is None:
+            continue
+        always = bool(_ALWAYS.search(key))
+        one = value == 1 and value is not True and _ONE.search(key)
+        if value == (always or fixed.get(key)) or (not always and (value in _NOTHING or one)):
+            continue
+        raise ValueError(
+            f"{family} with {one_line(key)}={shown(value)} is not supported: nothing here "
+            "would change by it; remove it from the file if the model does without it"
+        )
+
+
+def text_from_hf(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the text model inside an image-text model's `config.json`.
+
+    `tie_word_embeddings` stood in both places over the years: true in one of them is true.
+    """
+    given = raw.get("text_config") or {}
+    text = {**defaults, **given}
+    flags = [part.get("tie_word_embeddings") for part in (raw, given)]
+    if flags != [None, None]:
+        text["tie_word_embeddings"] = any(flags)
+    if "quantization_config" in raw:
+        text["quantization_config"] = raw["quantization_config"]
+    return text
+
+
 def sections_from_hf(
     family: str, raw: Mapping[str, Any], *, theta: float
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -156,6 +227,8 @@ def sections_from_hf(
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     sections = rope.get("mrope_section") or ()
     kind = rope.get("rope_type", rope.get("type", "default"))
+    interleaved = ("mrope_interleaved",) if family == "qwen3_vl" else ()
+    check_rope(family, rope, ("mrope_section", *interleaved))
     if kind not in ("default", "mrope") or not sections:
         raise ValueError(
             f"{family} with rope type {kind!r} and mrope_section={list(sections)} is not "
@@ -177,7 +250,15 @@ def sections_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_scaling": rope}
 
 
-def _scaling_from_hf(rope: Mapping[str, Any], positions: int) -> RopeScaling | None:
+def check_rope(family: str, rope: Mapping[str, Any], read: Collection[str] = ()) -> None:
+    """Raises ValueError for keys of a rope that its type does not read; `read` are read anyway."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    keys = (*_EVERY_ROPE, *_ROPE_KEYS.get(kind, rope), *read)
+    refuse_others(f"{family} with a rope of type {kind!r}", rope, keys, {}, _ANY)
+
+
+def _scaling_from_hf(family: str, rope: Mapping[str, Any], positions: int) -> RopeScaling | None:
+    check_rope(family, rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -190,7 +271,7 @@ def _scaling_from_hf(rope: Mapping[str, Any], positions: int) -> RopeScaling | N
 
 def _llama3_from_hf(rope: Mapping[str, Any]) -> Llama3Scaling:
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if key not in rope]
+    missing = [key for key in keys if rope.get(key) is None]
     if missing:
         raise ValueError(f"the llama3 rope scaling of config.json lacks {', '.join(missing)}")
     factor, low, high, original = (rope[key] for key in keys)
@@ -237,20 +318,24 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": "yarn", **same, **changed}
 
 
-def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
+def _refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
     """Raises ValueError if a layer's window is shorter than the longest sequence.
 
     transformers' defaults, with `use_sliding_window`, are a window of 4,096 tokens from the 28th
     layer on.
     """
+    types = raw.get("layer_types") or ()
+    if others := {*types} - {FULL, SLIDING}:
+        raise ValueError(f"{family} with layer_types of {shown(min(others))} is not supported")
+    # files of families whose windows have no switch have a window, or null
+    switch = raw.get("use_sliding_window", bool(raw.get("sliding_window")))
     window = raw.get("sliding_window", 4096)
-    if not raw.get("use_sliding_window") or window is None:
+    if window is None or not (switch or SLIDING in types):
         return
-    first = raw.get("max_window_layers", 28)
-    if types := raw.get("layer_types"):
-        sliding = "sliding_attention" in types
-    else:
-        sliding = first < raw.get("num_hidden_layers", 0)
+    first = raw.get("max_window_layers")
+    if first is None:
+        first = 28 if "use_sliding_window" in raw else 0
+    sliding = SLIDING in types if types else first < raw.get("num_hidden_layers", 0)
     if sliding and window < raw.get("max_position_embeddings", window + 1):
         raise ValueError(
             f"{family} with use_sliding_window is not supported if windows are shorter than "
@@ -260,16 +345,8 @@ def refuse_sliding_windows(family: str, raw: Mapping[str, Any]) -> None:
         )
 
 
-def experts_from_hf(family: str, raw: Mapping[str, Any]) -> dict[str, int]:
-    """num_experts and experts_per_token of a `config.json`.
-
-    Raises ValueError if the keys are missing, and for shared experts, which process every token.
-    """
-    for key in ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"):
-        if raw.get(key):
-            raise ValueError(
-                f"{family} with {key}={raw[key]} is not supported: shared experts are not supported"
-            )
+def experts_from_hf(raw: Mapping[str, Any]) -> dict[str, int]:
+    """num_experts and experts_per_token of a `config.json`; ValueError if it lacks them."""
     # transformers 5 writes the second key for all families
     counts = [raw[key] for key in ("num_experts", "num_local_experts") if key in raw]
     if not counts or "num_experts_per_tok" not in raw:
@@ -283,10 +360,9 @@ def decoder_to_hf(
     config: DecoderConfig,
     architecture: str,
     *,
-    named: tuple[str, ...] = (),
     mixture: bool = False,
     windows: bool = False,
-    **switches: bool | str,
+    **switches: Any,
 ) -> dict[str, Any]:
     """`config.json` of a config, in a form that transformers 4 and 5 both read.
 
@@ -294,7 +370,6 @@ def decoder_to_hf(
 
     Args:
       architecture: transformers' class.
-      named: switches to write as false.
       mixture: whether this family's layers have experts; the caller adds their keys.
       windows: whether layers may have windows; the caller adds their keys.
       switches: fields of DecoderConfig that are on in this family; the others must be off.
@@ -324,5 +399,4 @@ def decoder_to_hf(
         "rope_scaling": None if scaling is None else _scaling_to_hf(scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_position,
-        **dict.fromkeys(named, False),
     }

@@ -10,27 +10,32 @@ from typing import Any
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.hf_config import (
+    EXPERTS,
     decoder_from_hf,
     decoder_to_hf,
     experts_from_hf,
-    refuse_sliding_windows,
 )
 from distflow_jax.models.families.name_map import Weight
-from distflow_jax.models.families.tensors import hf_decoder, hf_experts
+from distflow_jax.models.families.tensors import hf_decoder, hf_experts, joined_experts
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
+_EXPERTS = ("block_sparse_moe", "w1", "w3", "w2")
+# names of transformers 5, and those of hf_weights
+NAMES = {r"(model\.)?(layers\.\d+)\.mlp\.gate\.": r"model.\2.block_sparse_moe.gate."}
+JOINED = joined_experts(*_EXPERTS)
 # transformers' defaults of keys that a file lacks
-_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
+_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    raw = _DEFAULTS | dict(raw)
-    # Mixtral applies a window, if the file has one, in all layers
-    of_all = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
-    refuse_sliding_windows("mixtral", raw | of_all)
     return decoder_from_hf(
-        "mixtral", raw, max_position=131_072, **experts_from_hf("mixtral", raw), **SWITCHES
+        "mixtral",
+        _DEFAULTS | dict(raw),
+        read=EXPERTS,
+        max_position=131_072,
+        **experts_from_hf(raw),
+        **SWITCHES,
     )
 
 
@@ -52,4 +57,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
-    return hf_decoder(config, hf_experts(config, "block_sparse_moe", "w1", "w3", "w2"))
+    return hf_decoder(config, hf_experts(config, *_EXPERTS))

@@ -7,12 +7,16 @@ the same table loads and saves a model.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from distflow_jax.parsing.one_line import one_line
 
 _MAX_LISTED = 8  # names shown of a long list in an error
+_HEADLESS = {r"(?=(embed_tokens|layers|norm)\.)": "model."}  # of models saved without their head
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,23 @@ class Weight:
         return array.reshape(-1, *self.shape)
 
 
+def own_names(found: Mapping[str, T], rules: Mapping[str, str], origin: str) -> dict[str, T]:
+    """The tensors by a family's own names.
+
+    `rules` are regular expressions and what they become: the first that matches the start of a name
+    replaces it. Raises ValueError if two tensors have the same name then.
+    """
+    rules = {**rules, **_HEADLESS}
+    tensors: dict[str, T] = {}
+    for name, tensor in found.items():
+        match = next(filter(None, (re.match(rule, name) for rule in rules)), None)
+        own = name if not match else match.expand(rules[match.re.pattern]) + name[match.end() :]
+        if own in tensors:
+            raise ValueError(f"weights of {origin} have {one_line(own)} twice: as {one_line(name)}")
+        tensors[own] = tensor
+    return tensors
+
+
 def check_names(
     weights: Sequence[Weight],
     num_layers: int,
@@ -78,10 +99,11 @@ def check_names(
     `ignored` need no parameter. The error lists both names and both shapes.
     """
     # a damaged file may claim 4 billion layers; a list of their names would exhaust the memory
-    if num_layers > len(found):
+    experts = max(weight.experts for weight in weights)
+    if max(num_layers, experts) > len(found):
         raise ValueError(
-            f"weights of {origin} do not fit the model's config: it has {num_layers} layers, the "
-            f"files hold {len(found)} tensors"
+            f"weights of {origin} do not fit the model's config: it has {num_layers} layers and "
+            f"{experts} experts, the files hold {len(found)} tensors"
         )
     unwanted = {name: shape for name, shape in found.items()}
     unset, misfits = [], []
@@ -106,6 +128,8 @@ def check_names(
         problems.append("wrong shapes: " + _listed(misfits))
     if unset:
         problems.append("parameters without a tensor: " + _listed(unset))
+        if any(text.startswith("head ") for text in unset):
+            problems.append("if the head is the embedding, set tie_word_embeddings=true")
     if unwanted:
         extra = [f"{name} {list(shape)}" for name, shape in unwanted.items()]
         problems.append("tensors without a parameter: " + _listed(extra))

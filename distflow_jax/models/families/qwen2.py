@@ -3,18 +3,11 @@
 Yang et al. 2024 (arxiv.org/abs/2407.10671), sec. 2.2. Reads Hugging Face and GGUF, as llama.py.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.gguf_config import decoder_from_gguf
-from distflow_jax.models.families.hf_config import (
-    decoder_from_hf,
-    decoder_to_hf,
-    refuse_sliding_windows,
-)
+from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import (
     GGUF_LAYER,
@@ -30,22 +23,12 @@ SWITCHES: Mapping[str, bool] = {"attention_bias": True}
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    refuse_sliding_windows("qwen2", raw)
     return decoder_from_hf("qwen2", raw, max_position=32_768, **SWITCHES)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of config_from_hf."""
-    return decoder_to_hf(config, "Qwen2ForCausalLM", named=("use_sliding_window",), **SWITCHES)
-
-
-def config_from_gguf(
-    fields: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_freqs: np.ndarray | None = None,
-) -> DecoderConfig:
-    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
-    return decoder_from_gguf("qwen2", fields, tensor_names, rope_freqs, **SWITCHES)
+    return decoder_to_hf(config, "Qwen2ForCausalLM", **SWITCHES)
 
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:

@@ -5,18 +5,11 @@ head dim is independent of hidden size / heads. `attention_bias`, which no relea
 not supported, as for Llama.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.gguf_config import decoder_from_gguf
-from distflow_jax.models.families.hf_config import (
-    decoder_from_hf,
-    decoder_to_hf,
-    refuse_sliding_windows,
-)
+from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import (
     gguf_decoder,
@@ -30,25 +23,12 @@ SWITCHES: Mapping[str, bool] = {"qk_norm": True}  # fields of DecoderConfig on i
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    refuse_sliding_windows("qwen3", raw)
-    return decoder_from_hf(
-        "qwen3", raw, refused=("attention_bias",), head_dim=128, max_position=32_768, **SWITCHES
-    )
+    return decoder_from_hf("qwen3", raw, head_dim=128, max_position=32_768, **SWITCHES)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of config_from_hf."""
-    named = ("attention_bias", "use_sliding_window")
-    return decoder_to_hf(config, "Qwen3ForCausalLM", named=named, **SWITCHES)
-
-
-def config_from_gguf(
-    fields: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_freqs: np.ndarray | None = None,
-) -> DecoderConfig:
-    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
-    return decoder_from_gguf("qwen3", fields, tensor_names, rope_freqs, **SWITCHES)
+    return decoder_to_hf(config, "Qwen3ForCausalLM", **SWITCHES)
 
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:

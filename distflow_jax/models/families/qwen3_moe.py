@@ -4,18 +4,15 @@ Yang et al. 2025 (arxiv.org/abs/2505.09388), sec. 2. Reads Hugging Face and GGUF
 GGUF the architecture is `qwen3moe`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import (
+    EXPERTS,
     decoder_from_hf,
     decoder_to_hf,
     experts_from_hf,
-    refuse_sliding_windows,
 )
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.qwen3 import SWITCHES
@@ -26,35 +23,31 @@ from distflow_jax.models.families.tensors import (
     hf_decoder,
     hf_experts,
     hf_head_norms,
+    joined_experts,
 )
+
+_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
+JOINED = joined_experts(*_EXPERTS)
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
-        raise ValueError(
-            "qwen3_moe with some layers dense is not supported (decoder_sparse_step="
-            f"{raw.get('decoder_sparse_step', 1)}, mlp_only_layers="
-            f"{raw.get('mlp_only_layers') or []}): all layers must have experts"
-        )
-    # transformers applies a window, if it is on, in all layers of this family
-    refuse_sliding_windows("qwen3_moe", {**raw, "max_window_layers": 0, "layer_types": None})
     return decoder_from_hf(
         "qwen3_moe",
-        raw,
-        refused=("attention_bias",),
+        # transformers applies a window, if it is on, in all layers of this family
+        {**raw, "max_window_layers": 0, "layer_types": None},
+        read=EXPERTS,
         max_position=32_768,
         mlp_size="moe_intermediate_size",
         norm_topk=bool(raw.get("norm_topk_prob", False)),
-        **experts_from_hf("qwen3_moe", raw),
+        **experts_from_hf(raw),
         **SWITCHES,
     )
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of config_from_hf."""
-    named = ("attention_bias", "use_sliding_window")
-    settings = decoder_to_hf(config, "Qwen3MoeForCausalLM", named=named, mixture=True, **SWITCHES)
+    settings = decoder_to_hf(config, "Qwen3MoeForCausalLM", mixture=True, **SWITCHES)
     return settings | {
         # size of dense layers, which do not occur; set to that of all experts of a token together
         "intermediate_size": config.mlp_size * config.experts_per_token,
@@ -62,32 +55,12 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "norm_topk_prob": config.norm_topk,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     }
-
-
-def config_from_gguf(
-    fields: Mapping[str, Any],
-    tensor_names: Collection[str],
-    rope_freqs: np.ndarray | None = None,
-) -> DecoderConfig:
-    """Config of a GGUF file's metadata; `rope_freqs` [H/2] is its tensor of that name."""
-    return decoder_from_gguf(
-        "qwen3_moe",
-        fields,
-        tensor_names,
-        rope_freqs,
-        architecture="qwen3moe",
-        mixture=True,
-        **SWITCHES,
-    )
 
 
 def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """Names and shapes of a Hugging Face checkpoint."""
-    experts = hf_experts(config, "mlp", "gate_proj", "up_proj", "down_proj")
-    return (*hf_decoder(config, experts), *hf_head_norms(config))
+    return (*hf_decoder(config, hf_experts(config, *_EXPERTS)), *hf_head_norms(config))
 
 
 def gguf_weights(config: DecoderConfig) -> tuple[Weight, ...]:

@@ -5,17 +5,18 @@ in this form, too.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf
+from distflow_jax.models.families.hf_config import decoder_from_hf, decoder_to_hf, text_from_hf
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import hf_decoder
 from distflow_jax.models.families.tower_config import vision_from_hf, vision_to_hf
 from distflow_jax.models.families.tower_tensors import linear_projector, renamed, siglip_weights
 
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
-_BIASES = ("attention_bias", "mlp_bias")
+# names of a model that was saved without its head, and those of hf_weights
+NAMES = {r"(?=(text_model|vision_model|connector)\.)": "model."}
 # transformers' defaults of keys that a file's text_config lacks
 _DEFAULTS = {
     "vocab_size": 32_000,
@@ -26,26 +27,20 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
-T = TypeVar("T")
-
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    text = {**_DEFAULTS, **(raw.get("text_config") or {})}
-    tied = raw.get("tie_word_embeddings", False)
-    text |= {"tie_word_embeddings": tied}
-    if "quantization_config" in raw:
-        text["quantization_config"] = raw["quantization_config"]
+    text = text_from_hf(raw, _DEFAULTS)
     if text.get("model_type", "llama") != "llama":
         raise ValueError(f"smolvlm with text model {text['model_type']!r} is not supported")
     vision = vision_from_hf("smolvlm", raw, text["hidden_size"])
-    return decoder_from_hf("smolvlm", text, refused=_BIASES, max_position=2048, vision=vision)
+    return decoder_from_hf("smolvlm", text, max_position=2048, vision=vision)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of config_from_hf."""
     assert config.vision is not None, "a smolvlm model has a tower"
-    text = decoder_to_hf(config, "LlamaForCausalLM", named=_BIASES)
+    text = decoder_to_hf(config, "LlamaForCausalLM")
     return {
         "architectures": ["SmolVLMForConditionalGeneration"],
         "model_type": "smolvlm",
@@ -63,8 +58,3 @@ def hf_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         *siglip_weights(config.vision, "model.vision_model."),
         *linear_projector(config.vision, "model.connector.modality_projection.proj.weight"),
     )
-
-
-def own_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of a file by the names of hf_weights."""
-    return dict(tensors)

@@ -8,6 +8,7 @@ import dataclasses
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.name_map import Weight
 
+EMBEDDING, HF_HEAD = "embed/embedding", "lm_head.weight"
 HF_LAYER, GGUF_LAYER = "model.layers.{layer}.", "blk.{layer}."
 
 # buffers of old checkpoints, and tables that follow from the config
@@ -25,7 +26,7 @@ def hf_decoder(config: DecoderConfig, mlp: tuple[Weight, ...] | None = None) -> 
         transposed(layer + "mlp.down_proj.weight", "layers/down", D, F),
     )
     weights = (
-        plain("model.embed_tokens.weight", "embed/embedding", V, D),
+        plain("model.embed_tokens.weight", EMBEDDING, V, D),
         plain(layer + "input_layernorm.weight", "layers/attention_norm", D),
         heads_in(layer + "self_attn.q_proj.weight", "layers/query", D, N, H),
         heads_in(layer + "self_attn.k_proj.weight", "layers/key", D, K, H),
@@ -37,7 +38,7 @@ def hf_decoder(config: DecoderConfig, mlp: tuple[Weight, ...] | None = None) -> 
     )
     if config.tie_embeddings:
         return weights
-    return (*weights, transposed("lm_head.weight", "head", V, D))
+    return (*weights, transposed(HF_HEAD, "head", V, D))
 
 
 def hf_experts(
@@ -65,9 +66,16 @@ def hf_head_norms(config: DecoderConfig) -> tuple[Weight, ...]:
     )
 
 
-def hf_ignored(config: DecoderConfig) -> tuple[str, ...]:
-    """Patterns of tensors without a parameter, e.g. a tied model's second copy of the embedding."""
-    return (*HF_IGNORED, r"^lm_head\.weight$") if config.tie_embeddings else HF_IGNORED
+def joined_experts(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """Tensors that transformers 5 makes of all experts of a layer, and their parts in order.
+
+    It writes them with `save_original_format=False`. Arguments are those of hf_experts.
+    """
+    whole, part = HF_LAYER + "mlp.experts.", f"{HF_LAYER}{block}.experts.{{expert}}."
+    return {
+        whole + "gate_up_proj": (f"{part}{gate}.weight", f"{part}{up}.weight"),
+        whole + "down_proj": (f"{part}{down}.weight",),
+    }
 
 
 def gguf_decoder(

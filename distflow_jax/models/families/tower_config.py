@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.models.decoder_config import MOST_LAYERS
+from distflow_jax.models.families.hf_config import refuse_others
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parsing.checked_fields import (
     COUNT,
@@ -18,6 +19,7 @@ from distflow_jax.parsing.checked_fields import (
     check_fields,
     integer_up_to,
 )
+from distflow_jax.parsing.one_line import shown
 
 _CLIP = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
@@ -118,7 +120,7 @@ _OUTER_KINDS = {
     **dict.fromkeys(("scale_factor", "mm_tokens_per_image"), COUNT),
 }
 _PICTURE_KINDS = {
-    **dict.fromkeys(("image_mean", "image_std"), NUMBERS),
+    **dict.fromkeys(("image_mean", "image_std"), NUMBERS.or_null()),
     **dict.fromkeys(("min_pixels", "max_pixels"), COUNT.or_null()),
     **dict.fromkeys(("size", "max_image_size"), OBJECT),
     "do_image_splitting": FLAG.or_null(),
@@ -138,26 +140,32 @@ def vision_from_hf(family: str, raw: Mapping[str, Any], width: int) -> VisionCon
     own = {**DEFAULTS[family], **given}
     fields = {field: own[key] for field, key in _KEYS[family].items()}
     fields |= _geometry(family, raw, own)
-    fields |= _picture(family, raw.get(PREPROCESSOR) or {}, fields)
+    pictures = raw.get(PREPROCESSOR) or {}
+    fields |= _picture(family, pictures, fields)
     fields |= _ids(family, raw)
     tower = VisionConfig(family=family, width=width, **fields)
-    wanted = _ACTIVATION[tower.traits.activation]
-    if own["hidden_act"] != wanted or own.get("num_channels", 3) != 3:
-        raise ValueError(
-            f"{family} with vision_config hidden_act={own['hidden_act']!r} and "
-            f"num_channels={own.get('num_channels', 3)} is not supported, only {wanted!r} and 3"
-        )
-    if own.get("out_hidden_size", width) != width:
-        raise ValueError(
-            f"config.json: vision_config.out_hidden_size={own['out_hidden_size']} is not the text "
-            f"model's hidden_size {width}"
-        )
-    if own.get("temporal_patch_size", tower.traits.frames) != tower.traits.frames:
-        raise ValueError(
-            f"{family} with temporal_patch_size={own['temporal_patch_size']} is not supported, "
-            f"only {tower.traits.frames}"
-        )
+    traits, rope = tower.traits, {"rope_theta": tower.rope_theta, "rope_type": "axial"}
+    fixed = {"hidden_act": _ACTIVATION[traits.activation], "num_channels": 3, "in_channels": 3}
+    fixed |= {"out_hidden_size": width, "temporal_patch_size": traits.frames}
+    _check_same(f"{family} with vision_config", own, fixed)
+    refuse_others(f"{family} with vision_config", own, _KINDS, {"rope_parameters": rope})
+    _check_same(f"{family} with {PREPROCESSOR}.json", pictures, _pictures_like(tower))
     return tower
+
+
+def _check_same(place: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if found.get(key) is not None and found[key] != value:
+            raise ValueError(f"{place}: {key}={shown(found[key])} is not supported, only {value}")
+
+
+def _pictures_like(tower: VisionConfig) -> dict[str, Any]:
+    """Settings of transformers' image processor that must be those of the tower, or missing."""
+    settings = preprocessor_to_hf(tower) | {"do_pan_and_scan": False}
+    keys = ("do_resize", "do_rescale", "do_normalize", "do_pan_and_scan", "rescale_factor")
+    keys += ("resample", "patch_size", "merge_size", "temporal_patch_size", "max_image_size")
+    keys += ("size",) if tower.family == "gemma3" else ()
+    return {key: settings[key] for key in keys if key in settings}
 
 
 def _geometry(family: str, raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,8 +195,7 @@ def _picture(family: str, raw: Mapping[str, Any], fields: Mapping[str, Any]) -> 
     """Rules by which pictures are resized, from preprocessor_config.json or the family's."""
     check_fields(raw, _PICTURE_KINDS, "preprocessor_config.json")
     found = dict(PICTURES[family])
-    if "image_mean" in raw and "image_std" in raw:
-        found |= {"mean": tuple(raw["image_mean"]), "std": tuple(raw["image_std"])}
+    found |= {name: tuple(raw[f"image_{name}"]) for name in _CLIP if raw.get(f"image_{name}")}
     size = raw.get("size") or {}
     check_fields(
         size, dict.fromkeys(("shortest_edge", "longest_edge"), COUNT.or_null()), "size of an image"

@@ -5,8 +5,7 @@ projector takes.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
 
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.families.tensors import (
@@ -17,8 +16,6 @@ from distflow_jax.models.families.tensors import (
     transposed,
 )
 from distflow_jax.models.vision.vision_config import VISION, VisionConfig
-
-T = TypeVar("T")
 
 
 def siglip_weights(c: VisionConfig, prefix: str) -> tuple[Weight, ...]:
@@ -167,12 +164,3 @@ def renamed(weights: tuple[Weight, ...], prefix: str) -> tuple[Weight, ...]:
         else w
         for w in weights
     )
-
-
-def with_prefixes(tensors: Mapping[str, T], prefixes: Mapping[str, str]) -> dict[str, T]:
-    """The tensors by other names: of the first prefix that a name has, replaced by its value."""
-    found = {}
-    for name, tensor in tensors.items():
-        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
-        found[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-    return found

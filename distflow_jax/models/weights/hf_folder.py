@@ -21,6 +21,7 @@ from distflow_jax.models.families.tower_config import PREPROCESSOR, preprocessor
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.file_hashes import write_hashes
+from distflow_jax.models.weights.random_tower import SEEING
 from distflow_jax.models.weights.safetensors_writer import (
     Lost,
     SafetensorsWriter,
@@ -101,7 +102,8 @@ def write_hf_folder(
     with new_folder(out) as folder:
         with SafetensorsWriter(folder, shapes, dtype, max_shard_bytes) as writer:
             for path, array in model.params():
-                _write_parameter(writer, model.network, path, array)
+                for name, tensor in _tensors(model.network, path, array):
+                    writer.write(name, tensor)
                 del array  # before the stream makes the next one
         write_tokenizer(folder, model)
         _write_json(folder / "config.json", settings)
@@ -117,7 +119,7 @@ def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, 
     """Shapes of all tensors in Hugging Face's form by name, in the order of the parameters."""
     scalar = isinstance(network, ScalarModel)
     decoder = network.trunk if scalar else network
-    if decoder.vision is not None and not hasattr(_family(decoder), "own_names"):
+    if decoder.vision is not None and decoder.family not in (*SEEING, "gemma3"):
         raise ValueError(
             f"a {decoder.family} model with a {decoder.vision.family} tower has no form in Hugging "
             "Face's files; only Llama models can be exported with such a tower, as SmolVLM"
@@ -128,13 +130,6 @@ def tensor_shapes(network: DecoderConfig | ScalarModel) -> dict[str, tuple[int, 
         for name in weight.names(decoder.num_layers)
     }
     return shapes | ({_SCORE: (1, decoder.hidden_size)} if scalar else {})
-
-
-def _write_parameter(
-    writer: SafetensorsWriter, network: DecoderConfig | ScalarModel, path: str, array: np.ndarray
-) -> None:
-    for name, tensor in _tensors(network, path, array):
-        writer.write(name, tensor)
 
 
 def _tensors(

@@ -44,6 +44,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
 
+    def split(self, count: int) -> "list[TensorInfo]":
+        """The tensor [E, rows, columns] as `count` tensors [E * rows / count, columns]."""
+        shape = (self.shape[0] * self.shape[1] // count, self.shape[2])
+        size = math.prod(shape) * _ITEM_BYTES[self.dtype]
+        offsets = [self.offset + n * size for n in range(count)]
+        return [dataclasses.replace(self, shape=shape, offset=offset) for offset in offsets]
+
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsFiles:

@@ -20,6 +20,7 @@ from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import (
     gemma3,
     llama,
+    mistral,
     mixtral,
     qwen2,
     qwen2_5_vl,
@@ -28,9 +29,10 @@ from distflow_jax.models.families import (
     qwen3_vl,
     smolvlm,
 )
+from distflow_jax.models.families.gguf_config import decoder_from_gguf
 from distflow_jax.models.families.hf_config import check_hf_config
-from distflow_jax.models.families.name_map import Weight, check_names, stacked_arrays
-from distflow_jax.models.families.tensors import GGUF_IGNORED, hf_ignored
+from distflow_jax.models.families.name_map import Weight, check_names, own_names, stacked_arrays
+from distflow_jax.models.families.tensors import EMBEDDING, GGUF_IGNORED, HF_HEAD, HF_IGNORED
 from distflow_jax.models.families.tower_config import PREPROCESSOR
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.vision_config import VISION
@@ -50,27 +52,28 @@ from distflow_jax.models.weights.safetensors_file import (
     open_sharded,
     read_index,
 )
-from distflow_jax.parsing.checked_fields import MOST_INTEGER
+from distflow_jax.parsing.checked_fields import MOST_INTEGER, OBJECT, check_fields
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.one_line import shown
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
+    "mistral": mistral,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma3": gemma3,
 }
 _MIXTURES: dict[str, ModuleType] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
-# module of each family, of each `model_type` of Hugging Face and `general.architecture` of GGUF
 _SEEING: dict[str, ModuleType] = {
     "smolvlm": smolvlm,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
 }
 FAMILIES = _DENSE | _MIXTURES | _SEEING
+# the module of each `model_type` of Hugging Face
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
-_GGUF_FAMILIES = _DENSE | {"qwen3moe": qwen3_moe}
-_WINDOWED = ("gemma3",)  # families with windows in some layers
+# the family of each `general.architecture` of GGUF; Mistral's files have the architecture llama
+_GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 SOURCES = ("hf", "pypi", "random")
 
 # `random:` options -> fields of DecoderConfig
@@ -93,11 +96,15 @@ RANDOM_OPTIONS = {
     "full_every": "full_every",
 }
 _RANDOM_EXPERTS = {"num_experts": 8, "experts_per_token": 2}  # defaults of a mixture
-# defaults of a model with windows, as in Gemma 3 1B
-_RANDOM_WINDOWS = {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6}
+# families with windows, and their defaults, as in Gemma 3 1B
+_RANDOM_WINDOWS: dict[str, dict[str, Any]] = {
+    "gemma3": {"sliding_window": 512, "full_every": 6, "rope_theta": 1e6},
+    "mistral": {},
+}
 
 _SETTINGS = (".json", ".jinja", ".txt", ".model")  # files beside weights that a tokenizer may have
 _MOST_HEADS = 4096  # that an error message suggests
+_ROWS = 4096  # of two tensors that are compared at once
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
 _NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -239,6 +246,11 @@ def _stretched(source: ModelSource, factor: float, positions: int) -> ModelSourc
     config = source.config
     if factor == 1:
         return source
+    if config.sliding_window and all(config.windowed):
+        raise ValueError(
+            f"model.yarn_factor={factor:g}: all layers of {source.spec} have windows, which YaRN "
+            "does not extend; use model.yarn_factor=1"
+        )
     if config.rope_scaling is not None or config.rope_factor != 1:
         raise ValueError(
             f"model.yarn_factor={factor:g}: the files of {source.spec} already extend it to "
@@ -311,8 +323,7 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     values = {"family": name, **_family(name, spec).SWITCHES}
     if name in _MIXTURES:
         values |= _RANDOM_EXPERTS
-    if name in _WINDOWED:
-        values |= _RANDOM_WINDOWS
+    values |= _RANDOM_WINDOWS.get(name, {})
     items, tower = split_options(spec, filter(None, query.split("&")))
     for item in items:
         option, _, text = item.partition("=")
@@ -326,10 +337,14 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         raise ValueError(
             f"{spec}: {name} with experts={values.get('num_experts')} is not supported; use {known}"
         )
-    if values.get("sliding_window") and name not in _WINDOWED:
+    if name == "mistral":  # all its layers are alike
+        values["rope_local_theta"] = values.get("rope_theta", DecoderConfig.rope_theta)
+    if values.get("full_every") and name != "gemma3":
+        raise ValueError(f"{spec}: {name} with full_every is not supported; use gemma3")
+    if values.get("sliding_window") and name not in _RANDOM_WINDOWS:
         raise ValueError(
             f"{spec}: {name} with window={values['sliding_window']} is not supported; use "
-            f"{', '.join(_WINDOWED)}"
+            f"{', '.join(_RANDOM_WINDOWS)}"
         )
     if "head_dim" not in values:
         hidden = values.get("hidden_size", DecoderConfig.hidden_size)
@@ -394,8 +409,14 @@ def _open_files(spec: str, path: Path) -> ModelSource:
         if is_safetensors(path):
             return _open_hf_folder(spec, path.parent, open_safetensors(path))
         raise ValueError(f"{spec}: {path} is neither a GGUF nor a safetensors file")
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{spec}: {path} has PEFT's adapters, which would not be applied: merge them into "
+            "their model (peft: merge_and_unload), or remove adapter_config.json"
+        )
+    # Hugging Face's index first: Mistral's releases have another beside it
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
-    for file in files:
+    for file in sorted(files, key=lambda file: file.name != "model.safetensors.index.json"):
         if file.name.endswith(".index.json") and (index := read_index(file)):
             return _open_hf_folder(spec, path, open_sharded(file, index))
     gguf = [file for file in files if _starts_with_magic(file)]
@@ -416,9 +437,16 @@ def _open_files(spec: str, path: Path) -> ModelSource:
 
 def _open_gguf(spec: str, path: Path) -> ModelSource:
     file = open_gguf(path)
-    family = _family(file.fields.get("general.architecture"), spec, _GGUF_FAMILIES)
+    name = file.fields.get("general.architecture")
+    if name in FAMILIES and name not in _GGUF_FAMILIES:
+        raise ValueError(f"{spec}: a {name} GGUF is not supported: use Hugging Face's files")
+    name = _family(name, spec, _GGUF_FAMILIES)
+    family = FAMILIES[name]
     rope_freqs = file.read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-    config = family.config_from_gguf(file.fields, file.tensors.keys(), rope_freqs)
+    names, mixture = file.tensors.keys(), name in _MIXTURES
+    config = decoder_from_gguf(
+        name, file.fields, names, rope_freqs, mixture=mixture, **family.SWITCHES
+    )
     tokenizer = Tokenizer.from_gguf(file.fields)
     return _source(spec, config, tokenizer, file, family.gguf_weights(config), GGUF_IGNORED, [path])
 
@@ -426,15 +454,59 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
 def _open_hf_folder(spec: str, folder: Path, files: SafetensorsFiles) -> ModelSource:
     family, raw = _read_config(spec, folder)
     config = family.config_from_hf(raw)
-    if config.vision is not None:
-        files = dataclasses.replace(files, tensors=family.own_names(files.tensors))
-    elif family is gemma3 and "text_config" in raw:  # an image-text model without its tower
-        files = dataclasses.replace(files, tensors=gemma3.text_tensors(files.tensors))
+    alone = family is gemma3 and config.vision is None
+    names = gemma3.TEXT_NAMES if alone else getattr(family, "NAMES", {})
+    files = dataclasses.replace(files, tensors=own_names(files.tensors, names, spec))
+    if config.num_experts:
+        _divided(files, family, config)
+    config = _with_head(files, family, config)
     tokenizer = _tokenizer_of(family, config, folder)
     hashed = [*files.paths, folder / "config.json", folder / "tokenizer.json"]
-    weights, ignored = family.hf_weights(config), hf_ignored(config)
-    source = _source(spec, config, tokenizer, files, weights, ignored, hashed)
+    weights = family.hf_weights(config)
+    source = _source(spec, config, tokenizer, files, weights, HF_IGNORED, hashed)
     return dataclasses.replace(source, tokenizer_folder=folder)
+
+
+def _divided(files: SafetensorsFiles, family: ModuleType, config: DecoderConfig) -> None:
+    """Divides tensors of all experts of a layer into those of each, where the files have such."""
+    for joined, parts in family.JOINED.items():
+        for layer in range(min(config.num_layers, len(files.tensors))):
+            whole, experts = joined.format(layer=layer), range(config.num_experts)
+            shape = files.tensors[whole].shape if whole in files.tensors else ()
+            # one of another shape is left for check_names to refuse
+            if len(shape) == 3 and 0 not in shape and shape[0] == config.num_experts:
+                names = [part.format(layer=layer, expert=e) for e in experts for part in parts]
+                divided = files.tensors.pop(whole).split(len(names))
+                files.tensors.update(zip(names, divided, strict=True))
+
+
+def _with_head(files: SafetensorsFiles, family: ModuleType, config: DecoderConfig) -> DecoderConfig:
+    """The config, untied if the files have a head that is not the embedding.
+
+    A tied model's head is taken out of the files' tensors if its values are those of the embedding.
+    If there is no embedding, the head is it: some writers keep one name of a shared tensor.
+    """
+    if not config.tie_embeddings or HF_HEAD not in files.tensors:
+        return config
+    (name,) = (w.source for w in family.hf_weights(config) if w.path == EMBEDDING)
+    if name in files.tensors and not _same_values(files.read(HF_HEAD), files.read(name)):
+        return dataclasses.replace(config, tie_embeddings=False)
+    head = files.tensors.pop(HF_HEAD)
+    files.tensors.setdefault(name, head)
+    return config
+
+
+def _same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether both are [rows, columns] of equal values in the narrower of their dtypes."""
+    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return (
+        a.ndim == 2
+        and a.shape == b.shape
+        and all(
+            np.array_equal(a[n : n + _ROWS].astype(narrow), b[n : n + _ROWS].astype(narrow))
+            for n in range(0, len(a), _ROWS)
+        )
+    )
 
 
 def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
@@ -444,9 +516,12 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
         raise FileNotFoundError(f"{spec}: {folder} has no config.json")
     raw = read_json_object(path)
     check_hf_config(raw, str(path))
-    pictures = folder / f"{PREPROCESSOR}.json"
+    pictures, both = folder / f"{PREPROCESSOR}.json", folder / "processor_config.json"
     if pictures.is_file():
         raw[PREPROCESSOR] = read_json_object(pictures)
+    if both.is_file() and "image_processor" in (found := read_json_object(both)):
+        check_fields(found, {"image_processor": OBJECT}, str(both))
+        raw[PREPROCESSOR] = found["image_processor"]  # as transformers 5 writes and prefers it
     return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
 
 

@@ -17,9 +17,11 @@ from distflow_jax.rollout.scheduling.scheduler import run_requests
 QWEN2 = replace(TINY, family="qwen2", attention_bias=True, tie_embeddings=False)
 QWEN3 = replace(TINY, family="qwen3", qk_norm=True, head_dim=24)
 QWEN3_MOE = replace(QWEN3, family="qwen3_moe", mlp_size=32, num_experts=8, experts_per_token=3)
-NAMES = ["qwen2", "qwen3", "gemma3", "qwen3_moe"]
-SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in (WINDOWED, QWEN3_MOE)]
-FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, SLOW[0], QWEN3_MOE], ids=NAMES)
+# a window in every layer, shorter than the prompts
+MISTRAL = replace(TINY, family="mistral", tie_embeddings=False, head_dim=24, sliding_window=9)
+NAMES = ["qwen2", "qwen3", "gemma3", "mistral", "qwen3_moe"]
+SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in (WINDOWED, MISTRAL, QWEN3_MOE)]
+FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, *SLOW[:2], QWEN3_MOE], ids=NAMES)
 MOSTLY = pytest.mark.parametrize("model", [QWEN2, QWEN3, *SLOW], ids=NAMES)
 CONFIG = EngineConfig(
     slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
