@@ -68,7 +68,12 @@ from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
-from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
+from distflow_jax.runtime.run_description import (
+    describe_end,
+    introduce,
+    live_metrics,
+    planned_metrics,
+)
 from distflow_jax.runtime.run_files import (
     changes_named,
     check_writable,
@@ -93,7 +98,7 @@ from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_sa
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.wave_steps import Taker, make_wave_steps
-from distflow_jax.stages.evaluate import records, validation_metrics
+from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
@@ -347,7 +352,7 @@ class Run:
             with self.phases.span("testing"), self._free_sampler():
                 scored = evaluate_sampler(self.prepared, self.runtime, self.state)
                 metrics = validation_metrics(scored, self.config.eval.num_samples)
-            self.recorder.evaluation(step, records(scored))
+            self.recorder.evaluation(step, scored)
         return metrics
 
     def save(self, *, goes_on: bool = True) -> None:
@@ -397,7 +402,7 @@ class Run:
                 return
             for found in evaluated:
                 metrics = validation_metrics(found.scored, self.config.eval.num_samples)
-                self.recorder.late_evaluation(found, metrics, records(found.scored))
+                self.recorder.late_evaluation(found, metrics)
         self.flow.saver.recorded(up_to)
 
     @contextlib.contextmanager
@@ -409,7 +414,7 @@ class Run:
         with self.flow.suspended() as held:
             (self.state.models[self._sampler],) = held
             yield
-            held[:] = [self.state.models[self._sampler]]
+            held[:] = [self.state.models.pop(self._sampler)]
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -442,7 +447,9 @@ class Run:
             metrics = batch_metrics(table, self.held.tokens_per_rank())
             images = gather_images(self.held.image_counts()) if loader.sees else None
             metrics |= image_metrics(images)
-            metrics |= self.utilization.metrics(state.step, self.held, images)
+            metrics |= self.instruments.measured(
+                "perf/mfu", lambda: self.utilization.metrics(state.step, self.held, images)
+            )
             if self.config.flow.ahead:
                 metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:
@@ -511,7 +518,9 @@ def _there(given: dict[str, Any] | None) -> dict[str, Any]:
 def _first_metrics(run: Run) -> dict[str, float]:
     """Metrics of a process's first step; ValueError for a node's state that no checkpoint keeps."""
     node_states(run.prepared, run.state)
-    return planned_metrics(run.prepared, run.runtime)
+    with run.flow.at_rest() if run.flow else contextlib.nullcontext():
+        live = run.instruments.measured("perf/memory_live_gb", live_metrics)
+    return live | planned_metrics(run.prepared, run.runtime)
 
 
 def _sync_finished(run: Run) -> None:

@@ -88,7 +88,7 @@ class SamplingThread:
     def hold(self, version: int) -> Iterator[None]:
         """A block in which the thread waits and the sampler holds the weights of a version.
 
-        They must have been delivered, or be held already. Not with an order.
+        They must have been delivered, or be held already. With an order these are the only ones.
         """
         with self._lock:
             self._wanted = version
@@ -109,14 +109,15 @@ class SamplingThread:
         with self._lock:
             self._order.end_with(version)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Ends the thread after the decode call that runs, and in an evaluation when a response has
-        ended."""
+        ended; whether it has ended in time. If not, the sampler is still the thread's."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
         wait([self._end], JOIN_SECONDS)
         self._executor.shutdown(wait=False)
+        return self._end.done()
 
     # -- in the thread ----------------------------------------------------------------------------
 
@@ -126,7 +127,10 @@ class SamplingThread:
 
     def _serve_until_closing(self) -> None:
         while not self._closing:
-            told = self._told
+            told, wanted = self._told, self._wanted
+            if wanted is not None and self._producer.sampler.version >= wanted:
+                self._wait_held()
+                continue
             worked = self._work() if self._order is None else self._work_in_order()
             if not worked:
                 with self._lock:
@@ -143,8 +147,6 @@ class SamplingThread:
             takes = newest is not None and self._takes(newest)
         if takes:
             self._take_newest()
-        if self._wanted is not None and self._producer.sampler.version >= self._wanted:
-            self._wait_held()
             return True
         self._producer.admit()
         if self._round():

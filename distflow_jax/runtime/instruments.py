@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from distflow_jax.config.run_config import ObserveConfig
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.observe.measured import Measured
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
@@ -23,6 +24,7 @@ class Instruments:
     spans: Spans  # the events of trace.json
     phases: Phases  # spans that the watchdog and the table of stragglers see too
     profile: Profile
+    measured: Measured = dataclasses.field(default_factory=Measured)
 
     def close(self) -> None:
         """Ends the profile and the trace, and stops counting compilations."""

@@ -134,15 +134,20 @@ def describe_end(
     run_end.print_commands(terminal, commands)
 
 
+def live_metrics() -> dict[str, float]:
+    """GiB on this process's fullest device. No other thread may donate or delete arrays meanwhile:
+    JAX raises for those that go while they are read."""
+    return {"perf/memory_live_gb": device_memory.live_bytes() / GIB}
+
+
 def planned_metrics(prepared: PreparedRun, runtime: Runtime) -> dict[str, float]:
-    """GiB on this process's fullest device between two steps, beside what was planned.
+    """GiB planned on the fullest device: between two steps, beside `live_metrics`, and at most.
 
     With pipeline ranks also the planned share of time that they wait.
     """
     bubble, memory = prepared.sizes.bubble_share, runtime.compiled.memory
     waits = {"perf/pipeline_bubble": bubble} if bubble else {}
     return waits | {
-        "perf/memory_live_gb": device_memory.live_bytes() / GIB,
         "perf/memory_live_planned_gb": memory.between / GIB,
         "perf/memory_planned_gb": memory.fullest.total / GIB,
     }

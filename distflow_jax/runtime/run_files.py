@@ -1,4 +1,4 @@
-"""Files of a run: the check of its folder before step 1, and the records of samples/STEP.jsonl."""
+"""Files of a run: the checks of its folder before step 1."""
 
 import contextlib
 import json
@@ -8,15 +8,10 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from flax.traverse_util import flatten_dict
 
-from distflow_jax.batch import Samples
 from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.images.shown_pictures import ShownPictures
-from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
-from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
 
@@ -136,41 +131,3 @@ def _changes(path: pathlib.Path, now: dict[str, Any]) -> dict[str, str]:
 
 def _defaults() -> dict[str, Any]:
     return json.loads(to_json(to_config_dict(Config())))
-
-
-def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One record per response of this process, for samples/STEP.jsonl."""
-    scalars = {
-        name: values
-        for name, values in samples.fields.items()
-        if name not in (*ROWS_COLUMNS, "rollout_logp", ROUTED_EXPERTS, RESPONSE_IMAGES, STEP)
-    }
-    if VERSION in scalars:
-        masks = samples.response_mask
-        scalars[VERSION] = [_version(x, m) for x, m in zip(scalars[VERSION], masks, strict=True)]
-    pictures = ShownPictures()
-    return [
-        {
-            "uid": samples.uid[i].tolist(),
-            "row": prompt.row,
-            "data_source": prompt.data_source,
-            "prompt": prompt.text,
-            **pictures.of(prompt.counter, prompt.images),
-            "response": tokenizer.decode(samples.response[i], skip_special=False),
-            "ground_truth": prompt.ground_truth,
-            "response_length": len(samples.response[i]),
-            **{name: values[i] for name, values in scalars.items()},
-        }
-        for i, prompt in enumerate(samples.prompt)
-    ]
-
-
-def _version(version: Any, mask: np.ndarray) -> int | list[int]:
-    """The version that sampled a response, or that of each token [T] where there are several.
-
-    Observations, where `mask` [T] is false, were not sampled.
-    """
-    if not np.ndim(version):  # of a user's own sampler
-        return int(version)
-    found = np.unique(version[mask])
-    return version.tolist() if len(found) > 1 else int(found.max(initial=0))

@@ -6,7 +6,6 @@ P prompts of this process, n samples per prompt.
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from distflow_jax.data.column_choice import check_choice
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
-from distflow_jax.images.shown_pictures import ShownPictures
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.gsm8k import last_number
@@ -186,22 +184,3 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
                 f"{prefix}/maj@{n}/mean": float(majority),
             }
     return metrics
-
-
-def records(scored: Sequence[Scored]) -> list[dict[str, Any]]:
-    """One JSON-able record per prompt."""
-    pictures = ShownPictures()
-    return [
-        {
-            "row": s.prompt.row,
-            "data_source": s.prompt.data_source,
-            "prompt": s.prompt.text,
-            **pictures.of(number, s.prompt.images),
-            "ground_truth": s.prompt.ground_truth,
-            "responses": s.texts,
-            "scores": s.scores,
-            "lengths": s.lengths,
-            "finished": s.finished,
-        }
-        for number, s in enumerate(scored)
-    ]
