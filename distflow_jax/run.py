@@ -15,6 +15,7 @@ coordinator keeps the batch. Every process does the same in the same order; none
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -68,12 +69,7 @@ from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import DATA_ENDED, PREEMPTED, STARVED, Recorder
-from distflow_jax.runtime.run_description import (
-    describe_end,
-    introduce,
-    live_metrics,
-    planned_metrics,
-)
+from distflow_jax.runtime.run_description import describe_end, introduce, planned_metrics
 from distflow_jax.runtime.run_files import (
     changes_named,
     check_writable,
@@ -447,9 +443,8 @@ class Run:
             metrics = batch_metrics(table, self.held.tokens_per_rank())
             images = gather_images(self.held.image_counts()) if loader.sees else None
             metrics |= image_metrics(images)
-            metrics |= self.instruments.measured(
-                "perf/mfu", lambda: self.utilization.metrics(state.step, self.held, images)
-            )
+            mfu = functools.partial(self.utilization.mfu, state.step, self.held, images)
+            metrics |= self.instruments.measured("perf/mfu/actor", mfu)
             if self.config.flow.ahead:
                 metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:
@@ -518,9 +513,8 @@ def _there(given: dict[str, Any] | None) -> dict[str, Any]:
 def _first_metrics(run: Run) -> dict[str, float]:
     """Metrics of a process's first step; ValueError for a node's state that no checkpoint keeps."""
     node_states(run.prepared, run.state)
-    with run.flow.at_rest() if run.flow else contextlib.nullcontext():
-        live = run.instruments.measured("perf/memory_live_gb", live_metrics)
-    return live | planned_metrics(run.prepared, run.runtime)
+    with run.flow.at_rest(0) if run.flow else contextlib.nullcontext():
+        return planned_metrics(run.prepared, run.runtime, run.instruments)
 
 
 def _sync_finished(run: Run) -> None:

@@ -19,7 +19,7 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
-from distflow_jax.runtime.sample_files import evaluation_lines
+from distflow_jax.runtime.run_files import evaluation_lines
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import Evaluation, validation_metrics
 

@@ -67,7 +67,7 @@ class Flow:
       saver: of samples, into checkpoints.
       steps: joins the groups of a step.
       swaps: times what the training waits for.
-      at_rest: makes a block in which no round of the sampler runs: all arrays are the caller's.
+      at_rest: makes a block in which the sampler, at a version or later, leaves its arrays alone.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Flow:
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
-        self.saver.save(step, self.at_rest())
+        self.saver.save(step, self.at_rest(0))
 
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
@@ -359,13 +359,9 @@ class Flow:
 
 @contextlib.contextmanager
 def _held(
-    thread: SamplingThread | HomeThread | None,
-    observer: Observer,
-    producer: Producer,
-    version: int = 0,
+    thread: SamplingThread | HomeThread | None, observer: Observer, producer: Producer, version: int
 ) -> Iterator[None]:
-    """A block in which no round of the sampler runs, with weights of a version or newer ones. The
-    watchdog is told what it waits for."""
+    """A block in which no round of the sampler runs. The watchdog is told what it waits for."""
     if thread is None:
         yield
         return

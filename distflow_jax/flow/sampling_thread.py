@@ -145,8 +145,9 @@ class SamplingThread:
         with self._lock:
             newest = max(self._inbox, default=None)
             takes = newest is not None and self._takes(newest)
-        if takes:
-            self._take_newest()
+            left = self._leave(newest) if takes else None
+        if left is not None:
+            self._load(left, newest)
             return True
         self._producer.admit()
         if self._round():
@@ -199,15 +200,6 @@ class SamplingThread:
             return False
         self._round_of_sampler()
         return True
-
-    def _take_newest(self) -> None:
-        """Takes the newest weights that have left, in place of those that are held."""
-        with self._lock:
-            if not self._inbox:  # dropped meanwhile: newer ones are leaving
-                return
-            version = max(self._inbox)
-            left = self._leave(version)
-        self._load(left, version)
 
     def _leave(self, version: int) -> Any:
         """Takes weights out of the inbox, and drops older ones; under the lock."""

@@ -291,10 +291,8 @@ def all_gather_text(text: str) -> list[str]:
 
 
 def gather_text(text: str) -> list[str]:
-    """Brings every process's text to process 0, in the order of the processes; [] elsewhere.
-
-    Collective, but only process 0 waits for the others.
-    """
+    """All processes' texts in process 0, in their order; [] elsewhere. Collective, but only process
+    0 waits for the others."""
     if process_count() == 1:
         return [text]
     sources = () if process_index() else range(process_count())

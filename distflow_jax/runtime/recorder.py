@@ -19,8 +19,8 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import open_trackers
 from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import describe_run, describe_start
+from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.sample_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import EVALUATED, Scored
 

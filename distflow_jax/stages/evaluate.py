@@ -158,17 +158,11 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
         local[s.prompt.data_source].append(
             (float(np.mean(s.scores)), max(s.scores), vote(s.texts, s.scores))
         )
-    names = sorted(
-        {x for text in processes.all_gather_text("\n".join(local)) for x in text.split("\n") if x}
-    )
+    names = sorted(filter(None, set().union(*processes.all_gather_json(list(local)))))
     metrics: dict[str, float] = {}
     for name in names:
         rows = np.array(local.get(name, []), np.float64).reshape(-1, 3)
-        counts = processes.all_gather_ints(np.array(len(rows)))
-        padded = np.zeros((int(counts.max()), 3))
-        padded[: len(rows)] = rows
-        table = processes.all_gather_ints(padded)
-        values = np.concatenate([t[:c] for t, c in zip(table, counts, strict=True)])
+        values = np.concatenate(processes.all_gather_ragged(rows))
         mean, best, majority = values.mean(axis=0)
         prefix = f"val-core/{name}/reward"
         metrics |= {

@@ -12,7 +12,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.report.page import report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.sections.sample_cards import groups_of, sample_cards
-from distflow_jax.runtime.sample_files import evaluation_lines, sample_lines
+from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.stages.evaluate import Scored
 
 

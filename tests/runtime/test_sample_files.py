@@ -15,8 +15,8 @@ from distflow_jax.batch import Prompt, Samples
 from distflow_jax.images.data_uris import small_uri
 from distflow_jax.images.record import image_of
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.runtime import sample_files
-from distflow_jax.runtime.sample_files import evaluation_lines, sample_lines
+from distflow_jax.runtime import run_files
+from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.stages.evaluate import Scored
 
 BYTES = Tokenizer.byte_level(300)
@@ -61,7 +61,7 @@ def lines_of(monkeypatch):
 
     def run(parts, make):
         job = Job(len(parts))
-        monkeypatch.setattr(sample_files, "processes", job)
+        monkeypatch.setattr(run_files, "processes", job)
         return job.run(lambda process: make(parts[process]))
 
     return run

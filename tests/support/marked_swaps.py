@@ -19,7 +19,7 @@ from distflow_jax.flow.publishing import swap_turns
 from distflow_jax.flow.sampling_thread import SamplingThread
 
 ROUND_SECONDS = 0.2
-whole, quick = SamplingThread._take_newest, Producer.round
+whole, quick = SamplingThread._load, Producer.round
 
 
 def late(self):
@@ -28,19 +28,18 @@ def late(self):
     return quick(self)
 
 
-def marked(self):
+def marked(self, left, version):
     """Takes weights, and notes it."""
     producer = self._producer
-    before, started = producer.sampler.version, time.monotonic()
+    started = time.monotonic()
     paused = producer.sampler.busy and not producer.has_idle_slots and self._wanted is None
-    whole(self)
-    if producer.sampler.version != before:
-        line = [producer.sampler.version, started, time.monotonic(), paused]
-        with (pathlib.Path(os.environ["SWAPS"]) / f"{os.getpid()}.jsonl").open("a") as file:
-            file.write(f"{json.dumps(line)}\n")
+    whole(self, left, version)
+    line = [version, started, time.monotonic(), paused]
+    with (pathlib.Path(os.environ["SWAPS"]) / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(f"{json.dumps(line)}\n")
 
 
 if __name__ == "__main__":
     swap_turns.FIRST_SECONDS = swap_turns.LEAST_SECONDS = 600.0
-    SamplingThread._take_newest, Producer.round = marked, late
+    SamplingThread._load, Producer.round = marked, late
     run_script("train")
