@@ -15,6 +15,7 @@ coordinator keeps the batch. Every process does the same in the same order; none
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -93,7 +94,7 @@ from distflow_jax.runtime.samplers.run_sampler import evaluate_sampler, start_sa
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.wave_steps import Taker, make_wave_steps
-from distflow_jax.stages.evaluate import records, validation_metrics
+from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
@@ -347,7 +348,7 @@ class Run:
             with self.phases.span("testing"), self._free_sampler():
                 scored = evaluate_sampler(self.prepared, self.runtime, self.state)
                 metrics = validation_metrics(scored, self.config.eval.num_samples)
-            self.recorder.evaluation(step, records(scored))
+            self.recorder.evaluation(step, scored)
         return metrics
 
     def save(self, *, goes_on: bool = True) -> None:
@@ -397,7 +398,7 @@ class Run:
                 return
             for found in evaluated:
                 metrics = validation_metrics(found.scored, self.config.eval.num_samples)
-                self.recorder.late_evaluation(found, metrics, records(found.scored))
+                self.recorder.late_evaluation(found, metrics)
         self.flow.saver.recorded(up_to)
 
     @contextlib.contextmanager
@@ -409,7 +410,7 @@ class Run:
         with self.flow.suspended() as held:
             (self.state.models[self._sampler],) = held
             yield
-            held[:] = [self.state.models[self._sampler]]
+            held[:] = [self.state.models.pop(self._sampler)]
 
     def _begin(self, prompts: Iterator[list[Prompt]]) -> Rounds | None:
         """Hands the coordinator the step's prompts; a region draws some in each of its rounds."""
@@ -442,7 +443,8 @@ class Run:
             metrics = batch_metrics(table, self.held.tokens_per_rank())
             images = gather_images(self.held.image_counts()) if loader.sees else None
             metrics |= image_metrics(images)
-            metrics |= self.utilization.metrics(state.step, self.held, images)
+            mfu = functools.partial(self.utilization.mfu, state.step, self.held, images)
+            metrics |= self.instruments.measured("perf/mfu/actor", mfu)
             if self.config.flow.ahead:
                 metrics |= staleness_metrics(samples, state.step, self.config.flow.max_lag)
             if self.flow is not None:
@@ -511,7 +513,8 @@ def _there(given: dict[str, Any] | None) -> dict[str, Any]:
 def _first_metrics(run: Run) -> dict[str, float]:
     """Metrics of a process's first step; ValueError for a node's state that no checkpoint keeps."""
     node_states(run.prepared, run.state)
-    return planned_metrics(run.prepared, run.runtime)
+    with run.flow.at_rest(0) if run.flow else contextlib.nullcontext():
+        return planned_metrics(run.prepared, run.runtime, run.instruments)
 
 
 def _sync_finished(run: Run) -> None:

@@ -17,6 +17,7 @@ from distflow_jax.images.data_uris import small_uri
 from distflow_jax.planning.plan_run import settle
 from distflow_jax.report import cells, progress
 from distflow_jax.report.drawing import to_svg
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.page import is_plain_svg
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
@@ -178,9 +179,9 @@ def write_run(folder, steps):
         lengths = {f"response_length/{k}": float(step) for k in ("mean", "max", "min")}
         writer.metrics(step, {"critic/score/mean": step / 10, HOSTILE: 1.0, **lengths})
         record = {"prompt": HOSTILE, "response": HOSTILE, "ground_truth": 7, "score": 0.5}
-        writer.samples(step, [record] * 20)
+        writer.samples(step, [json_line(record)] * 20)
     scored = {"prompt": "p", "responses": ["a", HOSTILE], "scores": [0.0, 1.0], "ground_truth": ""}
-    writer.samples("eval-5", [scored])
+    writer.samples("eval-5", [json_line(scored)])
     writer.close()
     return folder
 
@@ -231,7 +232,8 @@ def test_pictures_stand_beside_the_first_response_to_their_prompt(tmp_path):
     writer.config({})
     shown = {"prompt": "p", "responses": ["a", "b"], "scores": [0.0, 1.0], "images": [uri] * 2}
     hostile = ["https://a.b/c.png", "data:image/svg+xml;base64,QQ==", f"{uri}' onerror='x", 3]
-    writer.samples("eval-5", [shown, {"prompt": "q", "responses": ["c"], "images": hostile}])
+    records = [shown, {"prompt": "q", "responses": ["c"], "images": hostile}]
+    writer.samples("eval-5", map(json_line, records))
     writer.close()
     table = df.load_run(tmp_path).samples("eval-5")
     html = table._repr_html_()

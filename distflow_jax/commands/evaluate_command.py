@@ -5,7 +5,6 @@ import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
@@ -20,8 +19,9 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
+from distflow_jax.runtime.run_files import evaluation_lines
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
-from distflow_jax.stages.evaluate import Evaluation, records, validation_metrics
+from distflow_jax.stages.evaluate import Evaluation, validation_metrics
 
 
 def main(options: SimpleNamespace) -> int:
@@ -53,8 +53,9 @@ def main(options: SimpleNamespace) -> int:
         _, episodes = evaluation.answer(model.state)
         scored = evaluation.score(episodes)
         metrics = validation_metrics(scored, config.eval.num_samples)
+        lines = evaluation_lines(scored)
     if processes.process_index() == 0:
-        _report(options, config, model.step, metrics, scored)
+        _report(options, config, model.step, metrics, lines)
     processes.shutdown()
     return 0
 
@@ -64,7 +65,7 @@ def _report(
     config: Config,
     step: int,
     metrics: Mapping[str, float],
-    scored: Sequence[Any],
+    lines: Sequence[str],
 ) -> None:
     """Prints the metrics as a table, and writes them with every response to --out."""
     counts = {name for name in metrics if name.endswith("/num_prompts")}
@@ -79,7 +80,7 @@ def _report(
             "step": step,
             "dataset": config.eval.dataset,
             "metrics": metrics,
-            "records": records(scored),
+            "records": list(map(json.loads, lines)),
         }
         write_atomic(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         print(f"\nwrote {options.out}")

@@ -67,6 +67,7 @@ class Flow:
       saver: of samples, into checkpoints.
       steps: joins the groups of a step.
       swaps: times what the training waits for.
+      at_rest: makes a block in which the sampler, at a version or later, leaves its arrays alone.
     """
 
     def __init__(
@@ -93,9 +94,8 @@ class Flow:
         self._next_note = 0.0  # when the watchdog is told again what the training waits for
         self._evaluations: Evaluations | None = None
         if observer.evaluator is not None:
-            self._evaluations = Evaluations(
-                observer.evaluator, self._host, held=self.publications.newest
-            )
+            held = self.publications.newest
+            self._evaluations = Evaluations(observer.evaluator, self._host, held=held)
         self._thread: SamplingThread | HomeThread | None = None
         # with these verdicts reach all processes after each round, without `take`
         self._rounds = config.swap == "boundary" and nodes.until is not None
@@ -116,6 +116,7 @@ class Flow:
                 buffers=config.buffers,
                 idle=self.publications.note_idle,
             )
+        self.at_rest = functools.partial(_held, self._thread, observer, producer)
 
     def publish(self, params: Any, version: int) -> None:
         """Gives the sampler the trainer's weights after `version` steps. Collective."""
@@ -235,7 +236,7 @@ class Flow:
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
-        self.saver.save(step, _held(self._thread, self._observer, self.producer, 0))
+        self.saver.save(step, self.at_rest(0))
 
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
@@ -252,8 +253,7 @@ class Flow:
         state, and leaves the state in it.
         """
         sampler = self.producer.sampler
-        newest = self.publications.newest
-        with _held(self._thread, self._observer, self.producer, newest):
+        with self.at_rest(self.publications.newest):
             while sampler.in_turns and sampler.busy:
                 self._round()
             state, partials = sampler.suspend()
@@ -261,14 +261,14 @@ class Flow:
             yield held
             sampler.resume(held[0], partials)
 
-    def close(self) -> SamplerState:
-        """Drops what is under way; returns the sampler's state."""
-        if self._thread is not None:
-            self._thread.close()
+    def close(self) -> None:
+        """Drops what is under way, unless a sampler's thread is still at it."""
+        at_rest = self._thread is None or self._thread.close()
         self._host.close()
         self._gather.close()
         self.publications.close()
-        return self.producer.sampler.close()
+        if at_rest:
+            self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class SamplingThread:
     def hold(self, version: int) -> Iterator[None]:
         """A block in which the thread waits and the sampler holds the weights of a version.
 
-        They must have been delivered, or be held already. Not with an order.
+        They must have been delivered, or be held already. With an order these are the only ones.
         """
         with self._lock:
             self._wanted = version
@@ -105,14 +105,15 @@ class SamplingThread:
         with self._lock:
             self._order.end_with(version)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Ends the thread after the decode call that runs, and in an evaluation when a response has
-        ended."""
+        ended; whether it has ended in time. If not, the sampler is still the thread's."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
         wait([self._end], JOIN_SECONDS)
         self._executor.shutdown(wait=False)
+        return self._end.done()
 
     # -- in the thread ----------------------------------------------------------------------------
 
@@ -122,7 +123,10 @@ class SamplingThread:
 
     def _serve_until_closing(self) -> None:
         while not self._closing:
-            told = self._told
+            told, wanted = self._told, self._wanted
+            if wanted is not None and self._producer.sampler.version >= wanted:
+                self._wait_held()
+                continue
             worked = self._work() if self._order is None else self._work_in_order()
             if not worked:
                 with self._lock:
@@ -137,10 +141,9 @@ class SamplingThread:
         with self._lock:
             newest = max(self._inbox, default=None)
             takes = newest is not None and self._takes(newest)
-        if takes:
-            self._take_newest()
-        if self._wanted is not None and self._producer.sampler.version >= self._wanted:
-            self._wait_held()
+            left = self._leave(newest) if takes else None
+        if left is not None:
+            self._load(left, newest)
             return True
         self._producer.admit()
         if self._round():
@@ -186,15 +189,6 @@ class SamplingThread:
             return False
         self._round_of_sampler()
         return True
-
-    def _take_newest(self) -> None:
-        """Takes the newest weights that have left, in place of those that are held."""
-        with self._lock:
-            if not self._inbox:  # dropped meanwhile: newer ones are leaving
-                return
-            version = max(self._inbox)
-            left = self._leave(version)
-        self._load(left, version)
 
     def _leave(self, version: int) -> Any:
         """Takes weights out of the inbox, and drops older ones; under the lock."""

@@ -32,7 +32,8 @@ class DeviceTimes:
     ) -> Any:
         """Calls `run()` and measures it as `name` on `devices`; returns its result.
 
-        `watched` picks arrays of the result that are not donated before the program ends.
+        `watched` picks arrays of the result that nobody donates or deletes: they are the thread's
+        too until the program has ended.
         """
         started = time.perf_counter()
         found = run()
@@ -44,12 +45,12 @@ class DeviceTimes:
         """Seconds by name since the last call. Waits for running programs."""
         free: dict[jax.Device, float] = {}
         seconds: dict[str, float] = {}
-        for name, devices, started, ended in self._followed:
+        followed, self._followed = self._followed, []
+        for name, devices, started, ended in followed:
             end = ended.result()
             begin = max([started, *(free.get(device, 0.0) for device in devices)])
             seconds[name] = seconds.get(name, 0.0) + max(0.0, end - begin)
             free |= dict.fromkeys(devices, end)
-        self._followed = []
         return seconds
 
     def close(self) -> None:

@@ -78,13 +78,13 @@ def delete(tree: Any) -> None:
         x.delete()
 
 
-def bytes_by_kind(arrays: Iterable[jax.Array] | None = None) -> dict[str, int]:
-    """Bytes on this process's devices by kind of memory.
+def bytes_by_kind() -> dict[str, int]:
+    """Bytes of all live arrays on this process's devices by kind of memory.
 
-    `arrays`: any shape; None: all live arrays. Buffers that several arrays share count once.
+    Buffers that several arrays share count once.
     """
     total: dict[str, int] = collections.defaultdict(int)
-    for (_, kind, _), size in buffers(jax.live_arrays() if arrays is None else arrays).items():
+    for (_, kind, _), size in buffers(jax.live_arrays()).items():
         total[kind] += size
     return dict(total)
 

@@ -290,6 +290,17 @@ def all_gather_text(text: str) -> list[str]:
         return [data.decode() for data in _joined.exchange.all_gather(text.encode())]
 
 
+def gather_text(text: str) -> list[str]:
+    """All processes' texts in process 0, in their order; [] elsewhere. Collective, but only process
+    0 waits for the others."""
+    if process_count() == 1:
+        return [text]
+    sources = () if process_index() else range(process_count())
+    with communicating():
+        received, _ = _joined.exchange.exchange({0: text.encode()}, sources)
+    return [received[process].decode() for process in sources]
+
+
 def all_gather_json(value: Any) -> list[Any]:
     """Gathers every process's JSON-serialisable value, in the order of the processes."""
     return [json.loads(text) for text in all_gather_text(json.dumps(value))]

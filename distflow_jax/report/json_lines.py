@@ -47,6 +47,11 @@ def json_value(value: Any) -> Any:
     return str(value)
 
 
+def json_line(record: Any) -> str:
+    """A record as a line of JSON, without its end; see `json_value`."""
+    return json.dumps(json_value(record), ensure_ascii=False)
+
+
 def metrics_row(line: str) -> dict[str, int | float]:
     """A line of metrics.jsonl as {"step": step, name: number}; NaN and infinities are floats."""
     row = json.loads(line)

@@ -22,7 +22,6 @@ from distflow_jax.report.json_lines import (
     append,
     complete_lines,
     json_number,
-    json_value,
     metrics_row,
     write_atomic,
 )
@@ -155,10 +154,9 @@ class RunWriter:
         if self._enabled:
             append(self._stragglers_path, json.dumps({"step": step, "nodes": report}) + "\n")
 
-    def samples(self, step: int | str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes samples/STEP.jsonl, one record per line, atomically."""
+    def samples(self, step: int | str, lines: Iterable[str]) -> None:
+        """Writes samples/STEP.jsonl atomically; `lines`: records as `json_line` gives them."""
         if self._enabled:
-            lines = [json.dumps(json_value(record), ensure_ascii=False) for record in records]
             text = "".join(line + "\n" for line in lines)
             write_atomic(self.folder / "samples" / f"{step}.jsonl", text)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Callable
 
@@ -14,6 +15,12 @@ from distflow_jax.parallel import processes
 from distflow_jax.report.trackers.workers import Trackers
 from distflow_jax.watchdog.controller import Watchdog
 
+# JAX raises these for arrays that are deleted, or go while they are read, and for what a platform
+# does not count; the last one is of the system's own files
+_FAILURES = (RuntimeError, TypeError, OSError)
+
+log = logging.getLogger("distflow_jax")
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruments:
@@ -23,6 +30,20 @@ class Instruments:
     spans: Spans  # the events of trace.json
     phases: Phases  # spans that the watchdog and the table of stragglers see too
     profile: Profile
+    failed: set[str] = dataclasses.field(default_factory=set)  # measurements, at least once
+
+    def measured(self, name: str, measure: Callable[[], float | None]) -> dict[str, float]:
+        """{name: what `measure()` gives}; {} for None, and where it fails.
+
+        The first failure is logged. `measure` must not communicate: it may fail on one process.
+        """
+        try:
+            return {} if (value := measure()) is None else {name: value}
+        except _FAILURES as error:
+            if name not in self.failed:
+                log.warning("%s is not measured: %s: %s", name, type(error).__name__, error)
+            self.failed.add(name)
+            return {}
 
     def close(self) -> None:
         """Ends the profile and the trace, and stops counting compilations."""

@@ -16,7 +16,6 @@ import numpy as np
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import Runner
-from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.model_flops import Work, forward_flops, training_flops
 from distflow_jax.observe.device_times import DeviceTimes
@@ -42,24 +41,24 @@ class Utilization:
             return dict(runners)
         return {n: self._followed(n, r) if n in self._meshes else r for n, r in runners.items()}
 
-    def metrics(
+    def mfu(
         self, step: int, coordinator: Coordinator, images: np.ndarray | None = None
-    ) -> Metrics:
-        """perf/mfu/actor of the step that has ended; empty where its actor was not trained.
+    ) -> float | None:
+        """perf/mfu/actor of the step that has ended; None where its actor was not trained.
 
         `images`: Coordinator.image_counts of all processes, int64 [5]; None without a tower.
         """
         if self._times is None:
-            return {}
+            return None
         seconds = self._times.take()
         updates = [u for u in self._updates if u.condition.active(step) and u.name in seconds]
         capacity = sum(seconds[u.name] * self._meshes[u.name].size for u in updates) * self._peak
         if not capacity:
-            return {}
+            return None
         work = coordinator.work(self._run.source.config.sliding_window)
         if images is not None:
             work = with_images(work, images)
-        return {"perf/mfu/actor": sum(self._flops(unit, work) for unit in updates) / capacity}
+        return sum(self._flops(unit, work) for unit in updates) / capacity
 
     def close(self) -> None:
         """Ends the timing of programs."""

@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import open_trackers
 from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import describe_run, describe_start
-from distflow_jax.runtime.run_files import sample_records
+from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
-from distflow_jax.stages.evaluate import EVALUATED
+from distflow_jax.stages.evaluate import EVALUATED, Scored
 
 DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
 STARVED = "no worker was there"
@@ -111,12 +111,11 @@ class Recorder:
         self._writer.metrics(0, metrics)
         self._progress.evaluation(metrics)
 
-    def late_evaluation(
-        self, evaluated: Evaluated, metrics: Mapping[str, float], records: list[dict[str, Any]]
-    ) -> None:
-        """Records an evaluation that a sampler has made while later steps were trained."""
+    def late_evaluation(self, evaluated: Evaluated, metrics: Mapping[str, float]) -> None:
+        """Records an evaluation that a sampler has made while later steps were trained.
+        Collective."""
         step = evaluated.version
-        self._writer.samples(f"eval-{step}", records)
+        self.evaluation(step, evaluated.scored)
         self._writer.late_metrics(step, metrics)
         seconds = round(evaluated.seconds, 3)
         facts = {"step": step, "seconds": seconds}
@@ -128,9 +127,10 @@ class Recorder:
         found = self._is_first and self._writer.has_metric(step, EVALUATED)
         return bool(processes.all_gather_ints(np.int32(found))[0])
 
-    def evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
-        """Writes the scored responses of an evaluation of the weights after `step` steps."""
-        self._writer.samples(f"eval-{step}", records)
+    def evaluation(self, step: int, scored: Sequence[Scored]) -> None:
+        """Writes the responses of an evaluation of the weights after `step` steps: those of all
+        processes, each of which gives its own. Collective."""
+        self._writer.samples(f"eval-{step}", evaluation_lines(scored))
 
     @property
     def takes_samples(self) -> bool:
@@ -139,7 +139,7 @@ class Recorder:
         return bool(nonfinite) or self._schedule.writes_samples(step)
 
     def samples(self, samples: Samples) -> None:
-        """Writes the step's responses."""
-        if self._is_first:
-            name = f"nonfinite-{self._state.step}" if self._state.nonfinite else self._state.step
-            self._writer.samples(name, sample_records(samples, self._prepared.source.tokenizer))
+        """Writes the step's responses: those of all processes, each of which gives its own.
+        Collective."""
+        name = f"nonfinite-{self._state.step}" if self._state.nonfinite else self._state.step
+        self._writer.samples(name, sample_lines(samples, self._prepared.source.tokenizer))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from distflow_jax.config.config_dict import to_config_dict, to_json
 from distflow_jax.data.loader import describe_dropped
+from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
@@ -27,6 +28,7 @@ from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_files import warn_of_changes
 
 log = logging.getLogger("distflow_jax")
@@ -134,15 +136,15 @@ def describe_end(
     run_end.print_commands(terminal, commands)
 
 
-def planned_metrics(prepared: PreparedRun, runtime: Runtime) -> dict[str, float]:
+def planned_metrics(run: PreparedRun, runtime: Runtime, instruments: Instruments) -> Metrics:
     """GiB on this process's fullest device between two steps, beside what was planned.
 
-    With pipeline ranks also the planned share of time that they wait.
+    With pipeline ranks also the planned share of time that they wait. No other thread may donate
+    or delete arrays meanwhile.
     """
-    bubble, memory = prepared.sizes.bubble_share, runtime.compiled.memory
+    bubble, memory = run.sizes.bubble_share, runtime.compiled.memory
     waits = {"perf/pipeline_bubble": bubble} if bubble else {}
-    return waits | {
-        "perf/memory_live_gb": device_memory.live_bytes() / GIB,
-        "perf/memory_live_planned_gb": memory.between / GIB,
-        "perf/memory_planned_gb": memory.fullest.total / GIB,
-    }
+    live = instruments.measured("perf/memory_live_gb", lambda: device_memory.live_bytes() / GIB)
+    between, most = memory.between / GIB, memory.fullest.total / GIB
+    planned = {"perf/memory_live_planned_gb": between, "perf/memory_planned_gb": most}
+    return waits | live | planned

@@ -1,24 +1,27 @@
-"""Files of a run: the check of its folder before step 1, and the records of samples/STEP.jsonl."""
+"""Files of a run: the check of its folder before step 1, and the records of samples/."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from distflow_jax.batch import Samples
+from distflow_jax.batch import Prompt, Samples
 from distflow_jax.config.config_dict import REMOVED, RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.images.shown_pictures import ShownPictures
+from distflow_jax.images.shown_pictures import first_of_prompts, pictures
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.one_line import not_utf8, shown
+from distflow_jax.report.json_lines import json_line
+from distflow_jax.stages.evaluate import Scored
 
 # that a run makes
 FOLDERS = (
@@ -138,8 +141,9 @@ def _defaults() -> dict[str, Any]:
     return json.loads(to_json(to_config_dict(Config())))
 
 
-def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One record per response of this process, for samples/STEP.jsonl."""
+def sample_lines(samples: Samples, tokenizer: Tokenizer) -> list[str]:
+    """The lines of samples/STEP.jsonl of this process's `samples` and those of all others, a
+    response each: in process 0, [] elsewhere. Collective."""
     scalars = {
         name: values
         for name, values in samples.fields.items()
@@ -148,14 +152,13 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
     if VERSION in scalars:
         masks = samples.response_mask
         scalars[VERSION] = [_version(x, m) for x, m in zip(scalars[VERSION], masks, strict=True)]
-    pictures = ShownPictures()
-    return [
+    uids = samples.uid.tolist()
+    records = [
         {
-            "uid": samples.uid[i].tolist(),
+            "uid": uids[i],
             "row": prompt.row,
             "data_source": prompt.data_source,
             "prompt": prompt.text,
-            **pictures.of(prompt.counter, prompt.images),
             "response": tokenizer.decode(samples.response[i], skip_special=False),
             "ground_truth": prompt.ground_truth,
             "response_length": len(samples.response[i]),
@@ -163,6 +166,42 @@ def sample_records(samples: Samples, tokenizer: Tokenizer) -> list[dict[str, Any
         }
         for i, prompt in enumerate(samples.prompt)
     ]
+    return _gathered(uids, samples.prompt, records)
+
+
+def evaluation_lines(scored: Sequence[Scored]) -> list[str]:
+    """The lines of samples/eval-STEP.jsonl, a prompt each, as `sample_lines`. Collective."""
+    records = [
+        {
+            "row": s.prompt.row,
+            "data_source": s.prompt.data_source,
+            "prompt": s.prompt.text,
+            "ground_truth": s.prompt.ground_truth,
+            "responses": s.texts,
+            "scores": s.scores,
+            "lengths": s.lengths,
+            "finished": s.finished,
+        }
+        for s in scored
+    ]
+    prompts = [s.prompt for s in scored]
+    return _gathered([[prompt.counter, 0] for prompt in prompts], prompts, records)
+
+
+def _gathered(
+    uids: Sequence[list[int]], prompts: Sequence[Prompt], records: Sequence[dict[str, Any]]
+) -> list[str]:
+    """The records of all processes in the order of their uids, the first ones with pictures."""
+    seen = [uid for uid, prompt in zip(uids, prompts, strict=True) if prompt.images]
+    shown = first_of_prompts(itertools.chain(*processes.all_gather_json(first_of_prompts(seen))))
+    for uid, prompt, record in zip(uids, prompts, records, strict=True):
+        if uid in shown:
+            record["images"] = pictures(prompt.images)
+    found: list[tuple[list[int], str]] = []
+    for text in processes.gather_text("\n".join([json.dumps(uids), *map(json_line, records)])):
+        theirs, *lines = text.split("\n")
+        found += zip(json.loads(theirs), lines, strict=True)
+    return [line for _, line in sorted(found, key=lambda entry: entry[0])]
 
 
 def _version(version: Any, mask: np.ndarray) -> int | list[int]:

@@ -25,6 +25,7 @@ VERL_TIMINGS = {
     ("CRITIC", "MODEL_TRAIN"): "update_critic",
     ("ACTOR", "MODEL_TRAIN"): "update_actor",
 }
+_PEAK = "perf/max_memory_allocated_gb"
 
 log = logging.getLogger("distflow_jax")
 
@@ -35,7 +36,7 @@ class StepTimes:
 
     def __init__(self, plan: Plan, instruments: Instruments):
         self._spans, self._phases = instruments.spans, instruments.phases
-        self._compilations = instruments.compilations
+        self._compilations, self._instruments = instruments.compilations, instruments
         self._names = {unit.name: _timing(unit) for unit in plan.units}
         self._communicated = processes.communication_seconds()
         self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
@@ -73,7 +74,7 @@ class StepTimes:
             "timing_s/host_communication": self._communication(),
             "perf/throughput": tokens / work / jax.device_count(),
             "perf/time_per_step": work,
-            "perf/max_memory_allocated_gb": memory.peak_memory_gb(),
+            **self._instruments.measured(_PEAK, memory.peak_memory_gb),
             "perf/compilations": self._compilations.take(),
             "perf/compilations_fetched": self._compilations.take_fetched(),
         }

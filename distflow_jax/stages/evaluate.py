@@ -6,7 +6,6 @@ P prompts of this process, n samples per prompt.
 import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from distflow_jax.data.column_choice import check_choice
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
-from distflow_jax.images.shown_pictures import ShownPictures
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.rewards.answers.final_answer import final_answer
@@ -168,17 +166,11 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
             texts, votes, scores = ([x[i] for i in rated] for x in (s.texts, s.votes, s.scores))
             majority = vote(texts, scores, votes)
             local[s.prompt.data_source].append((float(np.mean(scores)), max(scores), majority))
-    names = sorted(
-        {x for text in processes.all_gather_text("\n".join(local)) for x in text.split("\n") if x}
-    )
+    names = sorted(filter(None, set().union(*processes.all_gather_json(list(local)))))
     metrics: dict[str, float] = {}
     for name in names:
         rows = np.array(local.get(name, []), np.float64).reshape(-1, 3)
-        counts = processes.all_gather_ints(np.array(len(rows)))
-        padded = np.zeros((int(counts.max()), 3))
-        padded[: len(rows)] = rows
-        table = processes.all_gather_ints(padded)
-        values = np.concatenate([t[:c] for t, c in zip(table, counts, strict=True)])
+        values = np.concatenate(processes.all_gather_ragged(rows))
         mean, best, majority = values.mean(axis=0)
         prefix = f"val-core/{name}/reward"
         metrics |= {
@@ -194,22 +186,3 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
                 f"{prefix}/maj@{n}/mean": float(majority),
             }
     return metrics
-
-
-def records(scored: Sequence[Scored]) -> list[dict[str, Any]]:
-    """One JSON-able record per prompt."""
-    pictures = ShownPictures()
-    return [
-        {
-            "row": s.prompt.row,
-            "data_source": s.prompt.data_source,
-            "prompt": s.prompt.text,
-            **pictures.of(number, s.prompt.images),
-            "ground_truth": s.prompt.ground_truth,
-            "responses": s.texts,
-            "scores": s.scores,
-            "lengths": s.lengths,
-            "finished": s.finished,
-        }
-        for number, s in enumerate(scored)
-    ]

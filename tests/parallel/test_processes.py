@@ -44,6 +44,7 @@ big = 2**53 + 1 + me
 say("gathered", processes.all_gather_ints(np.array([[big, -me]])).tolist())
 say("empty", processes.all_gather_ints(np.zeros((0, 2), np.int32)).shape)
 say("texts", processes.all_gather_text("ü" * 3 * me))
+say("brought", *map(len, processes.gather_text("ü" * (9_000_000 * me + 1))))
 same = {"config": {"seed": "0"}, "versions": processes.version_table()}
 processes.check_agreement(same | {"code": processes.code_table()})
 try:
@@ -118,6 +119,8 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
             "again 4",
         ]:
             assert expected in lines, (me, result.stdout)
+        # larger than any socket's buffer; to process 0 alone
+        assert ("brought" if me else "brought 1 9000001") in lines
     for step in (3, 4):
         assert f"checkpoint {step} in" in result.stdout
         assert (folder / f"{step}.unreadable").exists()

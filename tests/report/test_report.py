@@ -15,6 +15,7 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.report.charts import Series, downsample, format_value, line_chart, ticks
 from distflow_jax.report.drawing import Text, to_svg
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.page import compare_page, differences, is_plain_svg, report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
@@ -120,9 +121,11 @@ def write_run(folder, steps=6, *, first=1, resume_step=None):
         metrics = {f"critic/score/{word}": step / 7 for word in ("mean", "max", "min")}
         writer.metrics(step, metrics | {"timing_s/step": 1.0, "x/kurtosis": 3.5})
         writer.stragglers(step, {"rollout": {"seconds": [1, 2], "idle": [0.5, 0], "slowest": 1}})
-        writer.samples(step, [{"prompt": f"p{step}", "response": "r", "score": step / 3}])
+        record = {"prompt": f"p{step}", "response": "r", "score": step / 3}
+        writer.samples(step, [json_line(record)])
         spans.take()
-    writer.samples(f"eval-{steps}", [{"prompt": "q", "responses": ["a1", "a2"], "scores": [0, 1]}])
+    record = {"prompt": "q", "responses": ["a1", "a2"], "scores": [0, 1]}
+    writer.samples(f"eval-{steps}", [json_line(record)])
     spans.close()
     writer.close()
 

@@ -14,6 +14,7 @@ from support.paced_run import metrics_of, write_run
 from support.paths import ROOT
 
 from distflow_jax.report.drawing import Drawing, Rect, Text, to_svg
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.live.live_server import open_server
 from distflow_jax.report.run_writer import RunWriter
 
@@ -76,10 +77,8 @@ def folder(tmp_path_factory):
         record = {"row": 1, "prompt": "long " * 60 + HOSTILE, "response_length": 7}
         texts = ("x" * 500, HOSTILE, "short")
         numbers = [{"score": i, "advantage": (i - 1) ** 2, "finished": i < 1} for i in range(3)]
-        writer.samples(
-            step,
-            [record | {"response": t} | n for t, n in zip(texts, numbers, strict=True)],
-        )
+        records = [record | {"response": t} | n for t, n in zip(texts, numbers, strict=True)]
+        writer.samples(step, map(json_line, records))
     span = {"name": "rollout", "ph": "X", "ts": 1, "dur": 2e6, "tid": 1, "args": {"step": 60}}
     trace = [
         span | {"name": "wait_for_samples"},
@@ -276,7 +275,7 @@ def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serv
         page.wait_for(f"runs[0].metrics.get('val-core/new/reward/mean@1').x.includes({late})")
     assert page.run("runs[0].metrics.get('val-core/new/reward/mean@1').x") == [11, 12, 13]
     assert page.run("runs[0].last") == 13
-    writer.samples(13, [{"row": 1, "prompt": "p", "response": "r", "score": 1}])
+    writer.samples(13, [json_line({"row": 1, "prompt": "p", "response": "r", "score": 1})])
     page.run("refreshSections()")
     assert page.run("document.querySelector('.file').innerHTML") != before
     assert page.run(chosen) == step != "step 13"  # the reader keeps the step that is being read
@@ -302,7 +301,7 @@ def test_live_sections_follow_every_file_of_a_run_and_keep_what_is_read(browser,
     def write(*steps):
         for step in steps:
             prompt = {"row": 1, "prompt": "p", "response": f"r{step}", "score": 1.0}
-            writer.samples(step, [prompt])
+            writer.samples(step, [json_line(prompt)])
             writer.metrics(step, {"a/b": 1.0})
 
     page = browser.open(serve(tmp_path))

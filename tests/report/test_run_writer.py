@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter, read_metrics, write_atomic
 
@@ -27,7 +28,7 @@ def test_floats_read_back_exactly(tmp_path):
 def test_nan_and_infinity_are_valid_json(tmp_path):
     writer = RunWriter(tmp_path)
     writer.metrics(1, {"a/nan": math.nan, "a/up": math.inf, "a/down": np.float32(-math.inf)})
-    writer.samples(1, [{"score": math.nan, "tokens": np.array([1, 2])}])
+    writer.samples(1, [json_line({"score": math.nan, "tokens": np.array([1, 2])})])
     writer.close()
 
     def refuse(constant):
@@ -47,7 +48,7 @@ def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
     for step in range(1, 6):
         writer.metrics(step, {"a/b": step / 7})
         for kind in ("", "eval-", "nonfinite-"):
-            writer.samples(f"{kind}{step}", [{"text": "früher"}])
+            writer.samples(f"{kind}{step}", [json_line({"text": "früher"})])
     writer.close()
     before = (tmp_path / "metrics.jsonl").read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -114,7 +115,7 @@ def test_only_the_enabled_process_writes(tmp_path):
     writer.config({"seed": 1})
     writer.plan("1. rollout")
     writer.metrics(1, {"a/b": 1})
-    writer.samples(1, [{}])
+    writer.samples(1, ["{}"])
     writer.close()
     assert not (tmp_path / "run").exists()
 

@@ -12,8 +12,8 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.report.page import report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.sections.sample_cards import groups_of, sample_cards
-from distflow_jax.runtime.run_files import sample_records
-from distflow_jax.stages.evaluate import Scored, records
+from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
+from distflow_jax.stages.evaluate import Scored
 
 
 def write(folder, name, records):
@@ -148,7 +148,9 @@ def test_records_have_the_pictures_of_each_prompt_once():
     prompts += [Prompt(1, 6, np.arange(3), "p", "d", "t", {})]
     uid = np.array([[0, 0], [0, 1], [1, 0]])
     tokens, masks = [np.arange(2)] * 3, [np.ones(2, bool)] * 3
-    made = sample_records(Samples(prompts, uid, tokens, masks), Tokenizer.byte_level(300))
-    assert [record.get("images") for record in made] == [[small_uri(image.pixels)] * 4, None, None]
+    lines = sample_lines(Samples(prompts, uid, tokens, masks), Tokenizer.byte_level(300))
+    made = [json.loads(line).get("images") for line in lines]
+    assert made == [[small_uri(image.pixels)] * 4, None, None]
     scored = [Scored(p, ["a"], ["a"], [1.0], [1], [True]) for p in prompts[1:]]
-    assert [len(record.get("images", [])) for record in records(scored)] == [4, 0]
+    made = [json.loads(line).get("images", []) for line in evaluation_lines(scored)]
+    assert list(map(len, made)) == [4, 0]

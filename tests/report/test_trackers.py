@@ -20,6 +20,7 @@ from tensorboardX.proto import event_pb2
 
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter, read_metrics
 from distflow_jax.report.trackers import follower, tracker_state, workers
 from distflow_jax.report.trackers.follower import Follower
@@ -468,9 +469,9 @@ def test_late_evaluations_reach_a_tracker_once(tmp_path, own, resume_step):
         for step in range(first, last + 1):
             late = step - 2
             if late >= 0 and late % 3 == 0 and late not in evaluated(tmp_path):
-                writer.samples(f"eval-{late}", records)
+                writer.samples(f"eval-{late}", map(json_line, records))
                 writer.late_metrics(late, {"val-core/sum/reward/mean@1": late / 7})
-            writer.samples(step, records)
+            writer.samples(step, map(json_line, records))
             writer.metrics(step, {"actor/lr": step / 7})
         writer.close()
 
@@ -543,7 +544,7 @@ def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own
     writer = RunWriter(folder)
     feed = Follower(own(name), folder, "", -1, told.append)
     for step in range(1, 7):
-        writer.samples(step, [{"prompt": "2+2"}])
+        writer.samples(step, [json_line({"prompt": "2+2"})])
         writer.metrics(step, metrics(step))
         feed.command("rows")
     writer.close()

@@ -53,7 +53,7 @@ def lasting(folder):
 
 
 def samples_of(folder):
-    """{step: records of this process's responses}"""
+    """{step: records of all processes' responses}"""
     return {
         int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
         for path in (folder / "samples").glob("[0-9]*.jsonl")
@@ -310,5 +310,7 @@ def test_two_processes(tmp_path, flags):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lag = int(flags[0].partition("=")[2])
-    check_ages(tmp_path, lag)
+    _, uids = check_ages(tmp_path, lag)
+    if "dag=dapo" not in flags:  # the files have the responses of both processes
+        check_batches(uids)
     assert not unexplained_metrics(tmp_path)

@@ -3,6 +3,7 @@
 The model has 40,000 parameters and is compiled in a hurry: what is compared are processes.
 """
 
+import json
 import subprocess
 import sys
 
@@ -38,11 +39,34 @@ def run(command, workdir):
     return read_metrics(workdir / "metrics.jsonl")
 
 
+def check_samples(one, two):
+    """Files of samples hold the same responses, wherever these were sampled and scored."""
+    names = sorted(path.name for path in (one / "samples").iterdir())
+    assert names == sorted(path.name for path in (two / "samples").iterdir())
+    for name in names:
+        a, b = (
+            [json.loads(line) for line in (folder / "samples" / name).read_text().splitlines()]
+            for folder in (one, two)
+        )
+        uids = [record["uid"] for record in a if "uid" in record]
+        assert uids == sorted(uids) and (uids or name.startswith("eval-"))
+        assert [record["prompt"] for record in a] == [record["prompt"] for record in b]
+        assert uids == [record["uid"] for record in b if "uid" in record]
+        for x, y in zip(a, b, strict=True):
+            assert x.keys() == y.keys()
+            if name in ("1.jsonl", "eval-0.jsonl"):  # by weights that are equal to the bit
+                got, wanted = ({n: v for n, v in r.items() if n != "advantage"} for r in (y, x))
+                assert got == wanted
+                got, wanted = (r.get("advantage") or 0.0 for r in (y, x))
+                assert got == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
 def check_equal(folder, overrides, of_two=()):
     """Runs both; returns the metrics of the run on one process and of that on two."""
     one = run([*TRAIN, *overrides], folder / "one")
     two = run([*LAUNCH, *TRAIN, *overrides, *of_two], folder / "two")
     assert not unexplained_metrics(folder / "two")
+    check_samples(folder / "one", folder / "two")
     # or equality would say little
     assert any(value > 0 for name, value in one[-1].items() if name.endswith("/grad_norm"))
     for a, b in zip(one, two, strict=True):

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter
 
 MEANS = ("critic/score", "critic/advantages", "response_length", "prompt_length", "global_seqlen")
@@ -39,7 +40,7 @@ def write_run(folder, steps, pace, *, phase=0.0, total=None):
         time.sleep(pace)
         writer.metrics(step, metrics_of(step, pace, phase))
         records = [{"row": i, "prompt": f"p{i}", "response": "r", "score": i} for i in range(4)]
-        writer.samples(step, records)
+        writer.samples(step, map(json_line, records))
     writer.event("stop", {"step": steps, "reason": "done"})
     writer.close()
 

@@ -9,6 +9,7 @@ import pathlib
 import sys
 import time
 
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.trackers.workers import Trackers
 
@@ -40,9 +41,9 @@ def main() -> None:
     for step in range(first, last + 1):
         started = time.perf_counter()
         records = [{"uid": [step, i], "prompt": "2+2", "score": i / 2} for i in range(3)]
-        writer.samples(step, records)
+        writer.samples(step, map(json_line, records))
         if step == 1:
-            writer.samples("eval-0", records)
+            writer.samples("eval-0", map(json_line, records))
             writer.metrics(0, {"val-core/gsm8k/acc/mean@8": 0.0})
         writer.metrics(step, metrics(step, job.get("attempt", 0)))
         print("step", step, time.perf_counter() - started, flush=True)

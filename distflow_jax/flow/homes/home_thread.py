@@ -80,14 +80,15 @@ class HomeThread:
         with self._at_work:
             yield
 
-    def close(self) -> None:
-        """Ends the thread."""
+    def close(self) -> bool:
+        """Ends the thread; whether it has ended in time."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
         wait([self._end], JOIN_SECONDS)
         self._executor.shutdown(wait=False)
         self._leave()
+        return self._end.done()
 
     # -- in the thread ----------------------------------------------------------------------------
 

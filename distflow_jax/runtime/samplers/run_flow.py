@@ -79,10 +79,10 @@ def make_flow(
 ) -> Flow | None:
     """The flow of a run whose samplers run ahead; None for others, and in a replay. Collective.
 
-    It takes the sampler's state, and the samples of the checkpoint that the run goes on from. The
-    samplers must have been started. `evaluates(version)`: whether samplers evaluate a version when
-    they take it; None: none of them. `publish(version)`: calls `Flow.publish` with the weights of
-    so many finished steps.
+    It takes the sampler's state out of `state`, and the samples of the checkpoint that the run goes
+    on from. The samplers must have been started. `evaluates(version)`: whether samplers evaluate a
+    version when they take it; None: none of them. `publish(version)`: calls `Flow.publish` with the
+    weights of so many finished steps.
     """
     config, plan = prepared.config, prepared.plan
     if prepared.recording is not None:
@@ -255,7 +255,7 @@ def _producer(
     else:
         sampler = EpisodeSampler(
             runtime.engine,
-            state.models[tasks[0].state_key],
+            state.models.pop(tasks[0].state_key),
             prepared.environments,
             contexts[0].on_response,
         )
