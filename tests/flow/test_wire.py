@@ -208,7 +208,6 @@ def test_a_caller_finds_a_door_that_was_closed_and_opened_again():
             calls.call("echo", b"2", HANG)
         with door(opened.at):
 
-
             def answered():
                 with contextlib.suppress(Unreachable):
                     return calls.call("echo", b"3", HANG) == b"3"
