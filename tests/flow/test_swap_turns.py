@@ -11,6 +11,7 @@ import time
 import types
 
 import pytest
+from support.waiting import until
 
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.lag_rule import Admission, Rule
@@ -25,8 +26,6 @@ from distflow_jax.flow.publishing.swap_turns import (
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
-
-SECONDS = 60
 
 
 def test_turns_begin_with_another_class_at_each_version():
@@ -245,12 +244,13 @@ def test_threads_pause_one_class_after_the_other(count, classes):
             one.thread.deliver(types.SimpleNamespace(ready=True), version)
             one.thread.raise_error()
         time.sleep(draw.uniform(0, 0.02))
-    end = time.monotonic() + SECONDS
-    while any(one.sampler.version < version for one in world):
+
+    def are_loaded():
         for one in world:
             one.thread.raise_error()
-        assert time.monotonic() < end
-        time.sleep(0.01)
+        return all(one.sampler.version >= version for one in world)
+
+    until(are_loaded)
     for one in world:
         one.thread.close()
         one.peers.close()
