@@ -92,7 +92,7 @@ class Target:
         self.signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACK_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.2)  # a busy machine may take the core between two lines
             before, size = size, os.fstat(fd).st_size
             if start < before == size:  # no more is coming
                 break

@@ -9,6 +9,7 @@ import time
 import pytest
 from support.launchers import SLURM, dry_run, program
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.commands.launch import slurm
 
@@ -132,7 +133,7 @@ def tasks_of(process):
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_the_batch_file_ends_as_the_run_does(batch, tmp_path, code):
     process = batch(str(code), "it's $HOME")
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=HANG)
     assert process.returncode == code
     assert requeued(tmp_path) == ""
     told = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
@@ -145,7 +146,7 @@ def test_sigterm_to_the_tasks_puts_the_job_back(batch, tmp_path):
     process = batch("wait")
     for pid in tasks_of(process):
         os.kill(pid, signal.SIGTERM)
-    assert process.wait(timeout=30) == 75
+    assert process.wait(HANG) == 75
     assert requeued(tmp_path) == "requeue 1234"
 
 
@@ -156,7 +157,7 @@ def test_a_cancelled_job_stays_cancelled(batch, tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    assert process.wait(timeout=30) == -signal.SIGTERM
+    assert process.wait(HANG) == -signal.SIGTERM
     time.sleep(0.2)
     assert requeued(tmp_path) == ""
 

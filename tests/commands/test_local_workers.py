@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from support.waiting import until
 
 from distflow_jax.commands.launch.local import parse_arguments
 from distflow_jax.commands.launch.local_workers import LocalWorkers
@@ -34,7 +35,7 @@ def test_workers_begin_with_new_doors_and_end_after_the_run(tmp_path):
     told, processes = [], []
 
     def start(label, command):
-        code = "import time; time.sleep(60)" if label == "w0" else "raise SystemExit(3)"
+        code = "import time; time.sleep(3600)" if label == "w0" else "raise SystemExit(3)"
         processes.append(subprocess.Popen([sys.executable, "-S", "-c", code]))
         return processes[-1]
 
@@ -42,9 +43,7 @@ def test_workers_begin_with_new_doors_and_end_after_the_run(tmp_path):
     time.sleep(0.5)
     assert not processes
     (tmp_path / "doors.json").write_text("of this one")
-    end = time.monotonic() + 20
-    while not told and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: told)
     assert told == ["worker 1 ended with exit code 3"]
     workers.close(finished=False)
     assert [process.poll() for process in processes] == [-15, 3]

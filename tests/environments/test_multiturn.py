@@ -16,13 +16,14 @@ from support.tiny_model import (
     values_of,
 )
 from support.turn_sampler import LIMITS, PARAMS, PROMPTS, STOP_IDS, TOKENIZER, Sampler, assert_agree
+from support.waiting import HANG, until
 
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
 from distflow_jax.environments.multiturn import TurnLimits, sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import Environments, EnvironmentThread
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
@@ -241,7 +242,7 @@ def test_order_of_prompts(sampler, episodes):
 def test_two_requests_for_one_prompt_are_kept_apart(sampler, episodes):
     """As of two nodes that sample at one time; their responses have the same uids."""
     how = {"turn_length": LIMITS.turn, "max_turns": LIMITS.turns}
-    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, seconds=60.0, **how)
+    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, seconds=HANG, **how)
     greedy = SamplingParams(1, LIMITS.response, 0.0)
     sampler.state, alone, _ = sample_turns(
         sampler.engine, sampler.state, PROMPTS, greedy, environments
@@ -271,9 +272,7 @@ def test_environments_work_beside_each_other_and_beside_the_sampler(sampler):
     """The first two steps wait for one another, and then until another response has ended: were
     one of them alone at work, or did the sampler wait, both would run into the deadline."""
     Meeting.both, Meeting.ended, Meeting.seats = threading.Barrier(2), threading.Event(), [0, 1]
-    met = sampler.run(
-        "Meeting", seconds=20.0, prompts=PROMPTS[:1], on_response=lambda _: Meeting.ended.set()
-    )
+    met = sampler.run("Meeting", prompts=PROMPTS[:1], on_response=lambda _: Meeting.ended.set())
     assert {e.reason for e in met.values()} <= {"done", "turn_length"}
     assert not Meeting.seats
 
@@ -302,6 +301,7 @@ class Faulty:
     """Goes wrong for the prompt that `when` says, or in each step."""
 
     closed: list = []
+    goes_on = threading.Event()  # what hangs waits for it
 
     def __init__(self, tokenizer, *, where, how, counter=1):
         self.where, self.how, self.counter = where, how, counter
@@ -324,19 +324,44 @@ class Faulty:
             if self.how == "exit":
                 raise SystemExit(3)
             if self.how == "hang":
-                time.sleep(1.5)
+                self.goes_on.wait(HANG)
             return "nothing like a turn" if where == "step" else 7
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """What hangs goes on after the test."""
+    monkeypatch.setattr(Faulty, "goes_on", threading.Event())
+    yield
+    Faulty.goes_on.set()
+
+
+def let_pass(monkeypatch, where):
+    """From now on the deadline of a call that hangs is over as soon as it begins."""
+    begin = EnvironmentThread._begin
+
+    def begun(self, method, *args):
+        now = time.monotonic()
+        begin(self, method, *args)
+        assert self.deadline >= now + HANG
+        if method == "reset":
+            self.hangs = args[0].counter == 1
+        if self.hangs and method == where:
+            self.deadline = now
+
+    monkeypatch.setattr(EnvironmentThread, "_begin", begun)
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
 @pytest.mark.parametrize("how", ["raise", "exit", "return", "hang"])
-def test_an_environment_that_fails_costs_its_own_response(sampler, caplog, where, how):
+def test_an_environment_that_fails_costs_its_own_response(
+    sampler, caplog, where, how, released, monkeypatch
+):
     Faulty.closed.clear()
-    seconds, started = 0.5 if how == "hang" else 60.0, time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="distflow_jax"):
-        episodes = sampler.run("Faulty", seconds=seconds, where=where, how=how)
     if how == "hang":
-        assert time.monotonic() - started < 20
+        let_pass(monkeypatch, where)
+    with caplog.at_level(logging.WARNING, logger="distflow_jax"):
+        episodes = sampler.run("Faulty", where=where, how=how)
     reason = "deadline" if how == "hang" else "error"
     for (counter, _), episode in episodes.items():
         cut = episode.turns == 1 and episode.response.tokens[-1] not in STOP_IDS
@@ -358,10 +383,7 @@ def test_an_environment_that_fails_costs_its_own_response(sampler, caplog, where
     assert metrics["environment/errors"] == (0 if how == "hang" else failed)
     assert failed >= 2
     if how != "hang":
-        until = time.monotonic() + 10
-        while len(Faulty.closed) < 16 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert len(Faulty.closed) == 16
+        until(lambda: len(Faulty.closed) == 16)
 
 
 class Whimsical:
@@ -403,20 +425,20 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     ],
 )
 def test_turns_that_cannot_be_are_refused(turn, message):
-    environments = Environments("calculator", {}, TOKENIZER, seconds=1.0)
+    environments = Environments("calculator", {}, TOKENIZER, seconds=HANG)
     with pytest.raises((TypeError, ValueError), match=message):
         environments.observed(turn)
 
 
-def test_environments_are_tried_before_the_run():
-    def check(name, **kwargs):
-        Environments(name, kwargs, TOKENIZER, seconds=0.5).check(PROMPTS[1])
+def test_environments_are_tried_before_the_run(released):
+    def check(name, seconds=HANG, **kwargs):
+        Environments(name, kwargs, TOKENIZER, seconds=seconds).check(PROMPTS[1])
 
     check("calculator")
     with pytest.raises(ValueError, match="failed on the first row: KeyError: 'no such room'"):
         check(f"{__name__}:Faulty", where="reset", how="raise")
     with pytest.raises(ValueError, match="not reset within rollout.environment_seconds=0.5"):
-        check(f"{__name__}:Faulty", where="reset", how="hang")
+        check(f"{__name__}:Faulty", 0.5, where="reset", how="hang")
     with pytest.raises(ValueError, match="an observation must be text, token ids"):
         check(f"{__name__}:Faulty", where="reset", how="return")
     with pytest.raises(ValueError, match="environment_kwargs={'wher': 1} do not fit .*Faulty"):

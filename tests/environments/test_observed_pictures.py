@@ -6,6 +6,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from support.seeing import TOWER
+from support.waiting import HANG
 
 from distflow_jax.environments.environment import Shown, Turn
 from distflow_jax.environments.observed_pictures import Sight
@@ -35,7 +36,7 @@ class Shows:
 
 def environments(observation=None, sight=SIGHT):
     kwargs = {"observation": observation}
-    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, seconds=60.0, sight=sight)
+    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, seconds=HANG, sight=sight)
 
 
 def test_pictures_stand_where_the_text_says():
@@ -109,10 +110,10 @@ def failed(found, method):
     answers = queue.SimpleQueue()
     with EnvironmentThread(found, answers) as thread:
         thread.reset(None)
-        outcome = answers.get(timeout=60).outcome
+        outcome = answers.get(timeout=HANG).outcome
         if method == "step":
             thread.step(np.zeros(1, np.int32))
-            outcome = answers.get(timeout=60).outcome
+            outcome = answers.get(timeout=HANG).outcome
     assert isinstance(outcome, Failure)
     (line, *_) = outcome.error.split("\n")
     assert "observed_pictures.py" not in line and "registry.py" not in line

@@ -8,6 +8,7 @@ import pytest
 from support.compiled_sampler import CompiledSampler
 from support.tiny_model import TINY, forward_logps, prompt_of, random_params
 from support.turn_sampler import LIMITS, TOKENIZER
+from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
@@ -158,7 +159,7 @@ def test_turns_name_the_versions_too():
         f"{__name__}:Echo",
         {},
         TOKENIZER,
-        seconds=60.0,
+        seconds=HANG,
         turn_length=LIMITS.turn,
         max_turns=LIMITS.turns,
     )

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-import time
 from decimal import Decimal
 
 import numpy as np
 import pytest
 from support.tiny_model import prompt_of
+from support.waiting import calls_of, ends
 
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.tools import Tools, calculator, find_calls
@@ -75,18 +75,16 @@ def test_what_is_no_arithmetic_is_said_in_words(text, message):
 
 
 def test_arithmetic_agrees_with_pythons_and_ends_soon():
-    """Random texts of its characters: a value or a ValueError, at once."""
+    """Random texts of its characters: a value or a ValueError, in a few calls."""
     rng = np.random.default_rng(0)
     values = 0
     for _ in range(1000):
         text = "".join(rng.choice(list("0123456789+-*/%(). "), rng.integers(1, 30)))
-        started = time.perf_counter()
+        assert calls_of(lambda text=text: calculate(text)) < 2000
         try:
             got = calculate(text)
         except ValueError:
             continue
-        finally:
-            assert time.perf_counter() - started < 0.5
         values += 1
         if "//" in text or "%" in text or any(f"0{d}" in text for d in "0123456789"):
             continue  # rounded the other way by floats, or octal to Python
@@ -169,11 +167,11 @@ def test_calls_are_those_of_one_regular_expression():
 
 @pytest.mark.parametrize("tag", ["<tool>", '<tool name="calculator">', '<tool name="'])
 def test_openings_without_an_end_are_found_at_once(tag):
-    """A model that repeats itself must not hold up the others: the time is linear in the text."""
-    started = time.perf_counter()
-    assert find_calls(tag * 40_000) == []
-    assert len(find_calls(tag + ">1</tool>" + tag * 40_000)) == (tag[-1] == ">")
-    assert time.perf_counter() - started < 2
+    """A model that repeats itself must not hold up the others: the time is linear in the text.
+    Were it quadratic, a text of this length would take a day."""
+    with ends():
+        assert find_calls(tag * 1_000_000) == []
+        assert len(find_calls(tag + ">1</tool>" + tag * 1_000_000)) == (tag[-1] == ">")
 
 
 def test_tools_of_ones_own(tmp_path):

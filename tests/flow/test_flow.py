@@ -9,7 +9,9 @@ import types
 import numpy as np
 import pytest
 from support.plain_flow import BATCH, SAMPLES, TOKENS, owned, plain_flow
+from support.waiting import HANG
 
+from distflow_jax.flow import flow as flow_module
 from distflow_jax.flow.evaluations import Evaluator
 from distflow_jax.flow.flow import ALL
 from distflow_jax.flow.ledger import Ledger
@@ -96,7 +98,7 @@ def test_an_error_of_a_group_that_a_checkpoint_waits_for(tmp_path):
 
     flow = owing(tmp_path, until=until)
     with pytest.raises(RuntimeError, match="no verdict today"):
-        flow.end_saving(time.monotonic() + 600)
+        flow.end_saving(time.monotonic() + HANG)
     flow.close()
 
 
@@ -122,13 +124,13 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
     def answer(state, heard):
         begun.set()
-        for _ in range(6000):
+        for _ in range(100 * int(HANG)):
             time.sleep(0.01)
             heard(None)
         raise AssertionError("the evaluation went on")
 
     flow = owing(tmp_path, evaluator(answer))
-    assert begun.wait(60)
+    assert begun.wait(HANG)
     assert flow.evaluated(0, end=time.monotonic()) is None
     flow.end_saving(time.monotonic())
     assert not flow.saver.settled
@@ -147,12 +149,12 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
 
     def answer(state, heard):
         made.append(state)
-        assert ends.wait(60)
+        assert ends.wait(HANG)
         return state, []
 
     monkeypatch.setattr(SamplingThread, "end_with", told)
     flow = owing(tmp_path, evaluator(answer))
-    (found,) = flow.evaluated(0, end=time.monotonic() + 600)
+    (found,) = flow.evaluated(0, end=time.monotonic() + HANG)
     assert found.version == 0
     flow.saver.recorded(0)
     flow.drive(lambda: flow.saver.settled, needs=ALL)
@@ -161,20 +163,21 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     assert len(made) == 1
 
 
-def test_what_a_wait_for_evaluations_is_told_of(tmp_path):
+def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
     """The watchdog hears which one is missing; of groups behind it in the thread of rewards too."""
+    monkeypatch.setattr(flow_module, "NOTE_SECONDS", HANG)  # it is told once
     goes_on, scoring, notes = threading.Event(), threading.Event(), []
 
     def score(answers):
         scoring.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG)
         return []
 
     made = dataclasses.replace(evaluator(lambda state, heard: (state, [])), score=score)
     flow = plain_flow(
         tmp_path, owned(), swap="boundary", own_devices=True, evaluator=made, note=notes.append
     )
-    assert scoring.wait(60)
+    assert scoring.wait(HANG)
 
     def note(text):
         notes.append(text)

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 import threading
-import time
 
 import pytest
 from support.tiny_model import prompt_of
+from support.waiting import until
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.flow.homes import home_thread
@@ -75,10 +75,8 @@ def waiting(monkeypatch, caplog):
 
     def after(seconds):
         clock.now += seconds
-        seen, end = producer.rounds, time.monotonic() + 20
-        while producer.rounds < seen + 3:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        seen = producer.rounds
+        until(lambda: producer.rounds >= seen + 3)
         thread.raise_error()
         return [record.getMessage() for record in caplog.records]
 

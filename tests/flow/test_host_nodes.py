@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.field_store import FieldStore
@@ -157,10 +158,10 @@ def test_what_holds_up_a_group_has_a_name():
 
     def score():
         begun.set()
-        return goes_on.wait(60)
+        return goes_on.wait(HANG)
 
     scored = host.call("evaluation of step 4", score)
-    assert begun.wait(60)
+    assert begun.wait(HANG)
     assert host.waits_for(group) == "evaluation of step 4"
     goes_on.set()
     assert scored.result()

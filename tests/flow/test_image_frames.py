@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.seeing import MODELS, seeing_prompt
 from support.tiny_model import prompt_of
+from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.flow.homes import home_sampler
@@ -129,7 +130,7 @@ def test_sizes_that_do_not_belong_together_are_refused(edit):
 
 
 def test_one_answer_has_no_more_groups_than_a_frame_may_hold():
-    home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=10.0, max_tries=2)
+    home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=HANG, max_tries=2)
     for counter in range(5):
         size = ANSWER_BYTES // 2
         home.begin(Begun((counter, "gen"), 1, range(2), (), None, size), {})
@@ -139,7 +140,7 @@ def test_one_answer_has_no_more_groups_than_a_frame_may_hold():
 def test_images_that_no_frame_holds_are_named(monkeypatch):
     prompt = seeing_prompt(MODEL, 3, 1)
     monkeypatch.setattr(home_sampler, "MOST_IMAGE_BYTES", image_bytes(prompt) - 1)
-    home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=10.0, max_tries=2)
+    home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=HANG, max_tries=2)
     sampler = HomeSampler(home, threading.Condition())
     with pytest.raises(ValueError, match="images of prompt 3 .* smaller data.image_tokens"):
         sampler.submit((3, "gen"), GroupRequest(prompt, SamplingParams(2, 16)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.seeing import MODELS, seeing_prompt
 from support.tiny_model import prompt_of
+from support.waiting import HANG, until
 
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.host_metrics import merge_parts
@@ -205,7 +206,7 @@ def test_nodes_that_sample_need_nothing_more():
 
 def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole(caplog):
     lock, tasks = threading.Condition(), NodeTasks(["score"], max_tries=1)
-    home = Home(Rule(2, 1), exact=False, version=0, lease_seconds=9.0, max_tries=1)
+    home = Home(Rule(2, 1), exact=False, version=0, lease_seconds=HANG, max_tries=1)
     sampler = HomeSampler(home, lock, tasks=tasks)
     batches = [[prompt(0), prompt(1)], [prompt(2), prompt(3)]]
     producer = HomeProducer(
@@ -228,7 +229,7 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
     groups = {group.counter: group for group in producer.round()}
     for group in groups.values():
         nodes.submit(group, lambda: None)
-        group.running.result(10)
+        group.running.result(HANG)
     assert producer.counts()[1:3] == (24, 24)  # tokens sampled, and under way
     assert tasks.ask("w", ["score"], 0.0).key == (0, "score")
     tasks.fail("w", (0, "score"), "no")
@@ -249,7 +250,7 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
 class HomeOfNodes:
     """A home whose groups are sampled already, with its door."""
 
-    def __init__(self, folder, served, *, lease=1.0, incarnation="one"):
+    def __init__(self, folder, served, *, lease=HANG, incarnation="one"):
         self.lock, self.folder = threading.Condition(), folder
         home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=lease, max_tries=2)
         self.tasks = NodeTasks(served, lease_seconds=lease, max_tries=2)
@@ -270,10 +271,8 @@ class HomeOfNodes:
             self.nodes.submit(group, lambda c=group.counter: self.done.update([c]))
         return groups
 
-    def finish(self, groups, seconds=20):
-        end = time.monotonic() + seconds
-        while not all(g.done or g.counter in self.given_up for g in groups):
-            assert time.monotonic() < end
+    def finish(self, groups):
+        def is_finished():
             for group in groups:
                 if group.running.done():
                     group.running.result()
@@ -281,7 +280,9 @@ class HomeOfNodes:
                 self.tasks.expire(time.monotonic())
                 self.given_up |= self.sampler.give_up()
             self.sampler.round()
-            time.sleep(0.002)
+            return all(g.done or g.counter in self.given_up for g in groups)
+
+        until(is_finished, pause=0.002)
 
     def close(self):
         self.answers.end(0.2)
@@ -300,7 +301,7 @@ def home(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(folder, *names, stages=None, orphan=10.0):
+def serving(folder, *names, stages=None, orphan=HANG):
     """A worker that serves nodes, in a thread; yields (service, its end)."""
     nodes = ahead(stages)
     units = {
@@ -310,7 +311,7 @@ def serving(folder, *names, stages=None, orphan=10.0):
     }
     tables = TABLES | {NODE_TABLE: {"reward.function": '"f"'}}
     joining = Joining(str(folder), f"w{id(units)}", tables, list(units))
-    service = NodeService(joining.first(5.0), joining, units, orphan_seconds=orphan)
+    service = NodeService(joining.first(HANG), joining, units, orphan_seconds=orphan)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(service.serve, stop.is_set)
@@ -318,7 +319,7 @@ def serving(folder, *names, stages=None, orphan=10.0):
             yield service, end
         finally:
             stop.set()
-            end.exception(30)
+            end.exception(HANG)
 
 
 def plain(counters):
@@ -335,8 +336,8 @@ def test_groups_have_what_the_trainers_would_have_given_them(tmp_path, home, ser
     with serving(tmp_path, *served) as (one, _), serving(tmp_path, served[0]) as (two, end):
         groups = homes.begin(counters)
         homes.finish(groups)
-        homes.answers.end(5.0)
-        end.result(10)
+        homes.answers.end(HANG)
+        end.result(HANG)
     assert one.served + two.served == len(served) * len(groups)
     for group, other in zip(groups, plain(counters), strict=True):
         for value in (("score", "score"), ("mean", "centred")):
@@ -350,23 +351,21 @@ def test_groups_have_what_the_trainers_would_have_given_them(tmp_path, home, ser
 
 
 def test_a_worker_that_keeps_a_task_loses_it_and_its_late_result_is_dropped(tmp_path, home):
-    homes, go = home(["score"], lease=0.5), threading.Event()
+    homes, go = home(["score"]), threading.Event()
 
     def slow(state, fields, options):
-        go.wait(20)
+        go.wait(HANG)
         return score(state, fields, options)
 
     with serving(tmp_path, "score", stages={"score": slow}) as (kept, _):
         groups = homes.begin([5])
-        while not homes.tasks.counts.given:
-            time.sleep(0.01)
+        until(lambda: homes.tasks.counts.given)
+        with homes.lock:
+            homes.tasks.expire(time.monotonic() + HANG)
         with serving(tmp_path, "score") as (other, _):
             homes.finish(groups)
         go.set()
-        end = time.monotonic() + 10
-        while not homes.tasks.counts.second:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: homes.tasks.counts.second)
     # once they have ended: a worker counts a result after the home has
     assert kept.served == other.served == 1
     assert homes.done == {5: 1} and homes.tasks.counts.expired >= 1
@@ -394,8 +393,8 @@ def test_a_worker_goes_on_with_trainers_that_were_started_again(tmp_path, home):
         homes.door.close()
         again = home(["score"], incarnation="two")
         again.finish(again.begin([0, 1]))
-        again.answers.end(5.0)
-        end.result(10)
+        again.answers.end(HANG)
+        end.result(HANG)
     assert service.served == 3 and again.done == {0: 1, 1: 1}
 
 
@@ -406,7 +405,7 @@ def test_workers_that_would_run_other_nodes_or_another_reward_are_refused(tmp_pa
             pass
     tables = TABLES | {NODE_TABLE: {"reward.function": '"g"'}}
     with pytest.raises(ValueError, match=r'config reward\.function is "g" at this worker'):
-        Joining(str(tmp_path), "w", tables, ["score"]).first(5.0)
+        Joining(str(tmp_path), "w", tables, ["score"]).first(HANG)
 
 
 def test_a_result_that_fits_no_group_ends_its_worker_and_harms_nobody(tmp_path, home):
@@ -417,7 +416,7 @@ def test_a_result_that_fits_no_group_ends_its_worker_and_harms_nobody(tmp_path, 
 
     with serving(tmp_path, "score", stages={"score": short}) as (_, end):
         groups = homes.begin([3])
-        assert "wrote 1 entries of 'score', one per response is 2" in str(end.exception(20))
+        assert "wrote 1 entries of 'score', one per response is 2" in str(end.exception(HANG))
     with serving(tmp_path, "score"):
         homes.finish(groups)
     assert homes.done == {3: 1}

@@ -8,6 +8,7 @@ import types
 
 import pytest
 from support.tiny_model import prompt_of
+from support.waiting import until
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts
@@ -65,6 +66,11 @@ def producer_of(sampler, draw, **bounds):
 
 def test_no_group_is_overlooked_while_it_begins():
     """The training takes a step's groups once all have begun: then they are there."""
+    until(looks_in_between, lambda: "the threads did not alternate", pause=0.0)
+
+
+def looks_in_between():
+    """How often the training looked before all of a step had begun."""
     sampler, firsts = NoSampler(), itertools.count(0, BATCH)
 
     def draw():  # one prompt of each batch is this process's
@@ -88,7 +94,7 @@ def test_no_group_is_overlooked_while_it_begins():
                     break
                 seen += 1
     thread.join()
-    assert seen, "the threads did not alternate"
+    return seen
 
 
 def test_weights_that_come_while_others_are_taken():

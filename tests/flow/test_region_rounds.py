@@ -7,6 +7,7 @@ import time
 import types
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.lag_rule import Admission, Rule
@@ -68,9 +69,9 @@ def test_rounds_are_the_same_on_all_processes_and_at_any_time(count):
                 pool.submit(Process, i, exchange if count > 1 else None, count, seed)
                 for i, exchange in enumerate(exchanges)
             ]
-            members = [future.result(timeout=60) for future in made]
+            members = [future.result(timeout=HANG) for future in made]
             runs = [pool.submit(member.run) for member in members]
-            found += [future.result(timeout=60) for future in runs]
+            found += [future.result(timeout=HANG) for future in runs]
         for member, exchange in zip(members, exchanges, strict=True):
             member.gather.close()
             exchange.close()

@@ -11,6 +11,7 @@ import types
 
 import pytest
 from support.gathers import Gathers
+from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.budgets.deadline_rule import Deadlines
@@ -20,8 +21,6 @@ from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
-
-SECONDS = 30
 
 
 class Job:
@@ -242,7 +241,7 @@ def test_rollouts_end_alike_on_processes_with_connections(seed):
 
     with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
         ran = [pool.submit(run, index) for index in range(job.processes)]
-        world = [future.result(timeout=SECONDS) for future in ran]
+        world = [future.result(timeout=HANG) for future in ran]
     check_ends(world, job)
     for process in world:
         process.budget.close()

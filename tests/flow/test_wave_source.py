@@ -11,6 +11,7 @@ import types
 
 import pytest
 from support.gathers import Gathers
+from support.waiting import HANG
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.flow.lag_rule import Admission, Rule
@@ -23,8 +24,6 @@ from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
-
-SECONDS = 30
 
 
 class Job:
@@ -257,7 +256,7 @@ def test_waves_are_the_same_on_processes_with_connections(seed):
 
     with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
         ran = [pool.submit(run, index) for index in range(job.processes)]
-        found = [future.result(timeout=SECONDS) for future in ran]
+        found = [future.result(timeout=HANG) for future in ran]
     for process, waves in found:
         assert waves == found[0][1]
         process.source.close()

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_model import MIXTURE, TINY, random_params
+from support.waiting import HANG
 
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
@@ -33,6 +35,13 @@ TOKEN = b"the token of a run, 32 bytes long"
 TWO = (0, 2)  # devices of the trainer, and of the worker
 LORA = LoraConfig(rank=2, alpha=6.0)
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Nobody is late, but where a test says so."""
+    monkeypatch.setattr(weight_pull, "PIECE_SECONDS", HANG)
+    monkeypatch.setattr(weight_pull, "STALL_SECONDS", HANG)
 
 
 def placed(model, sizes, seed=1):
@@ -98,7 +107,7 @@ def test_a_worker_with_another_layout_holds_the_weights_to_the_bit(model, sizes,
     given = placed(model, sizes)
     prepare = functools.partial(lora.merged, scale=LORA.scale)
     with served(shelf_of(given, 3, prepare=prepare, dtype=dtype)) as callers:
-        pulled = WeightPull(callers).pull(3, target_of(model, 2, dtype), 30)
+        pulled = WeightPull(callers).pull(3, target_of(model, 2, dtype), HANG)
     plain = without_adapters(model)
     mesh = sampler_mesh(2, submesh=TWO)
     sync = WeightSync(
@@ -119,7 +128,7 @@ def test_the_parameters_may_change_after_they_were_put():
     shelf = shelf_of(given)
     jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), donate_argnums=0)(given)
     with served(shelf) as callers:
-        assert_same(WeightPull(callers).pull(0, target_of(UNTIED), 30), want)
+        assert_same(WeightPull(callers).pull(0, target_of(UNTIED), HANG), want)
 
 
 def halves(given, monkeypatch):
@@ -143,12 +152,12 @@ def test_blocks_come_from_the_processes_that_have_them(monkeypatch):
     assert max(first.nbytes, second.nbytes) < 0.6 * whole
     with served(first, second) as callers:
         assert_same(
-            WeightPull(callers).pull(0, target_of(UNTIED), 30), on(target_of(UNTIED), given)
+            WeightPull(callers).pull(0, target_of(UNTIED), HANG), on(target_of(UNTIED), given)
         )
         assert max(first.bytes_served, second.bytes_served) <= 1.2 * whole / 2
         assert first.bytes_served + second.bytes_served == whole
     with served(first) as callers, pytest.raises(Unreachable, match="with no process that answers"):
-        WeightPull(callers).pull(0, target_of(UNTIED), 30)
+        WeightPull(callers).pull(0, target_of(UNTIED), HANG)
 
 
 def test_the_busiest_of_two_replicas_serves_half():
@@ -158,7 +167,7 @@ def test_the_busiest_of_two_replicas_serves_half():
     with served(*shelves) as callers:
         for tensor in (1, 2, 2):
             pull = WeightPull(callers)
-            pull.pull(0, target_of(UNTIED, tensor), 30)
+            pull.pull(0, target_of(UNTIED, tensor), HANG)
             pulled += sum(pull.bytes_pulled.values())
     assert pulled == 3 * shelves[0].nbytes == sum(s.bytes_served for s in shelves)
     assert max(s.bytes_served for s in shelves) <= 1.2 * pulled / 2
@@ -176,7 +185,7 @@ def test_with_relays_one_copy_of_a_version_leaves_the_trainers():
 
         def pulled(k):
             pull = WeightPull(callers, connect, shelf=own[k], relay=relays[k].address)
-            return pull.pull(0, target_of(UNTIED), 60)
+            return pull.pull(0, target_of(UNTIED), HANG)
 
         with ThreadPoolExecutor(5) as pool:
             found = list(pool.map(pulled, range(5)))
@@ -209,13 +218,13 @@ def corrupted(shelf, times=1 << 30):
 def test_a_piece_with_a_wrong_checksum_comes_from_another_process(given, caplog):
     shelf = shelf_of(given)
     with served(corrupted(shelf), shelf) as callers:
-        got = WeightPull(callers).pull(0, target_of(UNTIED), 30)
+        got = WeightPull(callers).pull(0, target_of(UNTIED), HANG)
         assert_same(got, on(target_of(UNTIED), given))
     assert caplog.text.count("another checksum than the manifest says") == 1
     with served(corrupted(shelf)) as callers, pytest.raises(Unreachable, match="another checksum"):
-        WeightPull(callers).pull(0, target_of(UNTIED), 30)
+        WeightPull(callers).pull(0, target_of(UNTIED), HANG)
     with served(corrupted(shelf, 1)) as callers, pytest.raises(Unreachable):
-        WeightPull(callers).pull(0, target_of(UNTIED), 30)  # not in part either
+        WeightPull(callers).pull(0, target_of(UNTIED), HANG)  # not in part either
 
 
 def other_manifest(shelf, change):
@@ -250,18 +259,18 @@ def test_a_manifest_of_other_weights_is_refused(given, change, words):
     shelf = shelf_of(given)
     with served(other_manifest(shelf, change)) as callers:
         with pytest.raises((Refused, Unreachable), match=words):
-            WeightPull(callers).pull(0, target_of(UNTIED), 30, "a run")
+            WeightPull(callers).pull(0, target_of(UNTIED), HANG, "a run")
         assert shelf.bytes_served == 0
     with served({MANIFEST: lambda peer, payload: b"{]"}) as callers:
         with pytest.raises(Refused, match="not valid JSON"):
-            WeightPull(callers).pull(0, target_of(UNTIED), 30)
+            WeightPull(callers).pull(0, target_of(UNTIED), HANG)
 
 
 def test_processes_with_different_weights_are_refused(given):
     other = jax.tree.map(lambda x: x + 1, given)
     with served(shelf_of(given), shelf_of(other)) as callers:
         with pytest.raises(Refused, match="differs from that of other trainers"):
-            WeightPull(callers).pull(0, target_of(UNTIED), 30)
+            WeightPull(callers).pull(0, target_of(UNTIED), HANG)
 
 
 def test_requests_that_are_none_are_refused(given):
@@ -269,11 +278,11 @@ def test_requests_that_are_none_are_refused(given):
         for method in (MANIFEST, PIECE):
             for payload in (b"", b"[]", b"{}", b'{"version":-1}', bytes(1000), b"[" * 5000):
                 with pytest.raises(Refused, match="^request: "):
-                    caller.call(method, payload, 5)
+                    caller.call(method, payload, HANG)
         for path, start in (("embed/embedding", [1, 1]), ("what", []), ("head", [-1, 0])):
             text = json.dumps({"version": 0, "path": path, "start": start})
             with pytest.raises(Refused, match="there is no chunk of"):
-                caller.call(PIECE, text.encode(), 5)
+                caller.call(PIECE, text.encode(), HANG)
 
 
 def test_a_trainer_that_ends_is_replaced_by_another(given, caplog):
@@ -289,7 +298,7 @@ def test_a_trainer_that_ends_is_replaced_by_another(given, caplog):
             return served_before(peer, payload)
 
         callers[0].door._methods[PIECE] = piece
-        got = WeightPull(callers).pull(0, target_of(UNTIED), 30)
+        got = WeightPull(callers).pull(0, target_of(UNTIED), HANG)
         assert_same(got, on(target_of(UNTIED), given))
     assert caplog.text.count("come no longer from") == 1
 
@@ -300,7 +309,7 @@ def test_a_relay_that_ends_or_stalls_is_replaced_by_the_trainers(given, monkeypa
     shelf, stalled = shelf_of(given), WeightShelf("")
     stalled.expect(0)
     with served(shelf) as callers, served(stalled) as (relay,):
-        callers[0].call(MANIFEST, weight_shelf.manifest_request(0, relay.address), 5)
+        callers[0].call(MANIFEST, weight_shelf.manifest_request(0, relay.address), HANG)
         for close in (False, True):
             if close:
                 relay.door.close()
@@ -311,7 +320,7 @@ def test_a_relay_that_ends_or_stalls_is_replaced_by_the_trainers(given, monkeypa
                 shelf=own,
                 relay=f"127.0.0.1:{1 + close}",
             )
-            assert_same(pull.pull(0, target_of(UNTIED), 30), on(target_of(UNTIED), given))
+            assert_same(pull.pull(0, target_of(UNTIED), HANG), on(target_of(UNTIED), given))
             assert own.versions == [0] and own.nbytes == shelf.nbytes
             assert set(pull.bytes_pulled) == {callers[0].address}
 
@@ -322,48 +331,55 @@ def test_a_relay_without_an_address_is_told_to_nobody(given, wrong):
         raise AssertionError(address)
 
     with served(shelf_of(given)) as callers:
-        callers[0].call(MANIFEST, weight_shelf.manifest_request(0, wrong), 5)
+        callers[0].call(MANIFEST, weight_shelf.manifest_request(0, wrong), HANG)
         pull = WeightPull(callers, connect, shelf=WeightShelf(""), relay="127.0.0.1:1")
-        assert_same(pull.pull(0, target_of(UNTIED), 30), on(target_of(UNTIED), given))
+        assert_same(pull.pull(0, target_of(UNTIED), HANG), on(target_of(UNTIED), given))
 
 
-def test_a_pull_has_a_deadline_and_leaves_nothing(given):
-    own = WeightShelf("")
-    shelf = shelf_of(given)
+def test_a_pull_has_a_deadline_and_leaves_nothing(given, monkeypatch):
+    """By a clock of ours, which goes on with each piece that is not there, and with each wait."""
+    own, now = WeightShelf(""), [0.0]
 
-    def piece(peer, payload):
-        time.sleep(0.5)
-        return NOT_YET
+    def sleep(seconds):
+        now[0] += seconds
 
-    with served(dict(shelf.methods()) | {PIECE: piece}) as callers:
-        began = time.monotonic()
-        with pytest.raises(Unreachable, match="version 0 of the weights: nobody gives"):
-            WeightPull(callers, shelf=own, relay="127.0.0.1:1").pull(0, target_of(UNTIED), 0.7)
-        assert time.monotonic() - began < 3
-        with pytest.raises(Unreachable, match="version 9 is not there in time"):
-            WeightPull(callers).pull(9, target_of(UNTIED), 0.3)
+    def call(method, payload, seconds):
+        if method == PIECE:
+            now[0] += 0.5
+            return NOT_YET
+        return shelf_of(given).methods()[method]("w", payload)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(weight_pull, "time", clock)
+    trainer = types.SimpleNamespace(address="a trainer", call=call)
+    pull = WeightPull([trainer], shelf=own, relay="127.0.0.1:1")
+    with pytest.raises(Unreachable, match="version 0 of the weights: nobody gives"):
+        pull.pull(0, target_of(UNTIED), 0.7)
+    with pytest.raises(Unreachable, match="version 9 is not there in time"):
+        WeightPull([trainer]).pull(9, target_of(UNTIED), 0.3)
     assert own.versions == [] and own.nbytes == 0
 
 
 # -- versions --------------------------------------------------------------------------------------
 
 
-def test_versions_are_kept_until_they_are_forgotten(given):
+def test_versions_are_kept_until_they_are_forgotten(given, monkeypatch):
+    monkeypatch.setattr(weight_shelf, "LINGER_SECONDS", HANG)
     shelf = shelf_of(given, 4)
     shelf.put(5, jax.tree.map(lambda x: 2 * x, given))
     with served(shelf) as callers:
         for version, scale in ((4, 1), (5, 2)):
             want = on(target_of(UNTIED), jax.tree.map(lambda x, s=scale: s * x, given))
-            assert_same(WeightPull(callers).pull(version, target_of(UNTIED), 30), want)
+            assert_same(WeightPull(callers).pull(version, target_of(UNTIED), HANG), want)
         with pytest.raises(Refused, match=r"version 3 is not kept; versions \[4, 5\] are"):
-            WeightPull(callers).pull(3, target_of(UNTIED), 30)
+            WeightPull(callers).pull(3, target_of(UNTIED), HANG)
         shelf.forget(4)
         assert shelf.versions == [5]
-        WeightPull(callers).pull(4, target_of(UNTIED), 30)  # it is being pulled: others may end
+        WeightPull(callers).pull(4, target_of(UNTIED), HANG)  # it is being pulled: others may end
         shelf.put(6, given)
         shelf.forget(5)  # one at most
         with pytest.raises(Refused, match="version 4 is not kept"):
-            WeightPull(callers).pull(4, target_of(UNTIED), 30)
+            WeightPull(callers).pull(4, target_of(UNTIED), HANG)
     size = shelf_of(given).nbytes
     assert shelf.nbytes == 2 * size
     shelf.drop(5)
@@ -380,7 +396,7 @@ def test_a_version_that_nobody_pulls_is_forgotten_at_once(given):
 def test_a_pull_waits_for_a_version_to_come(given):
     shelf = WeightShelf("a run")
     with served(shelf) as callers, ThreadPoolExecutor(1) as pool:
-        run = pool.submit(WeightPull(callers).pull, 2, target_of(UNTIED), 30)
+        run = pool.submit(WeightPull(callers).pull, 2, target_of(UNTIED), HANG)
         time.sleep(0.2)
         shelf.put(2, given)
         assert_same(run.result(), on(target_of(UNTIED), given))
@@ -391,5 +407,5 @@ def test_a_pull_ends_as_refused_when_trainers_have_another_token(given, caplog):
     with served(shelf_of(given)) as (caller,):
         stranger = Caller(caller.address, b"another token of a run", "stranger")
         with contextlib.closing(stranger), pytest.raises(Refused, match="token is another one"):
-            WeightPull([stranger]).pull(0, target_of(UNTIED), 5)
+            WeightPull([stranger]).pull(0, target_of(UNTIED), HANG)
     assert Manifest("", 0, {"x": TensorSpec((), "float32", ())}).encode()

@@ -4,9 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import os
-import socket
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from support.counted_homes import (
     working,
 )
 from support.faulty_wire import LATE, LOST, TWICE, UNANSWERED, Faults, Forwarder
-from support.sockets import open_files, resident_bytes, settled, threads
+from support.sockets import open_files, resident_bytes, settle, threads
+from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
@@ -29,6 +30,8 @@ from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
 from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.wire.caller import Caller
+from distflow_jax.flow.wire.calls import Unreachable
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers import home_links
 from distflow_jax.flow.workers.agreement import shared_tables
@@ -103,7 +106,7 @@ def test_second_results_differ_only_before_a_close_choice():
 def test_a_second_result_that_differs_is_in_the_log_once(caplog):
     request, key = request_of(0), (0, "gen")
     home = Home(
-        Rule(GROUPS, LAG), exact=True, version=0, lease_seconds=1, max_tries=2, differs=differs
+        Rule(GROUPS, LAG), exact=True, version=0, lease_seconds=HANG, max_tries=2, differs=differs
     )
     sampler = HomeSampler(home, threading.Condition())
     sampler.submit(key, request)
@@ -132,7 +135,7 @@ def test_the_first_key_that_differs_is_named():
 def home_with(folder, tables):
     """A home whose workers must have these tables."""
     lock = threading.Condition()
-    home = Home(Rule(GROUPS, LAG), exact=False, version=0, lease_seconds=1.0, max_tries=2)
+    home = Home(Rule(GROUPS, LAG), exact=False, version=0, lease_seconds=HANG, max_tries=2)
     facts = {"incarnation": "one", "after": "", "began": 0, "exact": False}
     answers = HomeDoor(HomeSampler(home, lock), lock, tables, facts)
     with contextlib.closing(Door("127.0.0.1:0", make_run_token(folder), answers.methods())) as door:
@@ -148,9 +151,9 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
     ours, other = (shared_tables({}, {}, one) for one in (tokenizer, unlike))
     with home_with(tmp_path, ours) as home:
         with pytest.raises(ValueError, match="tokenizer of the model is .* at this worker and"):
-            Joining(str(tmp_path), "w", other).first()
+            Joining(str(tmp_path), "w", other).first(HANG)
         assert not home.workers
-        Joining(str(tmp_path), "w", ours).first().close()
+        Joining(str(tmp_path), "w", ours).first(HANG).close()
         assert "w" in home.workers
 
 
@@ -182,16 +185,28 @@ def test_nobody_who_answers_is_named(tmp_path):
     assert "port and the firewall" in str(caught.value)
 
 
-def test_trainers_that_take_calls_and_do_not_answer_are_named_in_time(tmp_path):
+def test_trainers_that_take_calls_and_do_not_answer_are_named_in_time(tmp_path, monkeypatch):
+    """By a clock of ours, of which each call takes all that it may."""
+    now, asked = [0.0], set()
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    class Silent(Caller):
+        def call(self, method, payload, seconds):
+            asked.add(self.address)
+            sleep(seconds)
+            raise Unreachable(self.address)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(home_links, "time", clock)
+    monkeypatch.setattr(home_links, "Caller", Silent)
     make_run_token(tmp_path)
-    with contextlib.ExitStack() as files:
-        silent = [files.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        homes = tuple(f"127.0.0.1:{one.getsockname()[1]}" for one in silent)
-        Doors("a1", homes).write(tmp_path)
-        begun = time.monotonic()
-        with pytest.raises(ValueError, match="no trainer answers at"):
-            Joining(str(tmp_path), "w", TABLES).first(2.0)
-        assert time.monotonic() - begun < 3.0
+    homes = tuple(f"127.0.0.1:{port}" for port in range(1, 5))
+    Doors("a1", homes).write(tmp_path)
+    with pytest.raises(ValueError, match="no trainer answers at"):
+        Joining(str(tmp_path), "w", TABLES).first(2.0)
+    assert now[0] < 3.0 and asked == set(homes)
     assert JOIN_SECONDS < 10
 
 
@@ -203,12 +218,13 @@ def test_two_workers_answer_two_homes_and_end_with_the_run(tmp_path, exact):
     trainers = Trainers(tmp_path, exact=exact)
     with working(tmp_path) as (one, end, _), working(tmp_path) as (two, other, _):
         trainers.train(30)
+        while not (one.groups and two.groups):  # one of them had no turn until now
+            trainers.train(trainers.step + 1)
         trainers.close()
-        end.result(10)
-        other.result(10)
-    assert one.groups > 0 and two.groups > 0
+        end.result(HANG)
+        other.result(HANG)
     assert [c for step in sorted(trainers.trained) for c in trainers.trained[step]] == list(
-        range(30 * GROUPS)
+        range(trainers.step * GROUPS)
     )
     assert all(s.home.counts.differing == 0 for s in trainers.samplers)
 
@@ -222,9 +238,9 @@ def test_a_worker_that_is_silent_loses_its_groups_and_one_that_stops_gives_them(
             stop.set()
             trainers.train(10)
             assert two.groups > 0
-            silent = trainers.samplers[0]
-            with trainers.locks[0]:
-                silent.ask("silent", silent.home.wanted()[0], 100)
+            home = trainers.samplers[0].home
+            with trainers.locks[0]:  # as if it had asked before a lease's time
+                home.ask("silent", home.wanted()[0], 100, time.monotonic() - HANG)
             trainers.train(14)
             trainers.close()
 
@@ -238,7 +254,7 @@ def test_workers_find_trainers_that_were_started_again_at_an_older_step(tmp_path
         again = Trainers(tmp_path, exact=exact, step=3, position=3 * GROUPS, incarnation="two")
         again.train(12)
         again.close()
-        end.result(10)
+        end.result(HANG)
     assert again.trained[4] == tuple(range(3 * GROUPS, 4 * GROUPS))
     assert worker.groups >= 9 * GROUPS
 
@@ -247,7 +263,7 @@ def test_a_worker_without_trainers_ends_after_some_time(tmp_path):
     trainers = Trainers(tmp_path, exact=False, processes=1)
     with working(tmp_path, orphan=0.5) as (_, end, _):
         trainers.close(ended=False)
-        error = end.exception(30)
+        error = end.exception(HANG)
     assert "no trainer answers at" in str(error) and "--orphan_seconds" in str(error)
 
 
@@ -270,13 +286,12 @@ def tables_of(trainers):
 
 
 def joined(folder, count):
-    """Workers join, claim what they can get, and leave or vanish, one after the other; returns
-    threads, files and resident bytes afterwards."""
+    """Workers join, claim what they can get, and leave or vanish, one after the other."""
     trainers = Trainers(folder, exact=False, processes=1)
     (sampler,), (lock,), before = trainers.samplers, trainers.locks, tables_of(trainers)
     for number in range(count):
         nodes = ["score"] if number % 4 == 0 else []
-        links = Joining(str(folder), f"w{number}", TABLES, nodes).first()
+        links = Joining(str(folder), f"w{number}", TABLES, nodes).first(HANG)
         told = {"version": 0, "room": 4, "report": Report(4, 0).facts()}
         links.call(links.callers[0], "ask", Frame(told | ({"nodes": nodes} if nodes else {})))
         if number % 2:
@@ -284,31 +299,32 @@ def joined(folder, count):
         links.close()
     with lock:
         now = time.monotonic()
-        for late in (0.0, 2.0, 100.0):  # leases of a second
+        for late in (0.0, 2 * HANG, 100 * HANG):  # of leases of HANG seconds
             sampler.home.expire(now + late)
             sampler.tasks.expire(now + late)
         sampler.home.standings.lapsed.clear()  # the home's thread tells of them
     assert tables_of(trainers) == before
-    assert settled(lambda: trainers.doors[0].peers, 0) == 0
+    settle(lambda: trainers.doors[0].peers, 0)
     trainers.close()
-    return settled(threads, 1), open_files(), resident_bytes()
 
 
 def test_workers_that_join_and_leave_leave_nothing_at_a_home(tmp_path):
     joined(tmp_path, 3)
-    before = settled(threads, 1), open_files()
-    after = joined(tmp_path, 60)
-    assert after[0] <= before[0] and settled(open_files, before[1]) <= before[1]
+    before = threads(), open_files()
+    joined(tmp_path, 60)
+    settle(threads, before[0])
+    settle(open_files, before[1])
 
 
 @pytest.mark.slow
 def test_two_thousand_workers_that_join_and_leave_leave_nothing_at_a_home(tmp_path):
     """Neither tables, threads, files nor memory (flow/homes/home.py, flow/homes/home_door.py)."""
     joined(tmp_path, 400)
-    before = settled(threads, 1), open_files(), resident_bytes()
-    after = joined(tmp_path, 2000)
-    assert after[0] <= before[0] and settled(open_files, before[1]) <= before[1]
-    assert after[2] < 1.02 * before[2]
+    before = threads(), open_files(), resident_bytes()
+    joined(tmp_path, 2000)
+    settle(threads, before[0])
+    settle(open_files, before[1])
+    assert resident_bytes() < 1.02 * before[2]
 
 
 class Crew:

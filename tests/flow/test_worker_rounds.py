@@ -4,11 +4,11 @@ import collections
 import dataclasses
 import functools
 import threading
-import time
 import types
 
 import pytest
 from support.counted_homes import Sampler, length_of, request_of, response_of
+from support.waiting import until
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
@@ -55,11 +55,12 @@ class Rounds:
         came = Came(self.shared.version, (counter, NODE), request_of(counter), progress)
         self.shared.came.append(came)
 
-    def until(self, done, seconds=20):
-        end = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < end
+    def until(self, done):
+        def is_done():
             self.round()
+            return done()
+
+        until(lambda: done() or is_done(), pause=0.0)
 
 
 def versions_of(progress):

@@ -6,12 +6,19 @@ import socket
 import threading
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.parallel import admission
 from distflow_jax.parallel.admission import Address, Gate, apply, open_listener, reserved_port
 from distflow_jax.parallel.roll_call import RollCall
 
 SERVICE = "127.0.0.1:4711"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Nobody is late, but where a test says so."""
+    monkeypatch.setattr(admission, "ANSWER_SECONDS", HANG)
 
 
 @pytest.fixture
@@ -70,7 +77,7 @@ def test_strangers_get_nothing_and_delay_nobody(gate):
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(sent)
         assert join(1)[0] == SERVICE
-        stranger.settimeout(10)
+        stranger.settimeout(HANG)
         got = b""
         with contextlib.suppress(ConnectionError):
             while part := stranger.recv(1000):
@@ -91,7 +98,7 @@ def test_an_application_cannot_be_sent_again(gate, monkeypatch):
     gate[1](1)[1].close()
     monkeypatch.undo()
     with socket.create_connection(Address.parse(gate[0])) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(HANG)
         stranger.sendall(recorded[0])
         answer = b""
         while part := stranger.recv(1000):

@@ -3,6 +3,7 @@
 import concurrent.futures
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.host_exchange import HostExchange, listen
@@ -37,7 +38,7 @@ def test_all_values_come_in_order_to_every_process(gathers, count):
         assert not any(future.done() for future in told)
         told.append(members[-1].begin({"of": [count - 1, round_]}))
         for future in told:
-            values = future.result(timeout=60)
+            values = future.result(timeout=HANG)
             assert values == [{"of": [i, round_]} for i in range(count)]
 
 
@@ -50,7 +51,7 @@ def test_a_process_that_ends_leaves_no_gather_waiting(gathers):
             ends.close()
     for future in waiting:
         with pytest.raises(ConnectionError):
-            future.result(timeout=60)
+            future.result(timeout=HANG)
 
 
 def test_a_process_alone_has_its_value_at_once():

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.parallel import greetings
 from distflow_jax.parallel.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
@@ -22,6 +23,12 @@ def job(count):
     return [HostExchange(i, addresses, listener, TOKEN) for i, listener in enumerate(listeners)]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Nobody is late, but where a test says so."""
+    monkeypatch.setattr(greetings, "GREETING_SECONDS", HANG)
+
+
 @pytest.fixture
 def together():
     """together(count, f): the results of f(index, exchange), run side by side."""
@@ -32,7 +39,7 @@ def together():
         open_exchanges.extend(members)
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
             futures = [pool.submit(function, i, exchange) for i, exchange in enumerate(members)]
-            return [future.result(timeout=60) for future in futures]
+            return [future.result(timeout=HANG) for future in futures]
 
     yield run
     for exchange in open_exchanges:
@@ -104,9 +111,8 @@ def many_files():
 
 
 @pytest.mark.parametrize("silent", [3, 1025])
-def test_silent_strangers_delay_nobody(together, many_files, silent, monkeypatch):
+def test_silent_strangers_delay_nobody(together, many_files, silent):
     """As many as the queue of a listener holds, and one more; none is waited for."""
-    monkeypatch.setattr(greetings, "GREETING_SECONDS", 3600.0)
 
     def swap(me, exchange):
         with contextlib.ExitStack() as strangers:
@@ -132,7 +138,7 @@ def guests():
             contextlib.closing(greetings.Greetings(listener, 4, lambda: b"who?"))
         )
         address = listener.getsockname()
-        yield reader, lambda: stack.enter_context(socket.create_connection(address, timeout=30))
+        yield reader, lambda: stack.enter_context(socket.create_connection(address, timeout=HANG))
 
 
 def test_a_greeting_may_come_in_pieces(guests):
@@ -154,7 +160,7 @@ def test_a_greeting_may_come_in_pieces(guests):
 def collect(reader, count):
     found = []
     while len(found) < count:
-        found += reader.read(10.0)
+        found += reader.read(HANG)
     return found
 
 

@@ -3,11 +3,10 @@
 import threading
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
-
-SECONDS = 20
 
 
 class Process:
@@ -23,7 +22,7 @@ class Process:
 
     def until(self, what):
         with self.news:
-            assert self.news.wait_for(what, SECONDS)
+            assert self.news.wait_for(what, HANG)
 
 
 def started(count):
@@ -76,7 +75,7 @@ def test_a_peer_that_ends_is_named():
     first, second = started(2)
     second.peers.close()
     with first.news:
-        first.news.wait_for(lambda: first.peers._error is not None, SECONDS)
+        first.news.wait_for(lambda: first.peers._error is not None, HANG)
     with pytest.raises(ConnectionError, match="process 1 has ended"):
         first.peers.check()
     first.peers.close()

@@ -5,12 +5,12 @@ import pathlib
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 from configs import tiny
 from distflow_jax.config.config_dict import from_config_dict
@@ -100,7 +100,7 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     for me in (0, 1):
@@ -167,7 +167,7 @@ def test_tasks_of_a_slurm_step_find_each_other():
         for i in range(2)
     ]
     for i, task in enumerate(tasks):
-        output, _ = task.communicate(timeout=240)  # on a loaded host
+        output, _ = task.communicate(timeout=HANG)
         assert task.returncode == 0
         where = f"coordinator localhost:{step['JAX_COORDINATOR_PORT']}"
         told = f"job: process {i} of 2, found in Slurm step 1234.7, {where} 3 6"
@@ -221,20 +221,22 @@ def test_a_stranger_that_joins_as_process_1_harms_nobody(tmp_path):
 
     members = [start(MEMBER, index) for index in range(2)]
     try:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("there.*"))) < 2:
-            assert time.monotonic() < deadline and all(m.poll() is None for m in members)
-            time.sleep(0.05)
+
+        def are_there():
+            assert all(m.poll() is None for m in members)
+            return len(list(tmp_path.glob("there.*"))) == 2
+
+        until(are_there, pause=0.05)
         assert {address for m in members for address in listening(m.pid)} == {"127.0.0.1"}
         second, stranger = start(MEMBER, 1), start(STRANGER, 1)
-        output, _ = second.communicate(timeout=120)
+        output, _ = second.communicate(timeout=HANG)
         assert second.returncode == 1
         where = f"host {socket.gethostname()}, pid {members[1].pid}"
         assert f"process 1 of this job is running already ({where})" in output.splitlines()[-1]
-        stranger.communicate(timeout=120)
+        stranger.communicate(timeout=HANG)
         assert stranger.returncode != 0
         (tmp_path / "end").touch()
-        outputs = [member.communicate(timeout=60)[0] for member in members]
+        outputs = [member.communicate(timeout=HANG)[0] for member in members]
         assert [member.returncode for member in members] == [0, 0], outputs
         assert len(list(tmp_path.glob("healthy.*"))) == 2
         assert f"process 1 (host {socket.gethostname()}, pid {second.pid}) is refused" in outputs[0]
@@ -294,7 +296,7 @@ def test_a_cluster_that_jax_does_not_find_is_an_error_with_a_way_out():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: jax finds no cluster (job: several processes, DISTFLOW_")

@@ -12,8 +12,7 @@ import sys
 import pytest
 from support.fuzz import PARSERS
 from support.paths import ROOT
-
-SECONDS = 500  # for one process: a guard against hangs
+from support.waiting import HANG
 
 
 def outcomes(folder, count, *names):
@@ -23,7 +22,7 @@ def outcomes(folder, count, *names):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=HANG,
     )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"{lines[-1:]}: {done.stderr[-3000:]}"

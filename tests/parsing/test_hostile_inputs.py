@@ -10,13 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.checkpoint.checkpointer import step_of
 from distflow_jax.dag.graph_yaml import read_graph
 from distflow_jax.data.files import FileDataset
+from distflow_jax.models.chat import dialect, render
 from distflow_jax.models.chat.render import is_plain
 from distflow_jax.models.tokenizer import CHATML, Tokenizer
 from distflow_jax.models.weights.safetensors_file import open_safetensors
+from distflow_jax.parsing.bounded_child import BoundedChild
 from distflow_jax.parsing.one_line import one_line, shown
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -158,14 +161,26 @@ LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 DOUBLES = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
 
 
+@pytest.mark.parametrize("template", [LOOPS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
+def test_templates_without_an_end(template):
+    fix = "took more than 2 s of processor time: give the model another chat_template"
+    assert fix in refusal(templated(template).render, CHAT)
+
+
+@pytest.fixture(scope="module")
+def patient():
+    """A child without a limit of time: another limit is met on every machine."""
+    return BoundedChild(
+        dialect.__name__, seconds=HANG, memory=render.MEMORY, most_answer=render.MOST_TEXT
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (LOOPS, "took more than 2 s of processor time: give the model another chat_template"),
-        ("{{ 9 ** (9 ** 9) }}", "took more than"),
-        (DOUBLES + "{% endfor %}", "took more than"),  # the limit of memory, or of time, first
+        (DOUBLES + "{% endfor %}", "took more than 1024 MiB of memory"),
         ("{{ 'a' * 10 ** 10 }}", "took more than 1024 MiB of memory"),
-        ("{{ '%999999999d' % 1 }}", "took more than"),
+        ("{{ '%999999999d' % 1 }}", "took more than 1024 MiB of memory"),
         ("{{ 'a' | center(10 ** 10) }}", "took more than 1024 MiB of memory"),
         ("{{ 'a' * 10 ** 8 }}", "gives more than 64 MiB"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deeply"),
@@ -176,7 +191,8 @@ DOUBLES = "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s =
         ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
-def test_templates(template, message):
+def test_templates(template, message, patient, monkeypatch):
+    monkeypatch.setattr(render, "_child", lambda: patient)
     assert message in refusal(templated(template).render, CHAT)
 
 

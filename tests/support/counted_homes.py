@@ -26,6 +26,7 @@ from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.worker import Pace, Worker
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 from support.tiny_model import prompt_of
+from support.waiting import HANG, until
 
 SAMPLES, GROUPS, LAG, TABLES = 2, 4, 1, {"config": {"seed": "1"}}
 
@@ -136,7 +137,7 @@ class Trainers:
         position=0,
         incarnation="one",
         through=lambda port: port,
-        lease=1.0,
+        lease=HANG,
     ):
         """`through(port)`: the port at which workers reach a home that listens at `port`."""
         self.rule, self.folder, self.exact = Rule(GROUPS, LAG), folder, exact
@@ -212,26 +213,26 @@ class Trainers:
             with lock:
                 sampler.home.publish(step)
 
-    def train(self, steps, seconds=60):
-        end = time.monotonic() + seconds
-        while self.step < steps:
-            assert time.monotonic() < end, f"stands at step {self.step}"
+    def train(self, steps):
+        def trained():
             self.look()
-            time.sleep(0.002)
+            return self.step >= steps
+
+        until(trained, lambda: f"stands at step {self.step}", pause=0.002)
 
     def close(self, *, ended=True):
         if ended:
             with ThreadPoolExecutor() as pool:
-                list(pool.map(lambda answers: answers.end(2.0), self.answers))
+                list(pool.map(lambda answers: answers.end(HANG), self.answers))
         for door in self.doors:
             door.close()
 
 
 @contextlib.contextmanager
-def working(folder, *, seconds=0.0, orphan=20.0, refuses=(), name=""):
+def working(folder, *, seconds=0.0, orphan=HANG, refuses=(), name=""):
     """A worker in a thread; yields (worker, its end, what stops it)."""
     joining = Joining(str(folder), name or f"w{random.random()}", TABLES)
-    links, ended = joining.first(), collections.deque()
+    links, ended = joining.first(HANG), collections.deque()
     sampler = Sampler(links.first_version, ended, seconds)
     sampler.refuses = refuses
     worker = Worker(
@@ -251,4 +252,4 @@ def working(folder, *, seconds=0.0, orphan=20.0, refuses=(), name=""):
             yield worker, end, stop
         finally:
             stop.set()
-            end.exception(30)
+            end.exception(HANG)

@@ -26,9 +26,9 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parsing.json_text import read_text
 from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
+from support.waiting import HANG
 
 MEMORY = 6 << 30  # bytes that a mutation may make this process allocate
-HANG_SECONDS = 120
 NASTY = [
     *(b"NaN", b"-1", b"1e999", b"9" * 5000, b"null", b"true", b"[]", b"{}", b'""', b"0", b"1.5"),
     *(b"\\ud800", b"\xff\xfe", b"\x00", b"\x1b[2J", b"[" * 3000, b"{" * 3000, b"&a [*a]", b"*a"),
@@ -167,7 +167,7 @@ def fuzz(name, path, parse, count):
     for number in range(count):
         print(name, number, flush=True)
         path.write_bytes(mutated(whole[:head], number, name) + whole[head:])
-        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(HANG, exit=True)
         try:
             parse(path)
             outcomes["read"] += 1

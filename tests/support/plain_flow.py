@@ -148,16 +148,17 @@ def plain_flow(
         lock=threading.Condition(),
         saved=SavedSamples(),
     )
+    additions = AdditionWriter(epath.Path(folder / "checkpoints"))
     publications = Publications(PublishRule(0.0, lag), producer, None, lambda version: None)
     saver = SampleSaver(
         producer,
-        AdditionWriter(epath.Path(folder / "checkpoints")),
+        additions,
         GroupRecords(folder, step),
         Ledger(),
         steps=lag if swap == "boundary" else None,
         evaluates=evaluator.due if evaluator else lambda version: False,
     )
-    return Flow(
+    flow = Flow(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
         Delivery(PlainSync(), own_devices, publications),
@@ -166,3 +167,11 @@ def plain_flow(
         observer=Observer(lambda name: contextlib.nullcontext(), note, evaluator),
         saver=saver,
     )
+    close = flow.close
+
+    def close_all():
+        additions.close()  # as a run's checkpointer does: what has no checkpoint waits for it
+        return close()
+
+    flow.close = close_all
+    return flow

@@ -3,8 +3,9 @@
 import gc
 import os
 import threading
-import time
 from pathlib import Path
+
+from support.waiting import until
 
 
 def open_files() -> int:
@@ -18,13 +19,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def settled(count, least, seconds=5.0) -> int:
-    """`count()` once it is at most `least`, or what it is after some seconds."""
-    end = time.monotonic() + seconds
-    while count() > least and time.monotonic() < end:
+def settle(count, most) -> None:
+    """Waits until `count()` is at most `most`."""
+
+    def is_settled():
         gc.collect()
-        time.sleep(0.02)
-    return count()
+        return count() <= most
+
+    until(is_settled, lambda: f"{count()} are left, at most {most} may be")
 
 
 def threads() -> int:

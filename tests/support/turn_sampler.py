@@ -17,6 +17,7 @@ from support.tiny_model import (
     prompt_of,
     random_params,
 )
+from support.waiting import HANG
 
 PARAMS = random_params(TINY, 2)
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
@@ -49,15 +50,13 @@ class Sampler:
         self.engine.compile(params)
         self.state = SamplerState(params, 0, self.engine.init_decode_state())
 
-    def run(
-        self, name, limits=LIMITS, *, seconds=60.0, prompts=PROMPTS, on_response=None, **kwargs
-    ):
+    def run(self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, **kwargs):
         """Episodes of 4 responses to each prompt, by uid."""
         environments = Environments(
             f"test_multiturn:{name}",
             kwargs,
             TOKENIZER,
-            seconds=seconds,
+            seconds=HANG,
             turn_length=limits.turn,
             max_turns=limits.turns,
         )

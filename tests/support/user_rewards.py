@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import subprocess
 import threading
 import time
@@ -35,14 +36,34 @@ def trl_acts(completions, **_):
 async def patient(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "exit":
         os._exit(7)
-    await asyncio.sleep(60 if solution_str == "hang" else 0.2)
+    await asyncio.sleep(3600 if solution_str == "hang" else 0.2)
     return float(solution_str)
+
+
+async def meets(solution_str, folder, count):
+    """Returns once `count` of them are at work together; "gate" once there is the file "open"."""
+    folder = pathlib.Path(folder)
+    (folder / (solution_str if solution_str == "gate" else f"at.{solution_str}")).touch()
+    if solution_str == "gate":
+        while not (folder / "open").exists():
+            await asyncio.sleep(0.01)
+        return -1.0
+    while len(list(folder.glob("at.*"))) < count:
+        await asyncio.sleep(0.05)
+    return float(solution_str)
+
+
+def _end_with(file):
+    """Ends this process once there is a file."""
+    while not file.exists():
+        time.sleep(0.01)
+    os._exit(7)
 
 
 def row(data_source, solution_str, ground_truth, extra_info=None):
     """Does what the response says; otherwise the response is the score."""
     if solution_str == "hang":
-        time.sleep(600)
+        time.sleep(3600)
     if solution_str == "exit":
         os._exit(7)
     if solution_str == "sys.exit":
@@ -64,13 +85,13 @@ def row(data_source, solution_str, ground_truth, extra_info=None):
             file.write(f"{os.getpid()} {child.pid}")
         if death == "exit":
             os._exit(7)
-        threading.Timer(0.2, os._exit, (7,)).start()
+        threading.Thread(target=_end_with, args=(pathlib.Path(f"{pids}.end"),)).start()
         return 0
     if solution_str.startswith("spawn "):
         child = subprocess.Popen(["sleep", "600"])
         with open(solution_str.removeprefix("spawn "), "w") as file:
             file.write(f"{os.getpid()} {child.pid}")
-        time.sleep(600)
+        time.sleep(3600)
     return float(solution_str)
 
 

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 from distflow_jax.watchdog.gossip import (
@@ -30,13 +32,39 @@ from distflow_jax.watchdog.seals import Sealer
 LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
 TOKEN = "a1b2"
 
-# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG RELAY. It tells the test by
-# files what it is at, and the test tells it that somebody was killed by the file "killed".
+# Silence for which a process may be taken for dead: longer than a busy machine leaves one waiting.
+DEAD = 8.0
+# A watchdog that gives the others all the time that a busy machine may need. It says by a file that
+# it has seen its controller's end.
+PATIENT = """
+import pathlib, sys
+sys.path.append(sys.argv[1])
+from distflow_jax.watchdog import gossip, target
+import distflow_jax.watchdog.monitor as monitor
+rules = {rules}
+monitor.SETTLE_SECONDS = rules["settle"]
+monitor.FAILED_GRACE_SECONDS = {hang}
+gossip.COLLECT_SECONDS = rules.get("collect", gossip.COLLECT_SECONDS)
+if rules["answers"]:
+    target.STACK_SECONDS = {hang}
+note_end = monitor.Watch.note_end
+
+def noted(self):
+    note_end(self)
+    pathlib.Path(rules["folder"], f"noted.{{self.index}}").touch()
+
+monitor.Watch.note_end = noted
+monitor.main(sys.argv[2])
+"""
+# One controller: python controller.py FOLDER INDEX COUNT MODE CONFIG RELAY PROGRAM. It tells the
+# test by files what it is at.
 CONTROLLER = """
 import ctypes, json, os, pathlib, resource, sys, time
+from distflow_jax.watchdog import controller
 from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 
 folder, index, count, mode = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+controller.PROGRAM = sys.argv[7]
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 def put(name, text):
@@ -49,10 +77,10 @@ def wait_for(*names):
 
 def busy_in_the_rollout(watchdog):
     # in an orderly job process 0 ends first, and the others go on for more than dead_seconds
-    steps = 10**9 if mode != "done" else 110 if index else 5
+    steps = 10**9 if mode != "done" else {dead_steps} if index else 5
     for step in range(1, steps + 1):
         watchdog.progress(step, "rollout")
-        time.sleep(0.02)
+        time.sleep(0.05)
         if mode == "stuck" and step == 3:
             if index != 2:
                 watchdog.progress(step, "actor_train")
@@ -60,8 +88,7 @@ def busy_in_the_rollout(watchdog):
             time.sleep(1000)
         if mode == "fail" and step == 7 and index == 1:
             raise RuntimeError("the loss\\nis not finite")
-        if mode == "abort" and (folder / "killed").exists():
-            time.sleep(0.1)
+        if mode == "abort" and (folder / "noted.1").exists():
             os.abort()
         if mode == "lock" and step == 7 and index == 2:
             ctypes.PyDLL(None).sleep(1000)  # a call that keeps the interpreter's lock
@@ -79,19 +106,23 @@ peers = [relay or (folder / name).read_text() for name in addresses]
 watchdog.connect(peers, "a1b2")
 with watchdog:
     busy_in_the_rollout(watchdog)
-"""
+""".replace("{dead_steps}", str(round(1.2 * DEAD / 0.05)))
 
 
 class Job:
     """Controllers of one job, each with its own stderr."""
 
-    def __init__(self, folder, count, mode, *, relay="", **health):
+    def __init__(self, folder, count, mode, *, relay="", rules=None, **health):
+        """`rules`: how long watchdogs `settle` and `collect`, in seconds."""
         self.folder, self.count = folder, count
         (folder / "controller.py").write_text(CONTROLLER)
-        settings = json.dumps({"heartbeat_seconds": 0.2, "dead_seconds": 30.0} | health)
+        settings = json.dumps({"heartbeat_seconds": 0.2, "dead_seconds": HANG} | health)
         self.processes = []
         for index in range(count):
+            own = {"folder": str(folder), "settle": 2.0, "answers": (mode, index) != ("stopped", 2)}
+            program = PATIENT.format(rules=own | (rules or {}), hang=HANG)
             arguments = [folder / "controller.py", folder, index, count, mode, settings, relay]
+            arguments.append(program)
             with (folder / f"stderr.{index}").open("w") as stderr:
                 process = subprocess.Popen(
                     [sys.executable, *map(str, arguments)],
@@ -104,17 +135,22 @@ class Job:
 
     def wait_until_there(self):
         """Until all have reached the step in which something will happen."""
-        deadline = time.monotonic() + 30
-        while not all((self.folder / f"there.{i}").exists() for i in range(self.count)):
-            assert time.monotonic() < deadline, self.errors()
-            time.sleep(0.02)
+        until(self.is_there, self.errors)
 
-    def codes(self, timeout):
-        """Exit codes of all processes that end within `timeout` seconds, None for the others."""
-        deadline = time.monotonic() + timeout
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+    def is_there(self):
+        return all((self.folder / f"there.{i}").exists() for i in range(self.count))
+
+    def wait_until_told(self, *indices):
+        """Until these watchdogs have said why the job ends."""
+        until(lambda: all(self.verdicts()[i] for i in indices), self.errors)
+
+    def codes(self):
+        """Exit codes of all processes once they have ended."""
+        until(lambda: None not in self.running(), self.errors)
+        return self.running()
+
+    def running(self):
+        """Exit codes of all processes, None for those that run."""
         return [process.poll() for process in self.processes]
 
     def watchdogs(self):
@@ -128,11 +164,8 @@ class Job:
                     found[int(pid[1])] = int(path.parent.name)
         return found
 
-    def wait_for_watchdogs(self, timeout):
-        deadline = time.monotonic() + timeout
-        while self.watchdogs() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not self.watchdogs(), self.errors()
+    def wait_for_watchdogs(self):
+        until(lambda: not self.watchdogs(), self.errors, pause=0.1)
 
     def errors(self):
         return [(self.folder / f"stderr.{i}").read_text() for i in range(self.count)]
@@ -152,12 +185,45 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def start(tmp_path):
+@contextlib.contextmanager
+def jobs_in(folder):
     with contextlib.ExitStack() as jobs:
         yield lambda *args, **health: jobs.enter_context(
-            contextlib.closing(Job(tmp_path, *args, **health))
+            contextlib.closing(Job(folder, *args, **health))
         )
+
+
+@pytest.fixture
+def start(tmp_path):
+    with jobs_in(tmp_path) as started:
+        yield started
+
+
+WAITING = {}
+
+
+def waiting(body):
+    """A test that waits for a silence of DEAD seconds: all of these run at the same time."""
+    WAITING[body.__name__] = body
+
+    def test(begun):
+        begun[body.__name__].result()
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    return test
+
+
+@pytest.fixture(scope="module")
+def begun(request, tmp_path_factory):
+    """The runs of the waiting tests, by name."""
+
+    def run(name, folder):
+        with jobs_in(folder) as started:
+            WAITING[name](started)
+
+    names = {item.originalname for item in request.session.items} & WAITING.keys()
+    with ThreadPoolExecutor(len(names)) as pool:
+        yield {name: pool.submit(run, name, tmp_path_factory.mktemp(name)) for name in names}
 
 
 # -- whole jobs -----------------------------------------------------------------------------------
@@ -168,15 +234,15 @@ def test_a_killed_process_is_named_by_all_and_the_others_end(start, victim):
     job = start(4, "loop")
     job.wait_until_there()
     os.killpg(job.pids[victim], signal.SIGKILL)  # as launchers do: the watchdog is not in it
-    time.sleep(0.3)  # waited for at once, it would leave no exit status for the watchdog to read
-    codes = job.codes(10)
+    job.wait_until_told(victim)  # waited for before, it would leave no exit status to read
+    codes = job.codes()
     assert codes == [-signal.SIGKILL] * 4
-    job.wait_for_watchdogs(4)
+    job.wait_for_watchdogs()
     first, *others = job.verdicts()
     assert re.match(
         rf"process {victim} died at step \d+ in node 'rollout', \d\d:\d\d:\d\d \(SIGKILL; last "
-        rf"beat \d\.\d s before; host {re.escape(socket.gethostname())}, "
-        rf"pid {job.pids[victim]}\)$",
+        rf"beat \d+\.\d s before; host {re.escape(socket.gethostname())}, "
+        rf"pid {job.pids[victim]}\)(; nothing was heard of .*)?$",
         first,
     ), first
     assert others == [first] * 3
@@ -188,22 +254,23 @@ def test_a_killed_process_is_named_by_all_and_the_others_end(start, victim):
         assert (f"pid {job.pids[index]}) ended by SIGKILL" in text) == survived
 
 
+@waiting
 def test_the_first_death_is_named_when_the_runtime_aborts_the_others(start):
-    job = start(4, "abort")
+    job = start(4, "abort", rules={"settle": 2.0, "collect": 10.0})
     job.wait_until_there()
-    job.processes[1].kill()
-    (job.folder / "killed").touch()
-    assert job.codes(10) == [-signal.SIGKILL if i == 1 else -signal.SIGABRT for i in range(4)]
-    job.wait_for_watchdogs(4)
+    os.kill(job.pids[1], signal.SIGKILL)
+    job.wait_until_told(1)
+    assert job.codes() == [-signal.SIGKILL if i == 1 else -signal.SIGABRT for i in range(4)]
+    job.wait_for_watchdogs()
     first, *others = job.verdicts()
     assert first.startswith("process 1 died at step ") and others == [first] * 3
-    assert re.search(r"; after that ended (\d \(\+0\.\d\d s\)(, )?){3}$", first), first
+    assert re.search(r"; after that ended (\d \(\+\d+\.\d\d s\)(, )?){3}", first), first
 
 
 def test_an_exception_is_named_with_its_message(start):
     job = start(3, "fail")
-    assert job.codes(15) == [-signal.SIGKILL, 1, -signal.SIGKILL]
-    job.wait_for_watchdogs(4)
+    assert job.codes() == [-signal.SIGKILL, 1, -signal.SIGKILL]
+    job.wait_for_watchdogs()
     first, *others = job.verdicts()
     assert re.match(
         r"process 1 failed at step 7 in node 'rollout', [\d:]+, with RuntimeError: the loss is not "
@@ -213,14 +280,23 @@ def test_an_exception_is_named_with_its_message(start):
     assert others == [first] * 2
 
 
-@pytest.mark.parametrize("mode", ["loop", "lock"])
-def test_a_process_that_does_not_respond_is_named_and_ended(start, mode):
-    job = start(3, mode, dead_seconds=1.5)
+@waiting
+def test_a_process_that_is_stopped_is_named_and_ended(start):
+    check_that_no_answer_is_named(start, "stopped")
+
+
+@waiting
+def test_a_process_that_keeps_its_interpreter_is_named_and_ended(start):
+    check_that_no_answer_is_named(start, "lock")
+
+
+def check_that_no_answer_is_named(start, mode):
+    job = start(3, mode, dead_seconds=DEAD)
     job.wait_until_there()
-    if mode == "loop":
+    if mode == "stopped":
         os.kill(job.pids[2], signal.SIGSTOP)
-    assert job.codes(10) == [-signal.SIGKILL] * 3
-    job.wait_for_watchdogs(4)
+    assert job.codes() == [-signal.SIGKILL] * 3
+    job.wait_for_watchdogs()
     first, *others = job.verdicts()
     assert re.match(
         r"process 2 is alive but does not respond, at step \d+ in node 'rollout' \((stopped by a "
@@ -229,19 +305,20 @@ def test_a_process_that_does_not_respond_is_named_and_ended(start, mode):
     ), first
     assert others == [first] * 2
     assert "in busy_in_the_rollout" in job.errors()[0]
-    if mode == "loop":
+    if mode == "stopped":
         assert "does not answer SIGUSR1" in job.errors()[2]
     else:  # faulthandler needs no lock
         assert "in busy_in_the_rollout" in job.errors()[2]
 
 
+@waiting
 def test_a_host_that_is_gone_is_named(start):
-    job = start(3, "loop", dead_seconds=1.5)
+    job = start(3, "loop", dead_seconds=DEAD, rules={"settle": 5.0})
     job.wait_until_there()
     time.sleep(0.5)  # beats in which the others hear where it is
     for pid in (job.pids[1], job.watchdogs()[job.pids[1]]):
         os.kill(pid, signal.SIGSTOP)
-    ended = [job.processes[i].wait(timeout=10) for i in (0, 2)]
+    ended = [job.processes[i].wait(HANG) for i in (0, 2)]
     assert ended == [-signal.SIGKILL] * 2
     first, _, third = job.verdicts()
     assert re.match(
@@ -252,10 +329,11 @@ def test_a_host_that_is_gone_is_named(start):
     assert third == first
 
 
+@waiting
 def test_who_is_waited_for_is_named(start):
-    job = start(4, "stuck", dead_seconds=1.5, stuck_seconds=1.7)
-    assert job.codes(20) == [-signal.SIGKILL] * 4
-    job.wait_for_watchdogs(4)
+    job = start(4, "stuck", dead_seconds=DEAD, stuck_seconds=DEAD + 0.5, rules={"settle": 5.0})
+    assert job.codes() == [-signal.SIGKILL] * 4
+    job.wait_for_watchdogs()
     first, *others = job.verdicts()
     assert re.match(
         r"no progress since [\d:]+: process 2 is behind, at step 3 in node 'rollout'; the others "
@@ -267,18 +345,20 @@ def test_who_is_waited_for_is_named(start):
     assert all("in busy_in_the_rollout" in text for text in job.errors())
 
 
+@waiting
 def test_a_single_process_that_is_stuck_says_where(start):
-    job = start(1, "stuck", dead_seconds=1.0, stuck_seconds=1.2)
-    assert job.codes(20) == [-signal.SIGKILL]
-    job.wait_for_watchdogs(4)
+    job = start(1, "stuck", dead_seconds=DEAD, stuck_seconds=DEAD + 0.5)
+    assert job.codes() == [-signal.SIGKILL]
+    job.wait_for_watchdogs()
     assert "process 0 stuck at step 3 in node 'actor_train'" in job.verdicts()[0]
     assert "in busy_in_the_rollout" in job.errors()[0]
 
 
+@waiting
 def test_an_orderly_end_is_silent_and_leaves_nothing_behind(start):
-    job = start(4, "done", dead_seconds=1.5)
-    assert job.codes(20) == [0] * 4
-    job.wait_for_watchdogs(3)
+    job = start(4, "done", dead_seconds=DEAD)
+    assert job.codes() == [0] * 4
+    job.wait_for_watchdogs()
     assert job.errors() == [""] * 4
 
 
@@ -319,19 +399,20 @@ def test_foreign_datagrams_are_ignored(start):
         ):
             stranger.sendto(data, address(job, 0))
     time.sleep(COLLECT_SECONDS + 0.7)
-    assert job.codes(0) == [None, None]
+    assert job.running() == [None, None]
     assert len(job.watchdogs()) == 2 and job.errors() == ["", ""]
 
 
+@waiting
 def test_datagrams_that_are_sent_again_keep_no_host_alive(start):
     """The beats of a host, recorded on the network, do not replace it when it is gone."""
     with socket.socket(type=socket.SOCK_DGRAM) as between:
         between.bind(("127.0.0.1", 0))
-        between.settimeout(10)
-        job = start(2, "loop", dead_seconds=1.5, relay=f"127.0.0.1:{between.getsockname()[1]}")
-        job.wait_until_there()
+        between.settimeout(HANG)
+        job = start(2, "loop", dead_seconds=DEAD, relay=f"127.0.0.1:{between.getsockname()[1]}")
         recorded = []
-        for _ in range(5):  # of both, whose watchdogs know each other by this address only
+        # of both, whose watchdogs know each other by this address only
+        while len(recorded) < 5 or not job.is_there():
             data, sender = between.recvfrom(1 << 16)
             for index in range(2):
                 if address(job, index) != sender:
@@ -339,33 +420,33 @@ def test_datagrams_that_are_sent_again_keep_no_host_alive(start):
                     recorded.append((data, address(job, index)))
         for pid in (job.pids[1], job.watchdogs()[job.pids[1]]):
             os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 20
-        while job.processes[0].poll() is None and time.monotonic() < deadline:
+
+        def ended():
             for data, to in recorded:
                 between.sendto(data, to)
-            time.sleep(0.1)
+            return job.processes[0].poll() is not None
+
+        until(ended, job.errors)
         assert job.processes[0].poll() == -signal.SIGKILL
         assert "nothing heard since" in job.verdicts()[0]
 
 
+@waiting
 def test_watchdogs_that_are_started_again_are_believed(start):
     """Although they begin to count anew."""
-    job = start(2, "loop", dead_seconds=2.0)
+    job = start(2, "loop", dead_seconds=DEAD)
     job.wait_until_there()
     time.sleep(0.5)
     before = set(job.watchdogs().values())
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while len(set(job.watchdogs().values()) - before) < 2:
-        assert time.monotonic() < deadline, job.errors()
-        time.sleep(0.05)
-    time.sleep(2.5)  # longer than dead_seconds: silence would have ended the job
-    assert job.codes(0) == [None, None], job.errors()
+    until(lambda: len(set(job.watchdogs().values()) - before) == 2, job.errors, pause=0.1)
+    time.sleep(DEAD + 0.5)  # silence would have ended the job
+    assert job.running() == [None, None], job.errors()
     os.kill(job.pids[1], signal.SIGKILL)
-    time.sleep(0.3)
-    assert job.codes(10) == [-signal.SIGKILL] * 2
-    job.wait_for_watchdogs(4)
+    job.wait_until_told(0, 1)
+    assert job.codes() == [-signal.SIGKILL] * 2
+    job.wait_for_watchdogs()
     found = [re.findall(r"^watchdog \d: (process 1 died .*)", e, re.M) for e in job.errors()]
     assert len(found[0]) == 1 and found[0] == found[1], job.errors()
 
@@ -410,41 +491,45 @@ def test_missing_addresses_are_an_error():
 
 def test_a_killed_watchdog_is_started_again(caplog):
     """At the same address, where the others' news arrives."""
-    config = HealthConfig(heartbeat_seconds=0.05, dead_seconds=1.0)
+    config = HealthConfig(heartbeat_seconds=0.05, dead_seconds=HANG)
     with Watchdog.start(config, index=0, count=1, host="127.0.0.1") as watchdog:
         address, first = watchdog.address, watchdog._child
         first.kill()
         first.wait()
         watchdog.progress(1, "rollout")
-        deadline = time.monotonic() + 60
-        while "another one is started" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: "another one is started" in caplog.text)
         watchdog.progress(1, "reward")
         assert watchdog._child is not first and watchdog._child.poll() is None
         assert watchdog.address == address
-    assert watchdog._child.wait(timeout=10) == 0
+    assert watchdog._child.wait(HANG) == 0
 
 
 def test_a_watchdog_that_does_not_read_does_not_stop_the_training():
     with Watchdog.start(HealthConfig(), index=0, count=1, host="127.0.0.1") as watchdog:
         os.kill(watchdog._child.pid, signal.SIGSTOP)
-        started = time.monotonic()
-        for step in range(5000):  # more than a pipe holds
+        for step in range(5000):  # more than a pipe holds: one that waits for room waits for ever
             watchdog.progress(step, "rollout")
-        assert time.monotonic() - started < 2.0
+        assert watchdog._unsent
         os.kill(watchdog._child.pid, signal.SIGCONT)
-    assert watchdog._child.wait(timeout=5) == 0
+        until(lambda: watchdog.progress(5000, "rollout") or not watchdog._unsent)
+    assert watchdog._child.wait(HANG) == 0
 
 
 def test_the_watchdog_process_is_small_and_idle():
     with Watchdog.start(HealthConfig(), index=0, count=1, host="127.0.0.1") as watchdog:
         folder = pathlib.Path(f"/proc/{watchdog._child.pid}")
-        ticks = [sum(map(int, (folder / "stat").read_text().split()[13:15]))]
+
+        def sleeps():
+            """How often it has gone to sleep; 0 while it runs."""
+            status = (folder / "status").read_text()
+            found = re.search(r"State:\s+S.*\nvoluntary_ctxt_switches:\s+(\d+)", status, re.DOTALL)
+            return int(found[1]) if found else 0
+
+        before, began = until(sleeps), time.monotonic()
         time.sleep(1.0)
-        ticks.append(sum(map(int, (folder / "stat").read_text().split()[13:15])))
+        # two a second; the more the longer this process itself was kept waiting
+        assert until(sleeps) - before < 20 + 10 * (time.monotonic() - began)
         resident_kb = int(re.search(r"VmRSS:\s+(\d+)", (folder / "status").read_text())[1])
         libraries = (folder / "maps").read_text()
     assert resident_kb < 20_000
-    assert ticks[1] - ticks[0] <= 1  # of 10 ms: 1 % of a core
     assert "site-packages" not in libraries

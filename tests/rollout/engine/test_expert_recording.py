@@ -8,6 +8,7 @@ import pytest
 from support.compiled_sampler import CompiledSampler, changed
 from support.exact_mixture import exact, same_sets
 from support.tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
+from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import turn_columns
@@ -134,7 +135,7 @@ def test_evaluations_read_none(sampler, monkeypatch):
     sampling = EvalConfig().sampling_params(20)
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
-            environments = name and Environments(name, {}, tokenizer, seconds=60.0, max_turns=2)
+            environments = name and Environments(name, {}, tokenizer, seconds=HANG, max_turns=2)
             evaluation = Evaluation(
                 sampler.engine,
                 tokenizer,
@@ -233,7 +234,7 @@ class Echo:
 
 def test_conversations_are_recorded_with_all_that_was_said(sampler):
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
-    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=60.0, max_turns=3)
+    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=HANG, max_turns=3)
     state, episodes, _ = sample_turns(
         sampler.engine,
         SamplerState(sampler.params, 0, sampler.state),
