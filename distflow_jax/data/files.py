@@ -5,7 +5,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -77,11 +77,10 @@ class TableReader:
         """All rows as Python objects, converted in batches."""
         start = 0
         for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
-            try:
-                rows = batch.to_pylist()
-            except TABLE_ERRORS:
-                rows = map(self.row, range(start, start + batch.num_rows))  # names the row
-            is_large = batch.nbytes > MOST_ROW_BYTES  # of one row, or of many
+            rows: Iterable[Any] = map(self.row, range(start, start + batch.num_rows))  # one by one
+            if not (is_large := batch.nbytes > MOST_ROW_BYTES):  # of one row, or of all
+                with contextlib.suppress(*TABLE_ERRORS):  # one by one they are named
+                    rows = batch.to_pylist()
             for row in rows:
                 if is_large and _num_bytes(row) > MOST_ROW_BYTES:
                     raise ValueError(f"{self.place(start)}: {TOO_LONG}")

@@ -8,7 +8,7 @@ import socket
 
 from distflow_jax.parsing.one_line import shown
 
-_ADDRESS = re.compile(r"([^\s:\[\]/,@]+|\[[\w.:%]+\]):(\d{1,5})", re.ASCII)
+_ADDRESS = re.compile(r"([\w.-]+|\[[\w.:%-]+\]):([0-9]{1,5})")
 BACKLOG = 1024
 
 
@@ -26,8 +26,8 @@ def checked_address(name: str, text: str, *, least_port: int = 1) -> str:
     """The text, if it is HOST:PORT; ValueError otherwise."""
     if not is_address(text, least_port=least_port):
         raise ValueError(
-            f"{name} must be HOST:PORT, with a host, a port from {least_port} to 65535 and IPv6 in "
-            f"brackets, as in [fd00::1]:1234, got {shown(text)}"
+            f"{name} must be HOST:PORT, got {shown(text)}; a port is from {least_port} to 65535, and "
+            "IPv6 stands in brackets, as in [fd00::1]:1234"
         )
     return text
 

@@ -91,9 +91,10 @@ def _errors_of(path: str | os.PathLike, name: str) -> Iterator[None]:
     """A block whose errors of the system are those of one path."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(_said(name, path, "does not exist")) from error
     except OSError as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(_said(name, path, "cannot be read", error)) from error
+        raise ValueError(_said(name, path, "cannot be read", error)) from error
 
 
 def _said(name: str, path: str | os.PathLike, problem: str, error: Exception | None = None) -> str:

@@ -7,7 +7,7 @@ import pathlib
 import socket
 
 from distflow_jax.parallel import processes
-from distflow_jax.parsing.addresses import checked_address, is_address, listen
+from distflow_jax.parsing.addresses import checked_address, listen
 from distflow_jax.parsing.paths import reading
 
 FILE = "doors.json"
@@ -56,14 +56,11 @@ def start_before(folder: str | os.PathLike) -> str:
 
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
-    if ":" not in join or "/" in join:
+    parts = tuple(join.split(","))
+    if "://" not in join and not any(":" in part and "/" not in part for part in parts):
         return ()
-    for part in (parts := tuple(join.split(","))):
-        if not is_address(part):
-            raise ValueError(
-                f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder (./ or / "
-                f"before one with a colon), and {part!r} is no address"
-            )
+    for part in parts:
+        checked_address("--join (HOST:PORT[,HOST:PORT], or the run's folder)", part)
     return parts
 
 

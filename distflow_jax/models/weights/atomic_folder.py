@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from distflow_jax.parsing.paths import checked_path
+from distflow_jax.parsing.paths import checked_path, named_path
 
 _RESERVE = 16 << 20  # bytes left free for the file system's own data
 
@@ -74,7 +74,7 @@ def _undo(partial: Path, old: Path, out: Path) -> None:
 
 def _absolute(path: Path) -> Path:
     # resolves links: the folder itself is renamed, not a link to it
-    return Path(os.path.realpath(path.expanduser()))
+    return Path(os.path.realpath(named_path("model folder", path)))
 
 
 def _sync(path: Path) -> None:

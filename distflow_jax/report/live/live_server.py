@@ -44,7 +44,7 @@ def find_runs(folders: Sequence[str | os.PathLike]) -> list[pathlib.Path]:
       ValueError: no folder, one that does not exist, or more runs than the page has lines for.
     """
     found: list[pathlib.Path] = []
-    for folder in (checked_path("folder", "folder", folder) for folder in folders):
+    for folder in (checked_path("folder", "a run's folder", folder) for folder in folders):
         children = [] if _is_run(folder) else [p for p in sorted(folder.iterdir()) if _is_run(p)]
         found += children or [folder]
     found = list(dict.fromkeys(path.resolve() for path in found))
