@@ -26,8 +26,8 @@ def checked_address(name: str, text: str, *, least_port: int = 1) -> str:
     """The text, if it is HOST:PORT; ValueError otherwise."""
     if not is_address(text, least_port=least_port):
         raise ValueError(
-            f"{name} must be HOST:PORT, got {shown(text)}; a port is from {least_port} to 65535, and "
-            "IPv6 stands in brackets, as in [fd00::1]:1234"
+            f"{name} must be HOST:PORT, got {shown(text)}; a port is from {least_port} to 65535, "
+            "and IPv6 stands in brackets, as in [fd00::1]:1234"
         )
     return text
 

@@ -217,7 +217,9 @@ def _until(call, seconds=5.0):
 def test_an_address_that_is_taken_or_foreign_is_an_error():
     with door() as opened:
         for address in (opened.at, "198.51.100.7:0", "127.0.0.1:port", "no.such.host.invalid:1"):
-            with pytest.raises(ValueError, match=f"cannot listen on {address} .*port 0|HOST:PORT, got '{address}'"):
+            with pytest.raises(
+                ValueError, match=f"cannot listen on {address} .*port 0|HOST:PORT, got '{address}'"
+            ):
                 Door(address, TOKEN, {})
 
 

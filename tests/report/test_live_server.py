@@ -258,7 +258,9 @@ def test_folders_of_runs_are_opened(tmp_path):
 def test_a_port_that_cannot_be_had_is_named(tmp_path):
     with serving(tmp_path) as server:
         port = server.server_address[1]
-        with pytest.raises(ValueError, match=f"on 127.0.0.1:{port} .Address already in use.*or port 0"):
+        with pytest.raises(
+            ValueError, match=f"on 127.0.0.1:{port} .Address already in use.*or port 0"
+        ):
             open_server([tmp_path], port)
     with pytest.raises(ValueError, match="--serve must be HOST:PORT, got .127.0.0.1:70000"):
         open_server([tmp_path], 70_000)
