@@ -80,11 +80,9 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
             _define(flag, program)
         module = importlib.import_module(f"{MODULE}.{command.module}")
         argv = [program, *_with_config_files(arguments)]
-    except ImportError as error:
-        if error.name != "jetstream":
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        if isinstance(error, ImportError) and error.name != "jetstream":
             raise
-        sys.exit(user_error(str(error)))
-    except (ValueError, FileNotFoundError) as error:
         sys.exit(user_error(str(error)))
     run_main(
         lambda rest: module.main(_options(command, rest)),

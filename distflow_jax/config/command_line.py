@@ -65,9 +65,9 @@ def chosen_keys() -> set[str]:
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
-        if path := _config_path(argv):
+        if path := (_config_source(argv) or "").partition(":")[0]:
             source_file(_CONFIG_FILE, path)
-        with errors_of_file(path, _CONFIG_FILE), _only_errors():
+        with errors_of_file(path or None, _CONFIG_FILE), _only_errors():
             rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
@@ -119,16 +119,16 @@ def _only_errors() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    """The path of the last --config=FILE[:ARGUMENT]; None without one."""
+def _config_source(argv: Sequence[str]) -> str | None:
+    """FILE[:ARGUMENT] of the last --config; None without one."""
     given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
     given += [b for a, b in itertools.pairwise(argv) if a in ("--config", "-config")]
-    return given[-1].split(":")[0] if given else None
+    return given[-1] if given else None
 
 
 def _explain(error: Exception, argv: list[str]) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
-        if required[1] == "config" and (named := _config_path(argv)):
+        if required[1] == "config" and (named := _config_source(argv)):
             return f"config file {named!r}: get_config() returned None: let it return the config"
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
@@ -136,8 +136,7 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
     if "config" not in flags.FLAGS:
         return str(error) if isinstance(error, flags.Error) else None
     flag = flags.FLAGS["config"]
-    given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
-    source = given[-1] if given else flag.default
+    source = _config_source(argv) or flag.default
     if isinstance(error, OSError):
         return f"config file {source!r}: {error.__cause__ or error}"
     if "whilst parsing config file" in str(error):

@@ -1,7 +1,7 @@
 """Files and folders that strangers named: whatever is wrong with one is said in one line.
 
-`name` is the flag, the key or the variable that gave a path: messages begin with it. They are of
-FileNotFoundError where there is nothing, else of ValueError.
+`name` is the flag, the key or the variable that gave a path: messages begin with it. Errors are
+FileNotFoundError where there is nothing, and else ValueError.
 """
 
 import contextlib
@@ -21,9 +21,7 @@ def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "
     """The path of a name, with ~ at its start and $VARIABLES replaced as shells do.
 
     A relative one begins in `folder`, "" is the working folder. Raises ValueError for a name that
-    cannot be looked up: an empty one, one with a null character, one that is too long, links that
-    lead in a circle, a variable or a user that does not exist. No file could hold one that is not
-    UTF-8.
+    cannot be looked up: empty, not UTF-8, too long, a circle of links, no such variable or user.
     """
     given = os.fspath(text)
     if not given.strip():
@@ -48,8 +46,8 @@ def checked_path(kind: str, name: str, text: str | os.PathLike) -> Path:
         with reading(path, name) as file:
             file.read(1)
     elif kind == "folder":
-        with _errors_of(path, name), os.scandir(path):
-            pass
+        with _errors_of(path, name):
+            os.scandir(path).close()
     else:
         place = path if kind == "new_folder" else path.parent
         while not os.path.lexists(place):
@@ -73,17 +71,17 @@ def names_file(path: str | os.PathLike) -> bool:
 def reading(path: str | os.PathLike, name: str = "", most: int | None = None) -> Iterator[BinaryIO]:
     """A block that reads a file of at most `most` bytes, and no device or pipe, which may have no
     end, or no beginning."""
-    with _errors_of(path, name), open(path, "rb", opener=_without_waiting) as file:
+    with (
+        _errors_of(path, name),
+        # a pipe would wait for its writer
+        open(path, "rb", opener=lambda path, mode: os.open(path, mode | os.O_NONBLOCK)) as file,
+    ):
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "It is a device, a pipe or a socket")
         if most is not None and found.st_size > most:
             raise OSError(errno.EFBIG, f"It has more than {most} bytes, too many for such a file")
         yield file
-
-
-def _without_waiting(path: str, mode: int) -> int:
-    return os.open(path, mode | os.O_NONBLOCK)  # a pipe would wait for its writer
 
 
 @contextlib.contextmanager

@@ -217,7 +217,7 @@ def all_cases(folder):
 
 
 def main(folder):
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(folder).resolve()
     (folder / "cases.json").write_text(json.dumps(all_cases(folder), indent=1))
 
 

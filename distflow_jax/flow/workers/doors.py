@@ -72,8 +72,8 @@ def own_address(address: str) -> str:
 
 def check_listen(name: str, address: str) -> None:
     """Raises ValueError, with the setting's name, unless this process can listen there now."""
-    checked_address(name, address, least_port=0)
-    listen(name, *own_address(address).rpartition(":")[::2]).close()
+    place = own_address(checked_address(name, address, least_port=0))
+    listen(name, *place.rpartition(":")[::2]).close()
 
 
 def announced(listen: str, port: int) -> str:

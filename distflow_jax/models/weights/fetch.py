@@ -26,7 +26,6 @@ from distflow_jax.models.weights.file_hashes import sha256_of, write_hashes
 from distflow_jax.models.weights.gguf_file import MAGIC
 from distflow_jax.parsing.paths import named_path
 
-_CACHE = "DISTFLOW_CACHE"
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
 _HUB_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -41,7 +40,7 @@ _RECORD_HASHES = ("sha256", "sha384", "sha512")
 
 def default_cache() -> Path:
     """Folder of the cache: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
-    return named_path(_CACHE, os.environ.get(_CACHE) or "~/.cache/distflow_jax")
+    return named_path("cache", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
 
 
 def from_hub(spec: str, *, weights: bool = True) -> Path:

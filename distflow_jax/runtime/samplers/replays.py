@@ -20,7 +20,7 @@ from distflow_jax.runtime.run_state import RunState
 def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -> Recording:
     """The recording of a run whose training a run in `folder`, after `done` steps, repeats.
 
-    Collective. Raises ValueError if it cannot be read.
+    Collective. Raises ValueError or OSError if it cannot be read.
     """
     place = named_path("--replay", replay)
     if place.resolve() == folder.resolve():
@@ -28,10 +28,7 @@ def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -
             f"--replay and --workdir both name {str(folder)!r}: give another --workdir, for the "
             "repeated run"
         )
-    try:
-        recording = Recording(place, done, processes.process_index(), processes.process_count())
-    except OSError as error:
-        raise ValueError(f"--replay={replay!r} cannot be read ({error.strerror})") from error
+    recording = Recording(place, done, processes.process_index(), processes.process_count())
     # of a run that still trains, processes may see other ends
     recording.last = int(processes.all_gather_ints(np.int64(recording.last)).min())
     return recording
