@@ -1,7 +1,9 @@
 """Suggestions for unknown names: the nearest of the known ones."""
 
 import difflib
+import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 _CUTOFF = 0.6  # similarity from 0 to 1 that a suggestion needs
@@ -27,3 +29,11 @@ def hint(name: Any, choices: Collection[str]) -> str:
     if len(choices) > 8:
         return f"did you mean {near!r}?"
     return f"did you mean {near!r}? known: {known}"
+
+
+def near_file(path: Path) -> str:
+    """End of an error message about a file that does not exist."""
+    if not path.parent.is_dir():
+        return f" (nor does its folder {path.parent})"
+    near = nearest(path.name, os.listdir(path.parent))
+    return f"; did you mean {path.parent / near}?" if near else ""

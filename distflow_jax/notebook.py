@@ -27,6 +27,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import config_file, open_config
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, plan_run
 from distflow_jax.report.cells import (
@@ -279,7 +280,7 @@ def load_run(workdir: str | os.PathLike) -> "Results":
 
     Raises ValueError for a folder without a run.
     """
-    folder = pathlib.Path(workdir)
+    folder = named_path("workdir", workdir)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} has no config.json; give the workdir of a run")
     return Results(folder, read_run(folder))

@@ -5,6 +5,7 @@ Imports only the standard library, since workers that must start fast use it too
 
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import pathlib
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import near_file, nearest
+from distflow_jax.parsing.paths import named_path, reading
 
+MOST_SOURCE = 1 << 24  # bytes of a Python file
 _MAX_LISTED = 8  # functions named in an error
 
 
@@ -83,14 +86,11 @@ def _nearest(name: str, place: Any) -> str:
 
 
 def _load_file(path: str, what: str) -> ModuleType:
-    file = pathlib.Path(path).expanduser().resolve()
-    if not file.is_file():
-        near = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
-        hint = f"; did you mean {file.parent / near}?" if near else ""
-        raise FileNotFoundError(f"{what}: file {path} does not exist{hint}")
+    file = source_file(f"{what}: file", path).resolve()
     name = _module_name(file)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # as for any file that ends with .py
+    loader = importlib.machinery.SourceFileLoader(name, str(file))  # a link's target has any ending
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
@@ -99,6 +99,16 @@ def _load_file(path: str, what: str) -> ModuleType:
         del sys.modules[name]
         raise _broken(path, what, error) from error
     return module
+
+
+def source_file(name: str, path: str) -> pathlib.Path:
+    """The path of a Python file that can be read; errors have the nearest name."""
+    file = named_path(name, path)
+    try:
+        with reading(file, name, MOST_SOURCE):
+            return file
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name} {path} does not exist{near_file(file)}") from error
 
 
 def _module_name(file: pathlib.Path) -> str:

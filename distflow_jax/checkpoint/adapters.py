@@ -1,7 +1,6 @@
 """Low-rank adapters of the models in a checkpoint."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from distflow_jax.checkpoint.checkpointer import Contents
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.models.lora import is_adapter
+from distflow_jax.parsing.json_text import read_json_object
 
 LORA = "lora"  # key of a checkpoint's info
 
@@ -22,19 +22,14 @@ def adapters_of(contents: Contents, key: str, workdir: pathlib.Path) -> LoraConf
     """The adapters of the model `key` in a checkpoint of `workdir`; None if it has none.
 
     A checkpoint of an older version does not say their scale: it is read from the run's
-    config.json. Raises FileNotFoundError or ValueError if that fails.
+    config.json. Raises ValueError if that fails.
     """
     if not _has_adapters(contents, f"{key}.params."):
         return None
     path = workdir / "config.json"
-    if LORA not in contents.info and not path.is_file():
-        raise FileNotFoundError(
-            f"model {key!r} of {workdir} has adapters, but {path}, which holds their scale, does "
-            "not exist"
-        )
     try:
         return _saved(contents, path)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} does not describe the adapters of {key!r}: {error}") from error
 
 
@@ -67,5 +62,5 @@ def _has_adapters(contents: Contents, start: str) -> bool:
 
 def _saved(contents: Contents, path: pathlib.Path) -> LoraConfig:
     """The adapters by the checkpoint's record, or else by config.json at `path`."""
-    saved: Mapping[str, Any] = contents.info.get(LORA) or json.loads(path.read_text("utf-8"))[LORA]
+    saved: Mapping[str, Any] = contents.info.get(LORA) or read_json_object(path)[LORA]
     return LoraConfig(int(saved["rank"]), float(saved["alpha"]), tuple(saved["targets"]))

@@ -5,7 +5,6 @@ No accelerator is needed: parameters are read on the CPU, one at a time.
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -29,6 +28,7 @@ from distflow_jax.models.parameters import Network, param_specs
 from distflow_jax.models.weights.hf_folder import Export
 from distflow_jax.models.weights.peft_folder import Adapters
 from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.parsing.json_text import read_json_object
 
 _MAX_LISTED = 4  # parameters named in an error
 # keys of `model` in config.json, and of open_model
@@ -102,18 +102,12 @@ def run_export(
 def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
     """The run's initial model, with the run's YaRN settings; `spec` overrides its source."""
     path = workdir / "config.json"
-    if not path.is_file():
-        if spec:
-            return open_model(spec)
-        raise FileNotFoundError(
-            f"{workdir} has no config.json, which would name the model: give --source too"
-        )
     try:
-        config = json.loads(path.read_text("utf-8"))["model"]
+        config = read_json_object(path)["model"]
         named = config["source"]
         options = {key: config[key] for key in _OPTIONS if key in config}
         cache = config.get("cache_dir") or None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         if spec:
             return open_model(spec)
         raise ValueError(f"{path} is not a run's config ({error}): give --source too") from error

@@ -12,7 +12,9 @@ class Flag:
     """One flag of a subcommand, --name=value."""
 
     name: str
-    kind: str  # string, integer, float, boolean, list, enum or config
+    # string, integer, float, boolean, list, enum or config; of a path, which is checked before the
+    # subcommand begins, file, folder, new_file or new_folder
+    kind: str
     default: Any
     meaning: str
     required: bool = False
@@ -61,7 +63,7 @@ CONFIG = Flag(
     "after a colon.",
     required=True,
 )
-RUN = string("run", "", "Folder of a run: use its newest weights.")
+RUN = Flag("run", "folder", "", "Folder of a run: use its newest weights.")
 JOB = (
     string("coordinator", None, "HOST:PORT of process 0, for a job that is not detected."),
     integer("num_processes", None, "Number of processes of the job.", 1),

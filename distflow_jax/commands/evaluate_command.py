@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
@@ -30,8 +29,6 @@ def main(options: SimpleNamespace) -> int:
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
     join_job(options)
-    if options.out:
-        check_out(pathlib.Path(options.out))
     source = open_model(config.model.source, **config.model.options())
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
@@ -82,19 +79,6 @@ def _report(
             "metrics": metrics,
             "records": list(map(json.loads, lines)),
         }
+        pathlib.Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         print(f"\nwrote {options.out}")
-
-
-def check_out(path: pathlib.Path) -> None:
-    """Raises ValueError, before any sampling, if the report cannot be written to `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"cannot write --out {str(path)!r} ({error.strerror}); choose another folder"
-        ) from error
-    if path.is_dir():
-        raise ValueError(f"--out {str(path)!r} is a folder; name a .json file")

@@ -13,6 +13,7 @@ from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout
 from distflow_jax.images.record import MARK
 from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_text
 from distflow_jax.planning.plan_run import open_environments, prompt_encoder, settled_config
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
@@ -69,10 +70,7 @@ def _seeing(
             f"--image={options.image}: {config.model.source} has no tower; use a vision model, or "
             "--config.model.vision"
         )
-    path = pathlib.Path(options.image)
-    if not path.is_file():
-        raise FileNotFoundError(f"--image={options.image}: there is no such file")
-    source_of_image = PictureFile(f"--image={options.image}", path)
+    source_of_image = PictureFile(f"--image={options.image}", pathlib.Path(options.image))
     image = read_image(source_of_image, encoder.layout)
     size = size_in_layout(source_of_image, encoder.layout)
     asked = [{"type": "image"}, {"type": "text", "text": text}]
@@ -96,7 +94,7 @@ def _prompts(options: SimpleNamespace) -> list[str]:
         raise ValueError("give either --prompt or --file")
     if options.prompt is not None:
         return [options.prompt]
-    lines = pathlib.Path(options.file).read_text(encoding="utf-8").splitlines()
+    lines = read_text(pathlib.Path(options.file), MOST_FILE_BYTES).splitlines()
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise ValueError(f"{options.file} contains no prompt: write one per line")

@@ -17,10 +17,11 @@ import distflow_jax
 from distflow_jax.commands.command_flags import Flag
 from distflow_jax.commands.command_help import help_text, launch_overview, overview
 from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
-from distflow_jax.config.command_line import chosen_keys, define_config, run_main
+from distflow_jax.config.command_line import chosen_keys, define_config, run_main, with_flag_files
 from distflow_jax.config.shipped import config_file
 from distflow_jax.config.user_error import EXIT_USAGE, user_error
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.paths import KINDS, checked_path
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 _CONFIG = ("--config", "-config")
@@ -72,16 +73,16 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
     if set(arguments) & set(_HELP):
         _show(help_text(command, program))
         sys.exit(0)
-    for flag in command.flags:
-        _define(flag, program)
     try:
+        given, arguments = len(arguments), with_flag_files(arguments)
+        sys.argv[len(sys.argv) - given :] = arguments  # where ml_collections looks keys up
+        for flag in command.flags:
+            _define(flag, program)
         module = importlib.import_module(f"{MODULE}.{command.module}")
         argv = [program, *_with_config_files(arguments)]
-    except ImportError as error:
-        if error.name != "jetstream":
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        if isinstance(error, ImportError) and error.name != "jetstream":
             raise
-        sys.exit(user_error(str(error)))
-    except ValueError as error:
         sys.exit(user_error(str(error)))
     run_main(
         lambda rest: module.main(_options(command, rest)),
@@ -124,6 +125,9 @@ def _options(command: Subcommand, rest: list[str]) -> types.SimpleNamespace:
     `arguments`, those that are not flags.
     """
     values = {flag.name: flags.FLAGS[flag.name].value for flag in command.flags}
+    for flag in command.flags:
+        if flag.kind in KINDS and (path := values[flag.name]) != flag.default:
+            values[flag.name] = str(checked_path(flag.kind, f"--{flag.name}", path))
     chosen = set()
     if command.has_config:
         chosen = chosen_keys()

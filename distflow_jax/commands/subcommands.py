@@ -43,14 +43,15 @@ TRAIN = Subcommand(
     "Trains a model by reinforcement learning, or resumes a run.",
     (
         CONFIG,
-        string("workdir", None, "Folder of the run; an existing run is resumed.", required=True),
+        Flag("workdir", "new_folder", None, "Folder of the run; an existing run is resumed.", True),
         string(
             "profile_steps",
             None,
             "Steps to profile, 3:5; short for --config.observe.profile_steps.",
         ),
-        string(
+        Flag(
             "replay",
+            "folder",
             "",
             "Folder of a run with flow.record, whose training is repeated without a sampler.",
         ),
@@ -72,7 +73,7 @@ EVALUATE = Subcommand(
     (
         CONFIG,
         RUN,
-        string("out", "", "JSON file to write; empty: only print the metrics."),
+        Flag("out", "new_file", "", "JSON file to write; empty: only print the metrics."),
         *JOB,
     ),
     (
@@ -93,8 +94,10 @@ GENERATE = Subcommand(
         CONFIG,
         RUN,
         string("prompt", None, "The prompt."),
-        string("file", None, "A text file with one prompt per line."),
-        string("image", None, "A picture that stands before each prompt, for a vision model."),
+        Flag("file", "file", None, "A text file with one prompt per line."),
+        Flag(
+            "image", "file", None, "A picture that stands before each prompt, for a vision model."
+        ),
         switch("raw", False, "Continue the text itself, without the chat template."),
         integer("samples", 1, "Responses to each prompt.", 1),
         number("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0),
@@ -141,7 +144,7 @@ PLAN = Subcommand(
         integer("processes", 1, "Processes that --devices are divided over.", 1),
         switch("compile", True, "Compile the programs for their costs."),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
-        string("out", "", "Folder for the plan's text and pictures; empty: none."),
+        Flag("out", "new_folder", "", "Folder for the plan's text and pictures; empty: none."),
     ),
     (
         "--config=grpo_smollm2 --config.algorithm.kl_coef=0.04",
@@ -173,12 +176,13 @@ REPORT = Subcommand(
     "report",
     "Writes report.html of a run's folder again, or shows runs live in a browser.",
     (
-        string(
+        Flag(
             "workdir",
+            "folder",
             None,
             "Folder of a run, or of several; further ones need no flag before them.",
         ),
-        string("out", "", "File to write; empty: report.html in the run's folder."),
+        Flag("out", "new_file", "", "File to write; empty: report.html in the run's folder."),
         integer(
             "serve",
             None,
@@ -201,7 +205,7 @@ EXPORT = Subcommand(
     "export",
     "Writes a run's trained model, or a model source as it is, as a Hugging Face folder.",
     (
-        string("workdir", "", "Folder of a run."),
+        Flag("workdir", "folder", "", "Folder of a run."),
         integer("step", None, "Step of the checkpoint; empty: the newest.", 0),
         string("model", "", "Model of the run; empty: actor, or the only one."),
         string(
@@ -209,7 +213,7 @@ EXPORT = Subcommand(
             "",
             "Model source to export as it is; with --workdir: source of its initial model.",
         ),
-        string("out", None, "Folder to write; parent folders are created.", required=True),
+        Flag("out", "new_folder", None, "Folder to write; parent folders are created.", True),
         Flag(
             "dtype",
             "enum",
@@ -251,9 +255,11 @@ SERVE = Subcommand(
         integer("max_samples", 64, "Most responses to one request.", 1),
         number("temperature", 0.0, "Temperature of JetStream's Decode; 0: greedy.", 0.0),
         number("top_p", 1.0, "Top-p of JetStream's Decode; 1: all tokens.", 0.0, 1.0),
-        string("token_file", "", "File with the token that clients must send; empty: none."),
-        string("tls_cert", "", "The server's certificate with its chain, PEM; empty: no TLS."),
-        string("tls_key", "", "Private key of --tls_cert, PEM."),
+        Flag("token_file", "file", "", "File with the token that clients must send; empty: none."),
+        Flag(
+            "tls_cert", "file", "", "The server's certificate with its chain, PEM; empty: no TLS."
+        ),
+        Flag("tls_key", "file", "", "Private key of --tls_cert, PEM."),
         Flag(
             "load_folders",
             "list",
@@ -310,8 +316,9 @@ WORKER = Subcommand(
             "own",
             "What samples: own, openai:http://HOST:PORT or distflow:HOST:PORT.",
         ),
-        string(
+        Flag(
             "engine_settings",
+            "file",
             "",
             "JSON file with settings of an engine that is not our own.",
         ),

@@ -1,6 +1,7 @@
 """Parsing of flags, and user errors as one line with exit code 2."""
 
 import contextlib
+import errno
 import functools
 import itertools
 import pathlib
@@ -14,14 +15,16 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
-from distflow_jax.config.user_error import user_error
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.config.user_error import NAME_ERRORS, user_error
+from distflow_jax.parsing.json_text import json_problem, read_text
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.report import log_lines
-from distflow_jax.user_functions import errors_of_file
+from distflow_jax.user_functions import errors_of_file, source_file
 
 _CONFIG_FILE = "config file"
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
-_USER_ERRORS = (ValueError, FileNotFoundError, NotADirectoryError, PermissionError)
+MOST_FLAG_FILES = 16  # that name one another
+_MOST_BYTES = 1 << 20  # of such a file
 
 
 def run_main(
@@ -62,7 +65,9 @@ def chosen_keys() -> set[str]:
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
     try:
-        with errors_of_file(_config_path(argv), _CONFIG_FILE), _only_errors():
+        if path := (_config_source(argv) or "").partition(":")[0]:
+            source_file(_CONFIG_FILE, path)
+        with errors_of_file(path or None, _CONFIG_FILE), _only_errors():
             rest = flags.FLAGS(argv)
         if "config" in flags.FLAGS:
             # raises here if the config file could not be loaded
@@ -83,6 +88,26 @@ def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
     return rest
 
 
+def with_flag_files(arguments: Sequence[str], depth: int = 0) -> list[str]:
+    """The arguments, with the lines of each --flagfile=FILE in its place.
+
+    ValueError or FileNotFoundError for a file that cannot be read, or that names itself.
+    """
+    found, words = [], iter(arguments)
+    for word in words:
+        name, equals, file = word.partition("=")
+        if name not in ("--flagfile", "-flagfile"):
+            found += [word, *words] if word == "--" else [word]
+            continue
+        file = file if equals else next(words, "")
+        if depth >= MOST_FLAG_FILES:
+            raise ValueError(f"--flagfile={file}: more than {depth} files that name one another")
+        lines = read_text(named_path("--flagfile", file), _MOST_BYTES, "--flagfile").splitlines()
+        kept = [x.strip() for x in lines if x.strip() and not x.startswith(("#", "//"))]
+        found += with_flag_files(kept, depth + 1)
+    return found
+
+
 @contextlib.contextmanager
 def _only_errors() -> Iterator[None]:
     """A block in which absl and ml_collections log errors only: the message here says the same."""
@@ -94,16 +119,16 @@ def _only_errors() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    """The path of the last --config=FILE[:ARGUMENT]; None without one."""
+def _config_source(argv: Sequence[str]) -> str | None:
+    """FILE[:ARGUMENT] of the last --config; None without one."""
     given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
     given += [b for a, b in itertools.pairwise(argv) if a in ("--config", "-config")]
-    return given[-1].split(":")[0] if given else None
+    return given[-1] if given else None
 
 
 def _explain(error: Exception, argv: list[str]) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
-        if required[1] == "config" and (named := _config_path(argv)):
+        if required[1] == "config" and (named := _config_source(argv)):
             return f"config file {named!r}: get_config() returned None: let it return the config"
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
@@ -111,12 +136,7 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
     if "config" not in flags.FLAGS:
         return str(error) if isinstance(error, flags.Error) else None
     flag = flags.FLAGS["config"]
-    given = [arg.split("=", 1)[1] for arg in argv if arg.lstrip("-").startswith("config=")]
-    source = given[-1] if given else flag.default
-    if isinstance(source, str):
-        path = pathlib.Path(source.split(":")[0])
-        if not path.is_file():
-            return f"config file {str(path)!r} does not exist{_near_file(path)}"
+    source = _config_source(argv) or flag.default
     if isinstance(error, OSError):
         return f"config file {source!r}: {error.__cause__ or error}"
     if "whilst parsing config file" in str(error):
@@ -135,26 +155,23 @@ def _explain(error: Exception, argv: list[str]) -> str | None:
     return explain_flag_error(error, config, argv)
 
 
-def _near_file(path: pathlib.Path) -> str:
-    folder = path.parent
-    names = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
-    near = nearest(path.name, names)
-    return f": did you mean {folder / near}?" if near else ""
-
-
 def _call(main: Callable[[list[str]], int | None], argv: list[str]) -> int | None:
     log_lines.use_lines()
     try:
         return main(argv)
-    except _USER_ERRORS as error:
+    except (ValueError, OSError) as error:
         if flags.FLAGS.debug or not _meant_for_user(error):
             raise
+        if isinstance(error, UnicodeDecodeError):
+            return user_error(f"a file is {json_problem(error)}; --debug shows where it is read")
         return user_error(str(error))
 
 
 def _meant_for_user(error: Exception) -> bool:
     """Whether one line is enough: a ValueError not raised by our or the user's code is a bug."""
-    if not isinstance(error, ValueError):
+    if isinstance(error, OSError):
+        return isinstance(error, NAME_ERRORS) or error.errno in (errno.ELOOP, errno.ENAMETOOLONG)
+    if isinstance(error, UnicodeDecodeError):  # of a file
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     foreign = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

@@ -18,6 +18,7 @@ import pathlib
 import ml_collections
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.user_functions import load_function, shipped_folder
 
 
@@ -33,7 +34,7 @@ def config_file(source: str | os.PathLike) -> str:
     """
     name, colon, argument = os.fspath(source).partition(":")
     if name.endswith(".py"):
-        return os.fspath(source)
+        return f"{named_path('config file', name)}{colon}{argument}"
     known = shipped_configs()
     if name not in known:
         raise ValueError(f"unknown config {name!r} ({hint(name, known)}); or give a .py file")

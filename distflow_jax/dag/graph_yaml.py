@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -23,10 +23,11 @@ from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.json_text import read_text
 from distflow_jax.parsing.one_line import one_line, shown
-from distflow_jax.parsing.paths import names_file
+from distflow_jax.parsing.paths import named_path, names_file
 from distflow_jax.parsing.yaml_text import MOST_BYTES, BoundedLoader, load_yaml
 from distflow_jax.user_functions import shipped_folder
 
+MOST_BASES = 16  # of a graph: the base's base is the second
 BUILT_IN = shipped_folder() / "dags"
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
@@ -51,26 +52,34 @@ def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
     return open_yaml(text_or_path, config).build(config)
 
 
-def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGraph:
+def open_yaml(
+    text_or_path: str | pathlib.Path, config: Any = None, above: Sequence[pathlib.Path] = ()
+) -> OpenedGraph:
     """Reads the YAML, and that of its bases. References in `base` and in `settings` take their
-    values from `config`; those in nodes and regions wait for `build`.
+    values from `config`; those in nodes and regions wait for `build`. `above`: files of the graphs
+    that start from this one.
 
     Raises FileNotFoundError if there is no such file, ValueError on anything else, as `build` does.
     """
     if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
-        path = pathlib.Path(text_or_path)
-        if not names_file(path):
-            raise FileNotFoundError(f"graph file '{one_line(str(path))}' does not exist")
-        return _open(read_text(path, MOST_BYTES), str(path), path.parent, config)
-    return _open(text_or_path, "graph", pathlib.Path(), config)
+        path = named_path("graph file", text_or_path)
+        if (file := path.resolve()) in above or len(above) > MOST_BASES:
+            why = "again" if file in above else f"after {MOST_BASES} other bases"
+            raise ValueError(f"base leads to {path} {why}: name the graph to start from")
+        return _open(read_text(path, MOST_BYTES, "graph file"), path, config, (*above, file))
+    return _open(text_or_path, None, config, above)
 
 
-def _open(text: str, where: str, folder: pathlib.Path, config: Any) -> OpenedGraph:
+def _open(
+    text: str, file: pathlib.Path | None, config: Any, above: Sequence[pathlib.Path]
+) -> OpenedGraph:
+    where, folder = ("graph", pathlib.Path()) if file is None else (str(file), file.parent)
     with _errors_of(where):
         tree = load_yaml(text, _Loader)
         if not isinstance(tree, Mapping):
             raise ValueError(f"a graph is a map with 'name' and 'nodes', got {shown(tree)}")
-        base = _base(_substituted(tree.get("base"), config), folder, config)
+        base = _substituted(tree.get("base"), config)
+        base = None if base is None else open_yaml(_base_file(base, folder), config, above)
         settings = _substituted(tree.get("settings", {}), config)
         check_settings(tree.get("name"), settings)
 
@@ -100,14 +109,6 @@ def _errors_of(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {one_line(str(error))}") from error
 
 
-def _base(base: Any, folder: pathlib.Path, config: Any) -> OpenedGraph | None:
-    if base is None:
-        return None
-    if not isinstance(base, str):
-        raise ValueError(f"base must be the name of a graph or a file, got {base!r}")
-    return open_yaml(_base_file(base, folder), config)
-
-
 def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """The tree with whole paths for functions in files beside the graph's file."""
     nodes = tree.get("nodes", [])
@@ -122,9 +123,11 @@ def _with_files(tree: Mapping[str, Any], folder: pathlib.Path) -> dict[str, Any]
     return {**tree, "nodes": found} if "nodes" in tree else dict(tree)
 
 
-def _base_file(base: str, folder: pathlib.Path) -> pathlib.Path:
+def _base_file(base: Any, folder: pathlib.Path) -> pathlib.Path:
+    if not isinstance(base, str):
+        raise ValueError(f"base must be the name of a graph or a file, got {shown(base)}")
     if pathlib.Path(base).suffix in (".yaml", ".yml"):
-        return folder / base
+        return named_path("base", base, folder)
     path = BUILT_IN / f"{base}.yaml"
     if not names_file(path):
         known = [p.stem for p in BUILT_IN.glob("*.yaml")]

@@ -1,10 +1,11 @@
 """Data files with random access to their rows: JSON lines and arrays, Parquet, Arrow."""
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,11 +17,12 @@ import pyarrow.parquet as pq
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
-from distflow_jax.data.json_files import JsonLinesReader, json_reader
+from distflow_jax.data.json_files import MOST_ROW_BYTES, TOO_LONG, JsonLinesReader, json_reader
 from distflow_jax.data.pictures.image_paths import image_folders
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import near_file
 from distflow_jax.parsing.missing_value import is_missing
 from distflow_jax.parsing.one_line import one_line
+from distflow_jax.parsing.paths import checked_path, named_path, reading
 
 CHECK_ROWS = 1024  # rows of a table that the schema check converts at a time
 
@@ -76,12 +78,15 @@ class TableReader:
         """All rows as Python objects, converted in batches."""
         start = 0
         for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
-            try:
-                rows = batch.to_pylist()
-            except TABLE_ERRORS:
-                rows = map(self.row, range(start, start + batch.num_rows))  # names the row
-            yield from rows
-            start += batch.num_rows
+            rows: Iterable[Any] = map(self.row, range(start, start + batch.num_rows))  # one by one
+            if not (is_large := batch.nbytes > MOST_ROW_BYTES):  # of one row, or of all
+                with contextlib.suppress(*TABLE_ERRORS):  # one by one they are named
+                    rows = batch.to_pylist()
+            for row in rows:
+                if is_large and _num_bytes(row) > MOST_ROW_BYTES:
+                    raise ValueError(f"{self.place(start)}: {TOO_LONG}")
+                yield row
+                start += 1
 
     def place(self, row: int) -> str:
         """Path and row number."""
@@ -121,14 +126,14 @@ class FileDataset:
         wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
         self._options = wording | {"columns": dict(columns), "columns_key": columns_key}
         self._data_sources = [data_source or path.stem for path in paths]
+        self._folders = [image_folders(path, image_root) for path in paths]
+        self._readers: list[Reader] = [READERS[path.suffix](path) for path in paths]
         digest = hashlib.blake2b(json.dumps(wording).encode(), digest_size=16)
         if columns:
             digest.update(json.dumps(dict(columns), sort_keys=True).encode())
         for path in paths:
-            with open(path, "rb") as file:
+            with reading(path) as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-        self._folders = [image_folders(path, image_root) for path in paths]
-        self._readers: list[Reader] = [READERS[path.suffix](path) for path in paths]
         # starts[i] is the row of the data set at which file i begins
         self._starts = np.cumsum([0, *map(len, self._readers)])
         if not len(self):
@@ -183,34 +188,38 @@ def find_files(spec: str) -> list[Path]:
       FileNotFoundError: no such file (the message names the nearest), or none in the folder.
       ValueError: a file with an unknown ending.
     """
-    path = Path(spec).expanduser()
+    path = named_path("data file", spec)
     if path.is_file():
         paths = [path]
     elif path.is_dir():
+        checked_path("folder", "data folder", spec)
         paths = sorted(p for p in path.iterdir() if p.suffix in READERS)
         if not paths:
             raise FileNotFoundError(f"folder {spec} holds none of {', '.join(READERS)}")
     elif glob.has_magic(spec):
-        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+        found = {os.path.realpath(p): p for p in sorted(glob.glob(str(path), recursive=True))[::-1]}
+        paths = [Path(p) for p in sorted(found.values())]  # links may lead to a file again
         if not paths:
             raise FileNotFoundError(f"no file matches {spec}")
     else:
-        raise FileNotFoundError(f"data file {spec} does not exist{_near(path)}")
+        with contextlib.suppress(FileNotFoundError):
+            checked_path("file", "data file", spec)  # says what else it may be
+        raise FileNotFoundError(f"data file {spec} does not exist{near_file(path)}")
     for path in paths:
         if path.suffix not in READERS:
             raise ValueError(f"data file {path} has an unknown ending; known: {', '.join(READERS)}")
     return paths
 
 
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor does its folder {path.parent})"
-    near = nearest(path.name, os.listdir(path.parent))
-    return f"; did you mean {path.parent / near}?" if near else ""
+def _num_bytes(value: Any) -> int:
+    """Bytes of the texts and numbers in a row; pictures, which are bytes, have their own bound."""
+    if isinstance(value, dict | list):
+        return sum(map(_num_bytes, value.values() if isinstance(value, dict) else value))
+    return len(value.encode()) if isinstance(value, str) else 0 if isinstance(value, bytes) else 8
 
 
 def _arrow_table(path: Path) -> pa.Table:
-    with open(path, "rb") as file:
+    with reading(path) as file:
         is_file_format = file.read(6) == b"ARROW1"  # else the stream format, which has no magic
     source = pa.memory_map(str(path))
     return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(source).read_all()

@@ -9,11 +9,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from distflow_jax.parsing.json_text import json_problem, parse_json
+from distflow_jax.parsing.json_text import json_problem, parse_json, read_text
+from distflow_jax.parsing.paths import reading
 
 _SPACE = re.compile(r"[ \t\n\r]*")  # between JSON's tokens
 MOST_ROW_BYTES = 16 << 20  # of one row: four million tokens
-_TOO_LONG = f"has more than {MOST_ROW_BYTES >> 20} MiB: shorten or divide it"
+TOO_LONG = f"has more than {MOST_ROW_BYTES >> 20} MiB: shorten or divide it"
+MOST_ARRAY_BYTES = 4 << 30  # of an array, whose text is held in memory
 _MOST_SPACE = 65536  # bytes before the first character of a .json file
 
 
@@ -23,11 +25,11 @@ class JsonLinesReader:
     def __init__(self, path: Path):
         self._path = path
         offsets, lines = [], []
-        with open(path, "rb") as file:
+        with reading(path) as file:
             offset = 0
             for line, text in enumerate(_lines(file), start=1):
                 if len(text) > MOST_ROW_BYTES:
-                    raise ValueError(f"{path}, row {line}: {_TOO_LONG}")
+                    raise ValueError(f"{path}, row {line}: {TOO_LONG}")
                 if not _is_blank(text):
                     offsets.append(offset)
                     lines.append(line)
@@ -65,10 +67,7 @@ class JsonArrayReader:
 
     def __init__(self, path: Path):
         self._path = path
-        try:
-            self._text = path.read_bytes().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: {json_problem(error)}") from error
+        self._text = read_text(path, MOST_ARRAY_BYTES)
         self._decoder = json.JSONDecoder()
         self._starts = list(self._scan())
 
@@ -102,7 +101,7 @@ class JsonArrayReader:
                     f"{self.place(row)}: {json_problem(error, of_file=True)}"
                 ) from error
             if after - end > MOST_ROW_BYTES:
-                raise ValueError(f"{self.place(row)}: {_TOO_LONG}")
+                raise ValueError(f"{self.place(row)}: {TOO_LONG}")
             yield end
             end, row = self._skip_space(after), row + 1
         rest = self._skip_space(end + 1)
@@ -127,7 +126,7 @@ def json_reader(path: Path) -> JsonLinesReader | JsonArrayReader:
     Raises:
       ValueError: one object over several lines, which is neither.
     """
-    with open(path, "rb") as file:
+    with reading(path) as file:
         first = file.read(_MOST_SPACE).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first == b"[":
         return JsonArrayReader(path)
@@ -144,7 +143,7 @@ def json_reader(path: Path) -> JsonLinesReader | JsonArrayReader:
 def _refuse_object(path: Path) -> None:
     """Raises ValueError if the whole file is one JSON object."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8-sig"))
+        whole = json.loads(read_text(path, MOST_ARRAY_BYTES))
     except (ValueError, RecursionError):
         return
     arrays = [key for key, value in whole.items() if isinstance(value, list)]

@@ -5,7 +5,7 @@ import math
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
-from distflow_jax.flow.workers.doors import check_listen
+from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
 SWAPS = ("in_flight", "boundary")
@@ -163,7 +163,7 @@ class FlowConfig:
             )
         if self.max_tries < 1:
             raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")
-        check_listen("flow.listen", self.listen)
+        checked_address("flow.listen", self.listen, least_port=0)
         if self.worker_nodes and not self.workers:
             raise ValueError(
                 f"flow.worker_nodes={self.worker_nodes!r} has no effect with flow.workers=False; "

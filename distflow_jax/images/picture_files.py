@@ -16,6 +16,7 @@ import numpy as np
 
 from distflow_jax.images import pillow
 from distflow_jax.parsing.one_line import one_line
+from distflow_jax.parsing.paths import reading
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 STILL = {"MPO"}  # a camera's JPEG with a preview behind it: its first picture is read
@@ -80,16 +81,9 @@ class PictureFile:
         return self._opened(_rgb)
 
     def _opened(self, use: Callable[[Any], Any]) -> Any:
-        try:
-            if isinstance(self.content, bytes):
-                source = io.BytesIO(self.content)
-            else:
-                source = open(self.content, "rb")  # noqa: SIM115  closed below
-        except OSError as error:
-            raise self._refused(
-                f"cannot be read ({error.strerror}): check the path and its permissions"
-            ) from None
-        with source:
+        content = self.content
+        in_memory = io.BytesIO(content) if isinstance(content, bytes) else None
+        with in_memory or reading(content, f"{self.place}: file") as source:
             try:
                 _check_bytes(source)
                 return use(self._header(source))

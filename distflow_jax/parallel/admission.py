@@ -215,7 +215,10 @@ def open_listener(coordinator: str) -> socket.socket:
     Raises ValueError if another process has the address.
     """
     address = Address.parse(coordinator)
-    family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"process 0 cannot listen on {coordinator} ({error.strerror})") from error
     if ipaddress.ip_address(place[0]).is_loopback and not _names_loopback(address.host):
         log.warning(
             "%s is %s on this host: no process on another host can reach it; name the job by an "

@@ -27,6 +27,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from distflow_jax.parsing.addresses import checked_address
+
 COORDINATOR = "DISTFLOW_COORDINATOR"  # host:port of process 0
 NUM_PROCESSES = "DISTFLOW_NUM_PROCESSES"
 PROCESS_ID = "DISTFLOW_PROCESS_ID"
@@ -141,7 +143,7 @@ def _named(kind: str, found: str, names: tuple[str, str, str], texts: Mapping[st
             f"{', '.join(missing)} must be set too: {', '.join(names)} describe a job together"
         )
     address, count, index = names
-    return _job(kind, found, _address(address, texts[address]), texts, count, index)
+    return _job(kind, found, checked_address(address, texts[address]), texts, count, index)
 
 
 def _job(
@@ -290,21 +292,12 @@ def _require(environ: Mapping[str, str], launcher: str, *names: str) -> None:
 
 
 def _override(environ: Mapping[str, str]) -> str | None:
-    return _address(COORDINATOR, environ[COORDINATOR]) if environ.get(COORDINATOR) else None
+    return checked_address(COORDINATOR, environ[COORDINATOR]) if environ.get(COORDINATOR) else None
 
 
 def _port(environ: Mapping[str, str], number: int) -> int:
     """The coordinator's port, which all processes derive from the job's number."""
     return _whole(PORT, environ[PORT]) if environ.get(PORT) else FIRST_PORT + number % 4096
-
-
-def _address(name: str, text: str) -> str:
-    parts = re.fullmatch(r"(?:[^\s:\[\]/]+|\[[\w.:%]+\]):(\d{1,5})", text)
-    if parts is None or not 0 < int(parts[1]) < 65536:
-        raise ValueError(
-            f"{name} must be host:port, got {text!r} (IPv6 in brackets, as in [fd00::1]:1234)"
-        )
-    return text
 
 
 def _whole(name: str, text: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from distflow_jax.parallel.processes import code_table
+from distflow_jax.parsing.paths import named_path
 
 
 def hashes_of(functions: Iterable[str]) -> dict[str, str]:
@@ -20,7 +21,7 @@ def hashes_of(functions: Iterable[str]) -> dict[str, str]:
     for place in sorted({place for place, _, name in parts if place and _is_dotted(name)}):
         if not place.endswith(".py"):
             table |= _module_hashes(place)
-        elif (file := pathlib.Path(place).expanduser()).is_file():
+        elif (file := named_path("file", place)).is_file():
             table[place] = _digest(file)
     return table
 

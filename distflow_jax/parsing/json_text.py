@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.parsing.paths import reading
 
 MOST_FILE_BYTES = 256 << 20  # of a JSON file read whole: vocabularies have some 30 MiB
 
@@ -54,12 +55,10 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def read_text(path: Path, most: int) -> str:
-    """The text of a file of at most `most` bytes, UTF-8. Raises ValueError with the path."""
-    with open(path, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most} bytes, too many for such a file")
+def read_text(path: Path, most: int, name: str = "") -> str:
+    """The text of a file of at most `most` bytes, UTF-8. `name` and errors: as of `reading`."""
+    with reading(path, name, most) as file:
+        content = file.read()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

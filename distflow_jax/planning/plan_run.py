@@ -49,6 +49,7 @@ from distflow_jax.flow.waves.streamed_nodes import (
 )
 from distflow_jax.flow.waves.wave_checks import check_waves
 from distflow_jax.flow.wire.tls import read_wire_tls
+from distflow_jax.flow.workers.doors import check_listen
 from distflow_jax.flow.workers.worker_checks import check_workers
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
@@ -359,6 +360,7 @@ def prepare(
         check_host_memory(f"training.offload={config.training.offload!r}")
     if config.flow.workers:
         read_wire_tls()  # files that do not fit are found here
+        check_listen("flow.listen", config.flow.listen)
     with shown("open_data"):
         loader = open_loader(run, dataset)
         eval_prompts = load_eval_prompts(config, source, sizes, machine)

@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import os
-import pathlib
 from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from distflow_jax.parsing.paths import checked_path
 
 # JAX's own setting, which overrides compilation_cache.
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -36,8 +37,7 @@ def kept_programs(folder: str) -> Iterator[None]:
         yield
         return
     if "://" not in folder:
-        folder = str(pathlib.Path(folder).expanduser().resolve())
-        _check_writable(folder)
+        folder = str(checked_path("new_folder", "compilation_cache", folder).resolve())
     wanted = {"jax_compilation_cache_dir": folder} | _SETTINGS
     before = {name: getattr(jax.config, name) for name in wanted}
     _configure(wanted)
@@ -53,20 +53,3 @@ def _configure(settings: dict) -> None:
     # without a reset JAX keeps the settings of the process's first program; it logs every reset
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     compilation_cache.reset_cache()
-
-
-def _check_writable(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError as error:
-        raise ValueError(_message(folder, error.strerror)) from error
-    if not writable:
-        raise ValueError(_message(folder, "Permission denied"))
-
-
-def _message(folder: str, reason: str) -> str:
-    return (
-        f"cannot write to compilation_cache={folder!r} ({reason}); choose another folder, or '' to "
-        "keep no compiled programs"
-    )

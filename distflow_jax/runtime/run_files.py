@@ -19,7 +19,9 @@ from distflow_jax.images.shown_pictures import first_of_prompts, pictures
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.one_line import not_utf8, shown
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.stages.evaluate import Scored
 
@@ -37,18 +39,14 @@ log = logging.getLogger("distflow_jax")
 
 
 def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
-    """The folder of a run. Raises ValueError for an empty name, and for a URL."""
+    """The folder of a run. Raises ValueError for a URL, and as `named_path` does."""
     name = os.fspath(workdir)
-    if not name.strip():
-        raise ValueError("--workdir is empty; give the folder of the run, such as runs/first")
     if "://" in name:
         raise ValueError(
             f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
             "which object stores cannot do; mount the bucket, or choose a folder on a disk"
         )
-    if found := not_utf8(name):  # files of the run name their folder
-        raise ValueError(f"--workdir={shown(name)} is not UTF-8 ({found}); choose another name")
-    return pathlib.Path(name)
+    return named_path("--workdir", name)
 
 
 @contextlib.contextmanager
@@ -127,7 +125,7 @@ def _changes(path: pathlib.Path, now: dict[str, Any]) -> dict[str, str]:
     if not path.exists():
         return {}
     defaults, now = (flatten_dict(d, sep=".") for d in (_defaults(), now))
-    saved = flatten_dict(json.loads(path.read_text()), sep=".")
+    saved = flatten_dict(dict(read_json_object(path)), sep=".")
     saved = {RENAMED.get(key, key): value for key, value in saved.items() if key not in REMOVED}
     before = {key: defaults[key] for key in defaults.keys() & now.keys()} | saved
     return {

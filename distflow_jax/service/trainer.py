@@ -13,7 +13,6 @@ checkpoints and report. docs/foreign_engines.md explains the calls.
 
 import dataclasses
 import os
-import pathlib
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +30,7 @@ from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import derive_sizes
@@ -82,7 +82,7 @@ class Trainer:
             )
         self._source = open_model(config.model.source, **config.model.options())
         self.sampling: SamplingParams = config.rollout.sampling_params()
-        self._folder = pathlib.Path(workdir)
+        self._folder = named_path("workdir", workdir)
         self._folder.mkdir(parents=True, exist_ok=True)
         # rounds of a region, and prompts in the place of those that nobody answered, need more
         count = 4 * self._settled.training.steps * data.prompts_per_step

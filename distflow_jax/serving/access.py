@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from distflow_jax.parsing.pem_files import read_named, read_pair
+from distflow_jax.parsing.paths import checked_path
+from distflow_jax.parsing.pem_files import read_pair, read_secret
 from distflow_jax.parsing.token_proof import same_secret
 
 HEADER = "authorization"
@@ -69,19 +70,10 @@ def read_access(
 
     Files that cannot be read, and folders that are not there, are errors too.
     """
-    token = ""
-    if token_file:
-        token = read_named("--token_file", token_file).decode(errors="replace").strip()
-        if not token.isascii() or not token.isprintable() or not token:
-            raise ValueError(
-                f"--token_file={token_file} must hold one line of printable ASCII; write one with "
-                "`openssl rand -hex 32`"
-            )
-    for folder in load_folders:
-        if not pathlib.Path(folder).is_dir():
-            raise ValueError(f"--load_folders={folder} is no folder; create it or name another")
+    token = read_secret("--token_file", token_file) if token_file else ""
+    folders = [str(checked_path("folder", "--load_folders", folder)) for folder in load_folders]
     certificate, key = read_pair(("--tls_cert", tls_cert), ("--tls_key", tls_key))
-    return Access(token, certificate, key, tuple(load_folders))
+    return Access(token, certificate, key, tuple(folders))
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):

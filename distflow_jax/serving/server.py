@@ -1,9 +1,9 @@
 """One gRPC server with two doors, JetStream's and ours, over one set of weights."""
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.parsing.addresses import listen
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.access import Access
@@ -106,7 +107,7 @@ class Server:
         self._metrics = None
         if config.metrics_port:
             self._metrics = prometheus_client.start_http_server(
-                config.metrics_port, addr=_bare(config.host)
+                config.metrics_port, addr=config.host.strip("[]")
             )
         prepare()
         for engine in (self.engine, self._jetstream_engine):
@@ -238,22 +239,10 @@ class _Metrics(Collector):
 
 def check_addresses(config: ServerConfig) -> None:
     """Raises ValueError if `config` names an address that cannot be had now."""
-    for flag, port in (("--port", config.port), ("--metrics_port", config.metrics_port)):
-        try:
-            found = socket.getaddrinfo(_bare(config.host), port, type=socket.SOCK_STREAM)
-            family, kind, _, _, address = found[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            raise ValueError(
-                f"cannot listen on {config.host}:{port} ({error.strerror or error}); choose "
-                f"another {flag} or --host"
-            ) from error
-
-
-def _bare(host: str) -> str:
-    return host.removeprefix("[").removesuffix("]")
+    with contextlib.ExitStack() as both:
+        both.enter_context(listen("--port", config.host, config.port))
+        if config.metrics_port:
+            both.enter_context(listen("--metrics_port", config.host, config.metrics_port))
 
 
 async def serve_until_signal(server: Server, ready) -> int:

@@ -1,6 +1,7 @@
-"""Inputs that scripts/train.py must refuse: one line, exit code 2, no work done, nothing left.
+"""Inputs that subcommands must refuse: one line, exit code 2, no work done, nothing left.
 
-support/bad_starts.py makes them from the keys of the config, the flags and the parsers. All of them
+support/bad_starts.py makes them from the keys of the config, the flags and the parsers of train;
+support/named_places.py from all flags and keys that name a file or folder. All of them
 run as forks of one process that has imported the package (support/many_starts.py): a new process
 spends some two CPU-seconds on imports, which are the same for each, and are counted. What a fork
 cannot show, the start of Python and the order of imports, is tried with real processes: a choice
@@ -15,7 +16,10 @@ import subprocess
 import sys
 
 import pytest
+from support.named_places import KEYS, MADE, NAMED, NO_PATHS
 from support.paths import ROOT
+
+from distflow_jax.config.key_reference import keys
 
 CPU_SECONDS = 5.0
 SECONDS = 3600 * 3  # for all: a guard against hangs
@@ -44,8 +48,8 @@ def run(module, *arguments, cwd):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def cases_in(folder):
-    run("support.bad_starts", folder, cwd=folder)
+def cases_in(folder, made_by="support.bad_starts"):
+    run(made_by, folder, cwd=folder)
     return json.loads((folder / "cases.json").read_text())
 
 
@@ -79,6 +83,30 @@ def refused(how, cases, folder):
     seconds = max(line["cpu"] for line in lines)
     print(f"{len(lines)} starts, at most {seconds:.1f} CPU-seconds")
     assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
+
+
+def test_each_flag_and_key_of_a_path_refuses_some_place(tmp_path):
+    """One case of each flag and key, and one of each kind of place."""
+    cases = cases_in(tmp_path, "support.named_places")
+    random.Random(0).shuffle(cases)
+    by_name = {case["name"].rpartition(": ")[0]: case for case in cases}
+    by_kind = {case["name"].rpartition(": ")[2]: case for case in cases}
+    chosen = {case["name"]: case for case in (*by_name.values(), *by_kind.values())}
+    assert len(by_name) >= 30 and {*by_kind} == {*MADE, *NAMED}
+    refused("fork", list(chosen.values()), tmp_path)
+
+
+def test_every_key_of_text_is_known_to_be_a_path_or_none():
+    of_text = {key.name for key in keys().values() if "str" in key.type or "dict" in key.type}
+    assert of_text == {*KEYS, *NO_PATHS}
+
+
+@pytest.mark.slow
+def test_every_place_of_every_path_is_refused(tmp_path):
+    """Every flag and key that names a file or folder (parsing/paths.py), and all who read one."""
+    cases = cases_in(tmp_path, "support.named_places")
+    assert len(cases) >= 500
+    refused("fork", cases, tmp_path)
 
 
 @pytest.mark.slow

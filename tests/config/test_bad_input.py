@@ -104,11 +104,11 @@ SCRIPT_CASES = [
     ("train", "--config.trainin.steps=3", "did you mean config.training.steps?"),
     ("train", "--config.data.prompts_per_step=15 --config.training.mini_batches=2", "use 14 or 16"),
     ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
-    ("train", "--workdir=/proc/run", "cannot write to --workdir '/proc/run'"),
+    ("train", "--workdir=/proc/run", "/proc/run"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
     ("plan", "--sweep", "--sweep needs a pod: give --topology"),
     ("plan", "--only=actor_train", "chooses programs to compile for one TPU --topology"),
-    ("evaluate", "--out={dir}/table.csv/out.json", "choose another folder"),
+    ("evaluate", "--out={dir}/table.csv/out.json", "table.csv is no folder for that"),
     ("generate", "", "give either --prompt or --file"),
     ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),
 ]

@@ -142,7 +142,7 @@ def test_a_graph_on_top_of_another_replaces_adds_and_merges(tmp_path):
     for line, message in (
         ("base: grop", "there is no built-in graph 'grop' .did you mean 'grpo'"),
         ("base: [grpo]", "base must be the name of a graph or a file"),
-        ("base: nowhere.yaml", "nowhere.yaml' does not exist"),
+        ("base: nowhere.yaml", "nowhere.yaml does not exist"),
     ):
         top.write_text(f"name: top\n{line}\n")
         with pytest.raises((ValueError, FileNotFoundError), match=message):

@@ -175,7 +175,7 @@ def asked(*images, prompt="<image>?"):
     [
         (asked("pictures/7.png"), r"image 1: 'pictures/7.png' does not exist; did you mean"),
         (asked("images/0.png"), r"image 1: .* nor does its folder"),
-        (asked("pictures"), r"image 1: 'pictures' is a folder: name a file"),
+        (asked("pictures"), r"image 1: 'pictures' is no file, but a folder"),
         (asked("../other.png"), r"image 1: '../other.png' leads out of .*: move .*data.image_root"),
         (asked("link.png"), r"image 1: 'link.png' leads out of"),
         (asked("/etc/passwd"), r"image 1: '/etc/passwd' leads out of"),

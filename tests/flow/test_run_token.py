@@ -28,7 +28,7 @@ def test_the_environment_has_precedence_and_no_file_is_written(tmp_path):
 def test_what_holds_no_secret_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ValueError, match="set DISTFLOW_TOKEN to that of the trainers"):
         find_run_token(None, {})
-    with pytest.raises(ValueError, match="token cannot be read .No such file.*trainers first"):
+    with pytest.raises(ValueError, match="token does not exist: set .*trainers first"):
         find_run_token(tmp_path, {})
     with pytest.raises(ValueError, match="DISTFLOW_TOKEN holds 5 bytes.*openssl rand"):
         find_run_token(tmp_path, {"DISTFLOW_TOKEN": "short"})

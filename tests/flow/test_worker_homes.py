@@ -168,7 +168,16 @@ def test_doors_are_written_whole_and_read_back(tmp_path):
         read_doors(tmp_path)
     assert addresses("host:1,[::1]:2") == ("host:1", "[::1]:2")
     assert addresses("runs/far") == ()
-    for wrong in ("host:1,runs/far", "host:0", "127.0.0.1:99999"):
+    assert addresses("./a:b") == addresses("/a:1/b") == ()
+    for wrong in (
+        "host:1,runs/far",
+        "host:0",
+        "127.0.0.1:99999",
+        "a b:1",
+        ":1",
+        "http://a:1",
+        "a:1,",
+    ):
         with pytest.raises(ValueError, match="HOST:PORT"):
             addresses(wrong)
 

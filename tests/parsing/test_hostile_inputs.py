@@ -8,13 +8,14 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.paths import ROOT
 from support.waiting import HANG
 
 from distflow_jax.checkpoint.checkpointer import step_of
 from distflow_jax.dag.graph_yaml import read_graph
-from distflow_jax.data.files import FileDataset
+from distflow_jax.data.files import FileDataset, find_files
 from distflow_jax.models.chat import dialect, render
 from distflow_jax.models.chat.render import is_plain
 from distflow_jax.models.tokenizer import CHATML, Tokenizer
@@ -80,6 +81,75 @@ def test_rows(tmp_path, row, message, ending):
     path.write_text(f"{good}\n{row}\n" if ending == ".jsonl" else f"[{good},{row}]")
     said = refusal(FileDataset, [path], "data")
     assert message in said and f"{path}, row 2" in said
+
+
+GOOD_ROW = {"prompt": "1 + 1?", "answer": "2"}
+MIB = 1 << 20
+
+
+def shortened(value):
+    """A value of the same type with little in it."""
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    return [shortened(value[0])] if isinstance(value, list) else value[:1] if value != 7 else 7
+
+
+def write_table(path, rows):
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return path
+    writer = pa.ipc.new_file if path.suffix == ".arrow" else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as file, writer(file, table.schema) as out:
+        out.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".feather"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a " * (30 * MIB // 2), "answer": "2"},
+        {"prompt": "\u00e9" * (9 * MIB), "answer": "2"},  # two bytes each
+        {"prompt": [{"role": "user", "content": "a" * (6 * MIB)}] * 3, "answer": "2"},
+        {"prompt": "a", "answer": "2", "extra_info": {"note": "a" * (17 * MIB)}},
+        {"prompt": "a", "answer": "2", "numbers": [7] * (3 * MIB)},
+        {"prompt": "a" * (9 * MIB), "answer": "b" * (9 * MIB)},
+    ],
+    ids=["text", "bytes", "messages", "nested", "numbers", "together"],
+)
+def test_rows_of_tables_have_the_bound_of_json(tmp_path, ending, row):
+    """A text of 30 MiB keeps the tokenizer busy for longer than a watchdog waits for a beat."""
+    small = {key: shortened(value) for key, value in row.items()}
+    few = [small] * 1500  # into the second part that is converted
+    path = write_table(tmp_path / f"rows{ending}", [*few, row, small])
+    assert f"{path}, row 1501: has more than 16 MiB: shorten" in refusal(FileDataset, [path], "x")
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".feather"])
+def test_large_rows_below_the_bound_are_read(tmp_path, ending):
+    rows = [GOOD_ROW | {"extra_info": {"note": "a" * (15 * MIB)}}] * 3
+    dataset = FileDataset([write_table(tmp_path / f"rows{ending}", rows)], "x")
+    assert len(dataset) == 3 and dataset[2].prompt == "1 + 1?"
+    rows = [GOOD_ROW | {"blob": b"x" * (20 * MIB)}, GOOD_ROW | {"blob": b""}]
+    dataset = FileDataset([write_table(tmp_path / f"blobs{ending}", rows)], "x")
+    assert len(dataset) == 2  # bytes are pictures, which have a bound of their own
+
+
+def test_a_pattern_does_not_follow_links_in_circles(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD_ROW) + "\n")
+    (tmp_path / "again").symlink_to(".")
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    assert find_files(str(tmp_path / "**" / "*.jsonl")) == [tmp_path / "a.jsonl"]
+
+
+def test_a_folder_among_data_files_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD_ROW) + "\n")
+    (tmp_path / "notes").mkdir()
+    assert find_files(str(tmp_path)) == [tmp_path / "a.jsonl"]
+    (tmp_path / "b.parquet").mkdir()
+    said = refusal(FileDataset, find_files(str(tmp_path)), "x")
+    assert f"{tmp_path}/b.parquet" in said
 
 
 def test_an_offset_that_leads_out_of_a_table_is_refused_before_a_row_is_read(tmp_path):

@@ -40,8 +40,10 @@ def test_settings(tmp_path):
         ("vllm:http://a:1", {}, "give own, openai:http://HOST:PORT"),
         ("openai:", {}, "is no address of an engine"),
         ("openai:a:1", {}, "is no address of an engine"),
-        ("distflow:a", {}, "'a' is no HOST:PORT"),
-        ("distflow:http://a:1", {}, "is no HOST:PORT"),
+        ("distflow:a", {}, "must be HOST:PORT, got 'a'"),
+        ("distflow:http://a:1", {}, "must be HOST:PORT, got 'http://a:1'"),
+        *((f"openai:http://{host}:1", {}, "is no address") for host in ("", "a b", "a..b", "[::")),
+        *((f"openai:http://a:{port}", {}, "is no address") for port in ("", "x", 0, 65536)),
         ("own", {"slots": 3}, "is of engines of other programs"),
         ("openai:http://a:1", {"slot": 3}, "unknown key 'slot' .*slots"),
         ("openai:http://a:1", {"slots": 0}, "slots must be an integer"),
@@ -50,11 +52,11 @@ def test_settings(tmp_path):
         ("openai:http://a:1", {"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
         ("openai:http://a:1", {"load_steps": "x"}, "load_steps must be a list"),
         ("openai:http://a:1", {"load_steps": [["POST"]]}, "a step is a list such as"),
-        ("openai:http://a:1", {"key_file": "nowhere"}, "key_file=nowhere cannot be read"),
+        ("openai:http://a:1", {"key_file": "nowhere"}, "key_file=nowhere does not exist"),
     ],
 )
 def test_mistakes(tmp_path, flag, values, reason):
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises((ValueError, FileNotFoundError), match=reason):
         read_engine(flag, settings_file(tmp_path, **values) if values else "")
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from distflow_jax.commands.subcommands import SUBCOMMANDS, python_arguments
-from distflow_jax.config.user_error import user_error
+from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parallel import job
 
@@ -171,6 +171,6 @@ def run_main(
     """
     try:
         code = main(sys.argv[1:] if arguments is None else arguments, program)
-    except ValueError as error:
+    except (ValueError, *NAME_ERRORS) as error:
         code = user_error(str(error))
     sys.exit(code)

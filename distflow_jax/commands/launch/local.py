@@ -27,6 +27,7 @@ from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.local_workers import LocalWorkers
 from distflow_jax.commands.launch.worker_group import worker_command
 from distflow_jax.parallel import job
+from distflow_jax.parsing.addresses import listen
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 POLL_SECONDS = 0.05
@@ -88,8 +89,7 @@ def parse_arguments(
 
 def free_port() -> int:
     """A free TCP port of the loopback interface."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with listen("a job", "127.0.0.1", 0) as listener:
         return listener.getsockname()[1]
 
 

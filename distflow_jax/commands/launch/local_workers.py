@@ -1,12 +1,13 @@
 """Workers on this machine, beside the processes of a run that they sample for."""
 
 import contextlib
-import pathlib
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+
+from distflow_jax.parsing.paths import named_path
 
 DOORS = "doors.json"  # of a run's folder: where the trainers answer
 LOOK_SECONDS = 0.2
@@ -28,7 +29,7 @@ class LocalWorkers:
     ):
         """`start(label, command)`: starts a process. Create this before the trainers."""
         self._command, self._count, self._start, self._say = command, count, start, say
-        self._doors = pathlib.Path(command[-1].partition("=")[2]) / DOORS
+        self._doors = named_path("--workdir", command[-1].partition("=")[2]) / DOORS
         self._before = self._read()
         self._workers: list[subprocess.Popen] = []
         self._closing = threading.Event()

@@ -11,6 +11,7 @@ from distflow_jax.did_you_mean import nearest
 from distflow_jax.images.data_uris import bytes_of_uri
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.paths import checked_path, named_path
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:")
 _MOST_NEAR = 4096  # files of a folder among which the nearest name is sought
@@ -75,7 +76,7 @@ class ImageFolders:
             if path.is_file():
                 return path
             if path.exists():
-                raise ValueError(f"{place}: {shown(text)} is a folder: name a file in it")
+                raise ValueError(f"{place}: {shown(text)} is no file, but a folder or a device")
             hint = _near(path) or "check the path, which begins in " + str(base)
         except OSError as error:  # longer than a name may be
             raise ValueError(
@@ -87,13 +88,13 @@ class ImageFolders:
 
 def image_folders(file: Path, root: str) -> ImageFolders:
     """The folders for images of a data file; `root` is `data.image_root`, "" without one."""
-    return ImageFolders(file.parent, Path(root).expanduser() if root else None)
+    return ImageFolders(file.parent, named_path("data.image_root", root) if root else None)
 
 
 def check_root(root: str) -> None:
-    """Raises FileNotFoundError if `data.image_root` names no folder; "" is none."""
-    if root and not Path(root).expanduser().is_dir():
-        raise FileNotFoundError(f"data.image_root {root!r} is not a folder: name one, or ''")
+    """Raises ValueError or FileNotFoundError if `data.image_root` is no folder; "" is none."""
+    if root:
+        checked_path("folder", "data.image_root", root)
 
 
 def _near(path: Path) -> str:

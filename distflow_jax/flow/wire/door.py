@@ -40,6 +40,7 @@ from distflow_jax.flow.wire.session import (
     Stranger,
 )
 from distflow_jax.flow.wire.tls import WireTls, read_wire_tls
+from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.one_line import one_line
 from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key
 
@@ -52,7 +53,6 @@ METHOD_THREADS = 8
 QUICK_BYTES = 256 << 10  # of a frame, at most, whose method is quick
 MOST_LOGGED = 100  # refusals that a door's log names: their number is not bounded
 LOOK_SECONDS = 0.25  # between two looks at what has taken too long
-_BACKLOG = 512
 
 log = logging.getLogger("distflow_jax")
 
@@ -89,7 +89,8 @@ class Door:
         self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
         self._key = derive_key("wire", token)
         self._tls = (read_wire_tls() if tls is None else tls).door
-        self._listener = _listen(address)
+        self._listener = listen("the wire", *address.rpartition(":")[::2])
+        self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
         self._log = _RefusalLog(f"{address.rpartition(':')[0]}:{self.port}")
         self._strangers: dict[Guest, None] = {}  # the oldest one first
@@ -331,25 +332,6 @@ class _RefusalLog:
 def _refusal(session: Session, text: str) -> Answer:
     data = one_line(text).encode()[:TEXT_BYTES]
     return session.answer_head(data, refused=True), data
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket that listens. ValueError for an address that cannot be had."""
-    host, _, port = address.rpartition(":")
-    try:
-        family, _, _, _, place = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM
-        )[0]
-        both = place[0] == "::" and socket.has_dualstack_ipv6()  # IPv4 is anywhere, too
-        listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"cannot listen on {address} ({reason}); name an address of this host and a free port, "
-            "or port 0"
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 def _soon(seconds: float) -> float:

@@ -9,6 +9,7 @@ import os
 import ssl
 from collections.abc import Mapping
 
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.parsing.pem_files import read_pair, read_pem
 
 CERTIFICATE, KEY, AUTHORITIES = "DISTFLOW_TLS_CERT", "DISTFLOW_TLS_KEY", "DISTFLOW_TLS_CA"
@@ -24,7 +25,8 @@ class WireTls:
 
 def read_wire_tls(environment: Mapping[str, str] = os.environ) -> WireTls:
     """TLS by the files that the environment names. ValueError for files that do not fit."""
-    paths = [environment.get(name, "") for name in (CERTIFICATE, KEY, AUTHORITIES)]
+    given = [(name, environment.get(name, "")) for name in (CERTIFICATE, KEY, AUTHORITIES)]
+    paths = [str(named_path(name, path)) if path else "" for name, path in given]
     certificate, _ = read_pair((CERTIFICATE, paths[0]), (KEY, paths[1]))
     authorities = read_pem(AUTHORITIES, paths[2])
     if certificate and not authorities:

@@ -4,12 +4,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import socket
-from collections.abc import Sequence
+
+from distflow_jax.parallel import processes
+from distflow_jax.parsing.addresses import checked_address, listen
+from distflow_jax.parsing.paths import reading
 
 FILE = "doors.json"
-_ADDRESS = r"(?:[^\s:\[\]/,]+|\[[\w.:%]+\]):(\d{1,5})"
+_MOST_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,9 @@ def read_doors(folder: str | os.PathLike) -> Doors | None:
     """The doors of a run's folder; None if it has none (yet). ValueError for another file."""
     path = pathlib.Path(folder) / FILE
     try:
-        text = path.read_text()
-    except OSError:
+        with reading(path) as file:
+            text = file.read(_MOST_BYTES)
+    except (OSError, ValueError):
         return None
     try:
         found = json.loads(text)
@@ -51,30 +54,26 @@ def start_before(folder: str | os.PathLike) -> str:
     return "" if found is None else found.incarnation
 
 
-def is_address(text: str) -> bool:
-    """Whether a text is HOST:PORT of something that listens."""
-    found = re.fullmatch(_ADDRESS, text)
-    return found is not None and 0 < int(found[1]) < 65536
-
-
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
-    parts: Sequence[str] = join.split(",")
-    if all(is_address(part) for part in parts):
-        return tuple(parts)
-    if any(re.fullmatch(_ADDRESS, part) for part in parts):
-        raise ValueError(f"--join={join!r} must be HOST:PORT[,HOST:PORT], or the run's folder")
-    return ()
+    parts = tuple(join.split(","))
+    if "://" not in join and not any(":" in part and "/" not in part for part in parts):
+        return ()
+    for part in parts:
+        checked_address("--join (HOST:PORT[,HOST:PORT], or the run's folder)", part)
+    return parts
 
 
-def check_listen(name: str, listen: str) -> None:
-    """Raises ValueError, which names the setting, unless it is HOST:PORT to listen on."""
-    host, _, port = listen.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ValueError(
-            f"{name} must be HOST:PORT, got {listen!r}; 127.0.0.1:0 is any free port of this "
-            "machine alone"
-        )
+def own_address(address: str) -> str:
+    """HOST:PORT where this process listens: ports of processes follow each other, 0 is any."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + processes.process_index() if int(port) else 0}"
+
+
+def check_listen(name: str, address: str) -> None:
+    """Raises ValueError, with the setting's name, unless this process can listen there now."""
+    place = own_address(checked_address(name, address, least_port=0))
+    listen(name, *place.rpartition(":")[::2]).close()
 
 
 def announced(listen: str, port: int) -> str:

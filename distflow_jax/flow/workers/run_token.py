@@ -10,6 +10,8 @@ import secrets
 import stat
 from collections.abc import Mapping
 
+from distflow_jax.parsing.paths import reading
+
 VARIABLE = "DISTFLOW_TOKEN"
 FILE = "token"
 _LEAST_BYTES, _MOST_BYTES = 16, 1024
@@ -51,13 +53,11 @@ def find_run_token(
         )
     path = pathlib.Path(workdir) / FILE
     try:
-        with open(path, "rb") as file:
+        with reading(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}): set {VARIABLE}, or start the trainers first"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{error}: set {VARIABLE}, or start the trainers first") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
             f"{path} has mode {stat.S_IMODE(mode):o}, and others may have read it: remove it, and "

@@ -18,7 +18,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.flow.wire.calls import Bytes, Method, Refused
-from distflow_jax.flow.workers.doors import is_address
 from distflow_jax.flow.workers.weight_slices import (
     CHUNK_BYTES,
     ChunkSpec,
@@ -29,6 +28,7 @@ from distflow_jax.flow.workers.weight_slices import (
     cut,
 )
 from distflow_jax.models import lora
+from distflow_jax.parsing.addresses import is_address
 from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, check_fields
 from distflow_jax.parsing.json_text import parse_json
 from distflow_jax.resharding.weight_sync import cast_weights

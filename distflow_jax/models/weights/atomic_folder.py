@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow_jax.parsing.paths import checked_path, named_path
+
 _RESERVE = 16 << 20  # bytes left free for the file system's own data
 
 
@@ -16,9 +18,7 @@ def check_new_folder(out: Path, *, overwrite: bool, needed: int, mark: str = "co
     With `overwrite`, an existing folder must contain the file `mark` and no folders, so that a typo
     in the name does not delete a home directory.
     """
-    out = _absolute(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; choose a folder that does not exist yet")
+    out = _absolute(checked_path("new_folder", "model folder", out))
     if os.path.ismount(out):
         raise ValueError(f"{out} is a mount point; choose a folder inside it")
     entries = sorted(out.iterdir()) if out.is_dir() else []
@@ -32,8 +32,6 @@ def check_new_folder(out: Path, *, overwrite: bool, needed: int, mark: str = "co
         reason = f"it holds the folder {folders[0]}" if folders else f"it has no {mark}"
         raise ValueError(f"{out} is not a model folder ({reason}) and is not overwritten")
     parent = next(folder for folder in out.parents if folder.is_dir())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{parent} is not writable; choose another folder")
     free = shutil.disk_usage(parent).free
     if needed + _RESERVE > free:
         raise ValueError(
@@ -76,7 +74,7 @@ def _undo(partial: Path, old: Path, out: Path) -> None:
 
 def _absolute(path: Path) -> Path:
     # resolves links: the folder itself is renamed, not a link to it
-    return Path(os.path.realpath(path.expanduser()))
+    return Path(os.path.realpath(named_path("model folder", path)))
 
 
 def _sync(path: Path) -> None:

@@ -24,6 +24,7 @@ import huggingface_hub.errors
 
 from distflow_jax.models.weights.file_hashes import sha256_of, write_hashes
 from distflow_jax.models.weights.gguf_file import MAGIC
+from distflow_jax.parsing.paths import named_path
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
@@ -39,7 +40,7 @@ _RECORD_HASHES = ("sha256", "sha384", "sha512")
 
 def default_cache() -> Path:
     """Folder of the cache: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
-    return Path(os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax").expanduser()
+    return named_path("cache", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
 
 
 def from_hub(spec: str, *, weights: bool = True) -> Path:

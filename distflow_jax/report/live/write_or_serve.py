@@ -44,6 +44,7 @@ def write_or_serve(
     else:
         path = pathlib.Path(out)
         text = compare_page(dict(zip(names_of(runs), map(read_run, runs), strict=True)))
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text)
     print(f"wrote {path}")
     return 0

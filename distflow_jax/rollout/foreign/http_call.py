@@ -3,6 +3,7 @@
 import dataclasses
 import http.client
 import json
+import re
 import socket
 import ssl
 import threading
@@ -10,6 +11,8 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
+
+from distflow_jax.parsing.addresses import is_address
 
 CHUNK = 1 << 16  # bytes of a read
 _SHOWN = 200  # characters of a server's own message
@@ -60,12 +63,8 @@ class HttpServer:
     api_key: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self):
-        parts = urllib.parse.urlsplit(self.url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        found = re.fullmatch(r"https?://([^/?#]+)(/\S*)?", self.url)
+        if not found or not (is_address(found[1]) or is_address(f"{found[1]}:80")):
             raise ValueError(f"{self.url!r} is no address of an engine; give http://HOST:PORT")
 
     def call(

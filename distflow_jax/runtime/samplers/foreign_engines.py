@@ -2,14 +2,16 @@
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.models.weights.source import ModelSource
+from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.parsing.checked_fields import COUNT, OBJECT, POSITIVE, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import read_json_object
+from distflow_jax.parsing.paths import checked_path
+from distflow_jax.parsing.pem_files import read_secret
 from distflow_jax.rollout.foreign.engine_protocol import ForeignEngine
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits
 from distflow_jax.rollout.foreign.foreign_start import ForeignStart
@@ -27,7 +29,6 @@ from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.client import SamplerClient
 
 OWN = "own"
-_ADDRESS = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ _KINDS = {
     "extra": OBJECT,
     "dtype": Kind("float32, bfloat16 or float16", {"float32", "bfloat16", "float16"}.__contains__),
 }
+_PATHS = {"folder": "new_folder", "key_file": "file", "ca_file": "file"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +112,8 @@ class EngineChoice:
 
     @property
     def _key(self) -> str:
-        if not self.settings.key_file:
-            return ""
-        try:
-            return pathlib.Path(self.settings.key_file).read_text().strip()
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"key_file={self.settings.key_file} cannot be read: {error}"
-            ) from error
+        file = self.settings.key_file
+        return read_secret("key_file", file) if file else ""
 
     def _http(self) -> OpenAISettings:
         settings, steps = self.settings, VLLM_LOAD
@@ -153,8 +149,8 @@ def read_engine(flag: str, settings_file: str = "") -> EngineChoice | None:
         raise ValueError(
             f"--engine={flag}: give {OWN}, openai:http://HOST:PORT or distflow:HOST:PORT"
         )
-    if kind == "distflow" and not _ADDRESS.fullmatch(address):
-        raise ValueError(f"--engine={flag}: {address!r} is no HOST:PORT")
+    if kind == "distflow":
+        checked_address("--engine=distflow:HOST:PORT", address)
     if kind == "openai":
         address = address.rstrip("/").removesuffix("/v1")
     choice = EngineChoice(kind, address, _read_settings(settings_file))
@@ -172,4 +168,5 @@ def _read_settings(path: str) -> EngineSettings:
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r} ({hint(str(key), known)})")
     check_fields(values, _KINDS, path)
-    return EngineSettings(**values)
+    named = {k: str(checked_path(_PATHS[k], k, values[k])) for k in _PATHS if values.get(k)}
+    return EngineSettings(**{**values, **named})

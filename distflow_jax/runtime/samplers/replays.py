@@ -11,6 +11,7 @@ from distflow_jax.flow.waves.recordings import Recording, RecordWriter, drop_lat
 from distflow_jax.flow.waves.wave_records import WaveRecords
 from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
 from distflow_jax.planning.waves.replayed_run import start_of_run
 from distflow_jax.runtime.run_state import RunState
@@ -19,18 +20,15 @@ from distflow_jax.runtime.run_state import RunState
 def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -> Recording:
     """The recording of a run whose training a run in `folder`, after `done` steps, repeats.
 
-    Collective. Raises ValueError if it cannot be read.
+    Collective. Raises ValueError or OSError if it cannot be read.
     """
-    place = pathlib.Path(replay)
+    place = named_path("--replay", replay)
     if place.resolve() == folder.resolve():
         raise ValueError(
             f"--replay and --workdir both name {str(folder)!r}: give another --workdir, for the "
             "repeated run"
         )
-    try:
-        recording = Recording(place, done, processes.process_index(), processes.process_count())
-    except OSError as error:
-        raise ValueError(f"--replay={replay!r} cannot be read ({error.strerror})") from error
+    recording = Recording(place, done, processes.process_index(), processes.process_count())
     # of a run that still trains, processes may see other ends
     recording.last = int(processes.all_gather_ints(np.int64(recording.last)).min())
     return recording

@@ -26,7 +26,7 @@ from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
-from distflow_jax.flow.workers.doors import Doors, announced, start_before
+from distflow_jax.flow.workers.doors import Doors, announced, own_address, start_before
 from distflow_jax.flow.workers.frames import FRAME_BYTES
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
@@ -102,7 +102,7 @@ def deliver_to_workers(
     facts["exact"] = config.flow.swap == "boundary"
     answers = HomeDoor(producer.sampler, producer.lock, tables, facts, node_table(whole))
     door = Door(
-        _place(config.flow.listen),
+        own_address(config.flow.listen),
         make_run_token(workdir),
         answers.methods() | shelf.methods(),
         quick=QUICK,
@@ -161,9 +161,3 @@ class _Leaving:
     def leave(self, params: Any) -> _Left:
         """The weights, to be copied before they change."""
         return _Left(params)
-
-
-def _place(listen: str) -> str:
-    """The address that this process listens on: ports of processes follow each other."""
-    host, _, port = listen.rpartition(":")
-    return f"{host}:{int(port) + processes.process_index() if int(port) else 0}"

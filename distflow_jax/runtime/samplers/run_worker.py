@@ -29,6 +29,7 @@ from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import host_memory, processes
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parsing.paths import checked_path, named_path
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.compilation_cache import kept_programs
@@ -73,6 +74,8 @@ def run_worker(
     """
     if listen:
         check_listen("--listen", listen)
+    if not addresses(join) and os.path.exists(join := str(named_path("--join", join))):
+        checked_path("folder", "--join", join)
     config, graph = settle(config, chosen)
     if not config.flow.workers:
         raise ValueError(
