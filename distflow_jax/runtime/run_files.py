@@ -20,7 +20,6 @@ from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, S
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.json_text import read_json_object
-from distflow_jax.parsing.one_line import not_utf8, shown
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.stages.evaluate import Scored
