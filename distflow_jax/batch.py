@@ -33,6 +33,7 @@ class Prompt:
     extra_info: dict[str, Any]
     expected_length: float = 0.0  # tokens of a response, as far as known; long ones start first
     answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
+    answer_masks: tuple[np.ndarray, ...] = ()  # bool [T] of each: what is learned; (): all of it
     expected_spread: float = 0.0  # of the scores of its responses, as far as known
     images: tuple[Image, ...] = ()
     patch: np.ndarray | None = None

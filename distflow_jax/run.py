@@ -74,6 +74,7 @@ from distflow_jax.runtime.run_files import (
     changes_named,
     check_writable,
     private_files,
+    recorded_date,
     run_folder,
 )
 from distflow_jax.runtime.run_state import (
@@ -188,7 +189,8 @@ def _train(
         launches = folder / "launches" / f"{processes.process_index()}.txt"
         files.enter_context(launch_log(launches if config.observe.launches else None))
         recording = open_recording(replay, folder, done or 0) if replay else None
-        prepared = prepare(config, chosen, terminal.activity, recording, dataset)
+        date = recorded_date(pathlib.Path(replay or folder))
+        prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
         files.enter_context(contextlib.closing(prepared.rewards))
         run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)

@@ -9,10 +9,14 @@ from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.step_columns import entries_of_host, uid_column
-from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import load_eval_prompts, open_environments, settled_config
+from distflow_jax.planning.plan_run import (
+    load_eval_prompts,
+    open_configured,
+    open_environments,
+    settled_config,
+)
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
@@ -29,7 +33,7 @@ def main(options: SimpleNamespace) -> int:
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
     join_job(options)
-    source = open_model(config.model.source, **config.model.options())
+    source = open_configured(config)
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
     hosts = sizes.sampler_hosts

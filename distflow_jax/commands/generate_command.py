@@ -12,9 +12,14 @@ from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout
 from distflow_jax.images.record import MARK
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_text
-from distflow_jax.planning.plan_run import open_environments, prompt_encoder, settled_config
+from distflow_jax.planning.plan_run import (
+    open_configured,
+    open_environments,
+    prompt_encoder,
+    settled_config,
+)
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
@@ -28,7 +33,7 @@ def main(options: SimpleNamespace) -> int:
             f"--samples={options.samples} is above config.rollout.num_samples="
             f"{config.rollout.num_samples}; raise that too"
         )
-    source = open_model(config.model.source, **config.model.options())
+    source = open_configured(config)
     prompts = []
     for i, text in enumerate(texts):
         if options.image is not None:
@@ -94,7 +99,7 @@ def _prompts(options: SimpleNamespace) -> list[str]:
         raise ValueError("give either --prompt or --file")
     if options.prompt is not None:
         return [options.prompt]
-    lines = read_text(pathlib.Path(options.file), MOST_FILE_BYTES).splitlines()
+    lines = read_text(pathlib.Path(options.file), MOST_FILE_BYTES).split("\n")
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise ValueError(f"{options.file} contains no prompt: write one per line")

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.placing import SeeingTokenizer
-from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.memory import GIB, peak_memory_gb
-from distflow_jax.planning.plan_run import prompt_encoder, settled_config
+from distflow_jax.planning.plan_run import open_configured, prompt_encoder, settled_config
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.samplers.make_sampler import make_engine
@@ -39,7 +38,7 @@ def main(options: SimpleNamespace) -> int:
         jetstream=dataclasses.replace(GREEDY, temperature=options.temperature, top_p=options.top_p),
     )
     check_addresses(served)  # before the model is loaded
-    source = open_model(config.model.source, **config.model.options())
+    source = open_configured(config)
     params, step = read_weights(config, source, options.run)
     weights = Weights(params, step)
     engine = make_engine(source, config, answer_sizes(config, source, resumable))

@@ -1,6 +1,7 @@
 """Example, one row of a data set, and the interface of data sets."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from distflow_jax.images.picture_files import ImageSource
@@ -8,6 +9,19 @@ from distflow_jax.images.picture_files import ImageSource
 # {"role": "user", "content": "What is 2 + 3?"}; the content of one with images is a list of parts,
 # {"type": "text", "text": ...} and {"type": "image"}
 Message = dict[str, Any]
+
+
+class Conversation(list[Message]):
+    """Messages, with variables of the chat template that their row gives.
+
+    `variables`: {"tools": [{"type": "function", ...}], "enable_thinking": False}.
+    """
+
+    def __init__(
+        self, messages: Iterable[Message] = (), variables: Mapping[str, Any] | None = None
+    ):
+        super().__init__(messages)
+        self.variables = dict(variables or {})
 
 
 @dataclasses.dataclass(frozen=True)

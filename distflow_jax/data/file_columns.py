@@ -12,9 +12,12 @@
 | question, ground_truth ..   | a user's chat message      | as above                            |
 | question, chosen [, rej..]  | a user's chat message      | as above                            |
 | chosen, rejected            | their common beginning     | as above                            |
-| conversations               | as messages (MM-Eureka)    | as above                            |
+| conversations               | as messages (MM-Eureka,    | as above                            |
+|                             | ShareGPT)                  |                                     |
 
 Images of `images`, `image` or `image_urls`, and of parts of messages: pictures/image_columns.py.
+Messages may be JSON text of them, and have ShareGPT's `from` and `value`: message_forms.py. `tools`
+and `chat_template_kwargs` are variables of the chat template.
 A `completion` beside a prompt, messages or a question is `chosen`. A row has one answer: a
 completion beside `chosen`, or either of them beside another last turn of the assistant's, is an
 error. A text `prompt` beside two whole conversations must be the content of a message of their
@@ -31,8 +34,9 @@ from types import MappingProxyType
 from typing import Any
 
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey, chosen_columns
-from distflow_jax.data.example import Example, Message, instruction
+from distflow_jax.data.example import Conversation, Example, Message, instruction
 from distflow_jax.data.implicit_prompts import is_conversation, split_pair
+from distflow_jax.data.message_forms import VARIABLES, answer_of, last_turn, template_variables
 from distflow_jax.data.pictures.image_columns import (
     IMAGE_COLUMNS,
     check_answers,
@@ -112,11 +116,20 @@ def example_from_row(
     prompt, chosen, rejected, fallback_truth = _prompt_and_answers(row, place, columns_key.changes)
     if asked:
         prompt = instruction(prompt, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
-    prompt, images = place_images(prompt, image_column, folders, place)
     answer_column = "completion" if "completion" in row else "chosen"
     for column, value in ((answer_column, chosen), ("rejected", rejected)):
         if value is not None and value != "":  # an empty answer is an end token
             checked_prompt(value, place, column)
+    asked_in_pair, rejected = last_turn(prompt, rejected, place, "rejected")
+    prompt, chosen = last_turn(prompt, chosen, place, answer_column)
+    if rejected is not None and prompt != asked_in_pair:
+        raise bad_value(place, "rejected", "has other messages before its answer than 'chosen'")
+    prompt, images = place_images(prompt, image_column, folders, place)
+    if variables := template_variables(row, place):
+        if isinstance(prompt, str):
+            problem = "is for the chat template, and this prompt is text: leave it out"
+            raise bad_value(place, next(c for c in VARIABLES if row.get(c)), problem)
+        prompt = Conversation(prompt, variables)
 
     return Example(
         prompt=prompt,
@@ -156,7 +169,8 @@ def _prompt_and_answers(row: dict[str, Any], place: str, key: str) -> tuple[Any,
             other = "completion" if "completion" in row else "chosen"
             problem = f"ends with the assistant's answer, and {other!r} is another: leave one out"
             raise bad_value(place, "messages", problem)
-        return prompt, given if last is None else last, rejected, last
+        truth = last[0].get("content") if isinstance(last, list) else last
+        return prompt, given if last is None else last, rejected, truth
     if "question" in row:
         question = checked_text(row["question"], place, "question")
         if "answer" in row:
@@ -179,7 +193,7 @@ def _split_pair_of_prompt(
 ) -> tuple[list[Message], str, str]:
     """`split_pair` of conversations that begin with the prompt, which lacks its role as text."""
     beginning, *answers = split_pair(chosen, rejected, place)
-    if prompt.strip() not in [message["content"].strip() for message in beginning]:
+    if prompt.strip() not in [message.get("content", "").strip() for message in beginning]:
         raise bad_value(
             place,
             "prompt",
@@ -228,8 +242,8 @@ def _extra_info(row: dict[str, Any], place: str) -> dict[str, Any]:
     return {column: row[column] for column in row if column not in CLAIMED_COLUMNS} | info
 
 
-def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | None]:
-    """(messages before the last assistant turn, that turn's text or None) of a conversation."""
+def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | list[Message] | None]:
+    """(messages before the last assistant turn, that turn or None) of a conversation."""
     checked_prompt(messages, place, "messages", parts=True)
     if isinstance(messages, str):
         raise bad_value(place, "messages", "expected a list of messages, got text")
@@ -237,7 +251,7 @@ def _split_messages(messages: Any, place: str) -> tuple[list[Message], str | Non
         return messages, None
     if len(messages) == 1:
         raise bad_value(place, "messages", "an assistant's turn with no question before it")
-    if not isinstance(messages[-1]["content"], str):
+    if isinstance(messages[-1].get("content"), list):
         problem = "ends with an assistant's turn that has an image: a policy writes text alone"
         raise bad_value(place, "messages", problem)
-    return messages[:-1], messages[-1]["content"]
+    return messages[:-1], answer_of(messages[-1])

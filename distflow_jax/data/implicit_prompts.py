@@ -12,13 +12,16 @@ import re
 from typing import Any
 
 from distflow_jax.data.example import Message
+from distflow_jax.data.message_forms import answer_of
 from distflow_jax.data.row_checks import bad_value, checked_prompt
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def split_pair(chosen: Any, rejected: Any, place: str) -> tuple[list[Message], str, str]:
+def split_pair(
+    chosen: Any, rejected: Any, place: str
+) -> tuple[list[Message], str | list[Message], str | list[Message]]:
     """(prompt, chosen answer, rejected answer) of two conversations.
 
     Args:
@@ -49,7 +52,7 @@ def split_pair(chosen: Any, rejected: Any, place: str) -> tuple[list[Message], s
                 "pair differs in an answer of the assistant: leave the row out, or give the "
                 "prompt a column of its own",
             )
-    answers = (turns[common]["content"] for turns in conversations.values())
+    answers = (answer_of(turns[common]) for turns in conversations.values())
     return conversations["chosen"][:common], *answers
 
 
@@ -84,4 +87,4 @@ def _conversation(value: Any, place: str, column: str) -> list[Message]:
 
 def _pair(message: Message) -> tuple[str, str]:
     # tables give every message the keys of all of them
-    return message["role"], message["content"]
+    return message["role"], message.get("content")

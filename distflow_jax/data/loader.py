@@ -1,6 +1,7 @@
 """Prompts in a global order that is the same for any number of processes."""
 
 import dataclasses
+import datetime
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.data.column_choice import check_choice
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
-from distflow_jax.data.tokens.encoded_rows import EncodedRows, PromptEncoder
+from distflow_jax.data.tokens.encoded_rows import TRAIN_ON, EncodedRows, PromptEncoder
 from distflow_jax.data.tokens.row_limits import OVERLONG, RowLimits, rows_in_limit
 from distflow_jax.images.picture_files import ImageSource
 from distflow_jax.images.placing import SeeingTokenizer, read_images
@@ -41,6 +42,15 @@ class DataConfig:
     image_tokens: int = 256
     # folder of the images that files name; '': the data file's own, which no path may leave
     image_root: str = ""
+    # variables of the chat template for all rows: {'enable_thinking': False}; a row's own ones, of
+    # its column chat_template_kwargs, win
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # the date that chat templates write (strftime_now), YYYY-MM-DD; '': that of the run's first
+    # start, in UTC
+    date: str = ""
+    # tokens of demonstrations that are learned: answer, or generation (what the chat template
+    # encloses in {% generation %}, in all turns of the assistant)
+    train_on: str = "answer"
 
     def __post_init__(self):
         limits = {"prompts_per_step": 1, "max_prompt_length": 1, "epochs": 0, "image_tokens": 1}
@@ -53,6 +63,19 @@ class DataConfig:
             raise ValueError(
                 f"data.overlong must be one of {', '.join(OVERLONG)}, got {self.overlong!r}"
             )
+        if self.train_on not in TRAIN_ON:
+            raise ValueError(
+                f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {self.train_on!r}"
+            )
+        if self.date and not _is_date(self.date):
+            raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +133,7 @@ class Loader:
         self._share = share or SamplerShare()
         self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
-        self._encoded = EncodedRows(dataset, tokenizer, answers)
+        self._encoded = EncodedRows(dataset, tokenizer, answers, config.train_on)
         most = RowLimits(config.max_prompt_length, max_answer, config.overlong)
         self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
@@ -250,13 +273,14 @@ class Loader:
         """(the prompt that a counter issues, the images that it still lacks)."""
         row = self.row(counter)
         example = self._dataset[row]
-        images, patch = example.images, None
+        images, patch, masks = example.images, None, ()
         if images:
             placed, cut = self._encoded.place(row).last(self._config.max_prompt_length)
             text, tokens, images = placed.text, placed.tokens, images[cut:]
             patch = placed.patch if images else None
+            answers = self._encoded.answers(row)
         else:
-            text, tokens = self._tokenizer.encode_prompt(example.prompt)
+            text, tokens, answers, masks = self._encoded.tokens(row)
         prompt = Prompt(
             counter=counter,
             row=row,
@@ -266,7 +290,8 @@ class Loader:
             ground_truth=example.ground_truth,
             extra_info=example.extra_info,
             expected_length=expected_length,
-            answers=tuple(a[: self._max_answer] for a in self._encoded.answers(row)),
+            answers=tuple(answer[: self._max_answer] for answer in answers),
+            answer_masks=tuple(mask[: self._max_answer] for mask in masks),
             expected_spread=expected_spread,
             patch=patch,
         )

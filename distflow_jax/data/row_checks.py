@@ -35,6 +35,8 @@ def checked_prompt(
         if not isinstance(message, dict):
             raise bad_value(place, column, f"message {i} is {shown(message)}, not an object")
         texts = {key: message.get(key) for key in ("role", "content")}
+        if texts["content"] is None and message.get("tool_calls"):
+            texts["content"] = ""
         if parts and isinstance(message.get("content"), list):
             texts["content"] = "".join(part.get("text", "") for part in message["content"])
         for key, text in texts.items():

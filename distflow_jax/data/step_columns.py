@@ -27,11 +27,12 @@ def given_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Sequ
             "prompt": [p for p in prompts for _ in range(num_samples)],
         }
     answers = [answer for p in prompts for answer in p.answers]
+    masks = [mask for p in prompts for mask in p.answer_masks]
     return {
         "uid": uid_column(prompts, len(prompts[0].answers)),
         "prompt": [p for p in prompts for _ in p.answers],
         "response": answers,
-        "response_mask": [np.ones(len(answer), bool) for answer in answers],
+        "response_mask": masks or [np.ones(len(answer), bool) for answer in answers],
         "finished": np.ones(len(answers), bool),
     }
 

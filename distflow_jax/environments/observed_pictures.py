@@ -35,10 +35,11 @@ class Sight:
                 f"may have at most data.max_prompt_length={self.most}: show fewer or smaller ones, "
                 "or lower data.image_tokens"
             )
+        text = MARK.join(map(self.tokenizer.text.plain, shown.text.split(MARK)))
         if shown.role is None:
-            placed = self.tokenizer.place(shown.text, sizes)
+            placed = self.tokenizer.place(text, sizes)
         else:
-            placed = self.tokenizer.place_turn(shown.text, sizes, shown.role)
+            placed = self.tokenizer.place_turn(text, sizes, shown.role)
         return placed.tokens, TurnImages(tuple(found), placed.patch)
 
     def _image(self, number: int, picture: Any, count: int) -> Image:

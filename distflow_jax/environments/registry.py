@@ -1,5 +1,6 @@
 """Environments by name, and the thread in which one of them lives beside the sampler."""
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -24,6 +25,9 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
+
+_TRIAL = "<tool>1</tool>"  # a turn that the environments of tools answer
+_TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
 
 log = logging.getLogger("distflow_jax")
 
@@ -97,10 +101,14 @@ class Environments:
         return self._make(self.tokenizer, **self._kwargs)
 
     def check(self, prompt: Prompt) -> None:
-        """Tries the making and the reset of one on a row of the data, before the first step.
+        """Tries the making and the reset of one on a row of the data, before the first step, and
+        the chat template with a user's turn and with its answer to a turn.
 
         ValueError, in one line, if that raises, hangs, or gives something else than an observation.
         """
+        if self.tokenizer.is_chat(prompt.text):
+            self.tokenizer.check_end()
+            self.tokenizer.encode_turn(".")
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         with EnvironmentThread(self, answers) as thread:
             thread.reset(prompt)
@@ -111,6 +119,12 @@ class Environments:
                     f"environment {self.name!r} was not reset within rollout.environment_seconds="
                     f"{self.seconds:g} on the first row; mend it, or raise that"
                 ) from None
+            if not isinstance(outcome, Failure):
+                thread.step(self.tokenizer.encode(_TRIAL))
+                with contextlib.suppress(queue.Empty):  # it may take long to answer
+                    outcome = answers.get(timeout=self.seconds).outcome
+                    if isinstance(outcome, Failure) and _TEMPLATE not in outcome.error:
+                        return  # it may not take such a turn
         if isinstance(outcome, Failure):
             summary = outcome.error.split("\n")[0]
             raise ValueError(f"environment {self.name!r} failed on the first row: {summary}")
@@ -153,7 +167,7 @@ class Environments:
         if observation is None:
             return np.zeros(0, np.int32)
         if isinstance(observation, str):
-            return self.tokenizer.encode(observation)
+            return self.tokenizer.encode(self.tokenizer.plain(observation))
         wrong = (
             "an observation must be text, token ids, or Shown(text, images) with pictures, got "
             f"{_shown(observation)}"

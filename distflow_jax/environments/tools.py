@@ -19,7 +19,8 @@ from distflow_jax.models.tokenizer import Tokenizer
 
 TOOLS: dict[str, Callable[[str], str]] = {"calculator": calculate}
 
-_OPENING, _CLOSING = re.compile(r'<tool(?: name="([^"<>]*)")?>'), "</tool>"
+_NAME = r"""\s+name\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))"""
+_OPENING, _CLOSING = re.compile(rf"<tool(?:{_NAME})?\s*>"), "</tool>"
 
 
 class Tools:
@@ -53,11 +54,12 @@ class Tools:
         self._tools = {name: _load_tool(where) for name, where in tools.items()}
         self._tokenizer, self._role = tokenizer, role
         self._max_calls, self._max_characters = max_calls, max_characters
-        self._chat = False
+        self._chat, self._variables = False, None
 
     def reset(self, prompt: Prompt) -> None:
         """Looks whether the prompt is a chat: then answers are turns of it."""
         self._chat = self._tokenizer.is_chat(prompt.text)
+        self._variables = prompt.extra_info.get("chat_template_kwargs")
 
     def step(self, tokens: np.ndarray, text: str) -> Turn:
         """Calls the tools that a turn, int32 [T] and its text, calls."""
@@ -71,7 +73,9 @@ class Tools:
         failed = sum(not good for _, good in answers)
         observation: Any = results
         if self._chat:
-            observation = self._tokenizer.encode_turn(results, role=self._role)
+            observation = self._tokenizer.encode_turn(
+                results, role=self._role, variables=self._variables
+            )
         return Turn(observation, logged={"tool_calls": len(calls), "tool_errors": failed})
 
     def _call(self, name: str, argument: str) -> tuple[str, bool]:
@@ -89,14 +93,14 @@ class Tools:
 def find_calls(text: str) -> list[tuple[str, str]]:
     """(name or "", text between the tags) of each call, in time linear in the text's length.
 
-    A call ends at the first closing tag; where none is left, nothing is searched any more.
+    A call goes from the last opening tag before a closing one to that.
     """
     calls, at = [], 0
-    while (opening := _OPENING.search(text, at)) is not None:
-        end = text.find(_CLOSING, opening.end())
-        if end < 0:
-            break
-        calls.append((opening[1] or "", text[opening.end() : end]))
+    while (end := text.find(_CLOSING, at)) >= 0:
+        openings = list(_OPENING.finditer(text, at, end))
+        for last in openings[-1:]:
+            name = last[1] or last[2] or last[3] or ""
+            calls.append((name.strip(), text[last.end() : end]))
         at = end + len(_CLOSING)
     return calls
 

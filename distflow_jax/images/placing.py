@@ -5,12 +5,13 @@ data set counted. A placeholder that stands in prose is tokenized as the text th
 """
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,8 @@ from distflow_jax.images.picture_files import PREVIEW, ImageSource, preview
 from distflow_jax.images.record import MARK, Image, ImageLayout, ImageSize, image_of
 
 # a conversation of which a chat template can render the next turn
-ANSWERED = ({"role": "user", "content": "."}, {"role": "assistant", "content": "."})
+ANSWER = "zqanswerqz"  # a word that no template writes
+ANSWERED = ({"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER})
 _MOST_WORKERS = 8  # each holds one decoded image
 
 # text, or messages whose content is text or a list of parts {"type": "text" | "image"}
@@ -34,6 +36,9 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [T]."""
+
+    def plain(self, text: str) -> str:
+        """A text of others, of which `encode` makes no control token."""
 
     def encode_prompt(self, prompt: Any) -> tuple[str, np.ndarray]:
         """Text as the model sees it, and its tokens, int32 [P]."""
@@ -83,22 +88,21 @@ class Placed:
 
 
 class SeeingTokenizer:
-    """A tokenizer beside the layout of the images of its model."""
+    """A tokenizer, `text`, beside the layout of the images of its model."""
 
     def __init__(self, tokenizer: TextTokenizer, layout: ImageLayout):
-        self.layout = layout
-        self._tokenizer = tokenizer
+        self.layout, self.text = layout, tokenizer
         self._writes_parts = _writes_parts(tokenizer, layout.marker)
 
     def encode_prompt(self, prompt: Prompted) -> tuple[str, np.ndarray]:
         """The model's input text and the ids of a prompt without images, int32 [P]."""
-        return self._tokenizer.encode_prompt(prompt)
+        return self.text.encode_prompt(prompt)
 
     def encode_answer(self, prompt: Prompted, answer: Any) -> np.ndarray:
         """Ids of an answer with the end of its turn, int32 [T]; the prompt may have images."""
         if not isinstance(prompt, str) and not self._writes_parts:
             prompt = _as_text(prompt, MARK)
-        return self._tokenizer.encode_answer(prompt, answer)
+        return self.text.encode_answer(prompt, answer)
 
     def place(self, prompt: Prompted, sizes: Sequence[ImageSize]) -> Placed:
         """The tokens of a prompt with one image of each size, in the order of their places.
@@ -108,7 +112,7 @@ class SeeingTokenizer:
         """
         pieces = self._pieces(prompt, len(sizes))
         self._check(pieces, sizes)
-        return self._placed(pieces, self._tokenizer.encode(pieces[0]), sizes)
+        return self._placed(pieces, self.text.encode(pieces[0]), sizes)
 
     def place_turn(self, text: str, sizes: Sequence[ImageSize], role: str) -> Placed:
         """The tokens of a turn of `role` behind the model's own, with images at its `<image>`.
@@ -123,7 +127,7 @@ class SeeingTokenizer:
         turn = [*(dict(message) for message in ANSWERED), {"role": role, "content": parts}]
         pieces = self._pieces(turn, len(sizes))
         self._check(pieces, sizes)
-        return self._placed(pieces, self._tokenizer.encode_behind_answer(pieces[0], role), sizes)
+        return self._placed(pieces, self.text.encode_behind_answer(pieces[0], role), sizes)
 
     def _placed(
         self, pieces: Sequence[str], first: np.ndarray, sizes: Sequence[ImageSize]
@@ -138,7 +142,7 @@ class SeeingTokenizer:
             here = ids < 0
             numbers = features + np.cumsum(here, dtype=np.int32) - 1
             spans.append((start, start + len(ids)))
-            text = self._tokenizer.encode(piece)
+            text = self.text.encode(piece)
             tokens += [np.where(here, self.layout.placeholder, ids), text]
             patch += [np.where(here, numbers, -1), np.full(len(text), -1)]
             start += len(ids) + len(text)
@@ -163,10 +167,10 @@ class SeeingTokenizer:
             return prompt.split(MARK) if images else [prompt]
         if not self._writes_parts:
             mark = _unused(prompt)
-            return self._tokenizer.render(_as_text(prompt, mark)).split(mark)
+            return self.text.render(_as_text(prompt, mark)).split(mark)
         # a marker that the prose spells is hidden while the template writes those of the images
         marker, hidden = self.layout.marker, _unused(prompt)
-        text = self._tokenizer.render(_hide(prompt, marker, hidden))
+        text = self.text.render(_hide(prompt, marker, hidden))
         return [piece.replace(hidden, marker) for piece in text.split(marker)]
 
 
@@ -239,7 +243,7 @@ def _writes_parts(tokenizer: TextTokenizer, marker: str) -> bool:
 
 def _texts(prompt: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for message in prompt:
-        content = message["content"]
+        content = message.get("content", "")  # a call of tools may have none
         if isinstance(content, str):
             yield content
         else:
@@ -256,25 +260,16 @@ def _unused(prompt: Iterable[Mapping[str, Any]]) -> str:
 
 def _as_text(prompt: Iterable[Mapping[str, Any]], mark: str) -> list[dict[str, Any]]:
     """Messages whose content is text, with `mark` where an image stands."""
-    return [
-        {**message, "content": message["content"]}
-        if isinstance(message["content"], str)
-        else {
-            **message,
-            "content": "".join(
-                part["text"] if part["type"] == "text" else mark for part in message["content"]
-            ),
-        }
-        for message in prompt
-    ]
+    return _with_contents(
+        prompt,
+        lambda parts: "".join(part["text"] if part["type"] == "text" else mark for part in parts),
+    )
 
 
 def _hide(prompt: Iterable[Mapping[str, Any]], marker: str, hidden: str) -> list[dict[str, Any]]:
     """Messages with `hidden` for every `marker` of their texts."""
 
     def parts(content: Any) -> Any:
-        if isinstance(content, str):
-            return content.replace(marker, hidden)
         return [
             {**part, "text": part["text"].replace(marker, hidden)}
             if part["type"] == "text"
@@ -282,4 +277,19 @@ def _hide(prompt: Iterable[Mapping[str, Any]], marker: str, hidden: str) -> list
             for part in content
         ]
 
-    return [{**message, "content": parts(message["content"])} for message in prompt]
+    return _with_contents(prompt, parts, lambda text: text.replace(marker, hidden))
+
+
+def _with_contents(
+    prompt: Iterable[Mapping[str, Any]],
+    of_parts: Callable[[Any], Any],
+    of_text: Callable[[str], str] = str,
+) -> list[dict[str, Any]]:
+    """A prompt with other contents, and the same variables of its template."""
+    found = copy.copy(prompt) if isinstance(prompt, list) else list(prompt)
+    for i, message in enumerate(found):
+        if "content" in message:
+            content = message["content"]
+            change = of_text if isinstance(content, str) else of_parts
+            found[i] = {**message, "content": change(content)}
+    return found

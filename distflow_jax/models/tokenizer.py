@@ -4,69 +4,37 @@ Made from a Hugging Face folder, from GGUF metadata, or byte-level for random mo
 a `tokenizers` tokenizer with the ids that generation needs.
 """
 
-import contextlib
 import dataclasses
-import json
+import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from distflow_jax.images.placing import ANSWERED
+from distflow_jax.data.example import Conversation
+from distflow_jax.images.placing import ANSWER, ANSWERED
+from distflow_jax.models import tokenizer_files
 from distflow_jax.models.chat import render as chat
-from distflow_jax.models.chat.message_parts import in_parts
-from distflow_jax.models.chat.render import MOST_TEMPLATE
-from distflow_jax.parsing.checked_fields import IDS, OBJECTS, SIZE, TEXT, Kind, check_fields
-from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_json_object, read_text
-from distflow_jax.parsing.one_line import one_line, shown
+from distflow_jax.models.chat import thoughts
+from distflow_jax.models.chat.answers import (
+    answer_text,
+    in_text,
+    marked_end,
+    until_mark,
+    with_answer,
+)
+from distflow_jax.models.chat.contents import check_contents, left_out, squeezed
+from distflow_jax.models.chat.dialect import MARKS
+from distflow_jax.models.chat.message_parts import checked, in_parts
+from distflow_jax.models.chat.render import check_names
 
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-BYTE_LEVEL_SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-
-# Tokens that end a turn; those in the chat template end a response, like the end token.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-
-# GGUF's `tokenizer.ggml.pre` -> pre-tokenizer, which splits text before the byte-pair merges.
-_GGUF_PRE = {
-    "default": "gpt-2",
-    "gpt-2": "gpt-2",
-    "smollm": "digits",
-    "starcoder": "digits",
-    "refact": "digits",
-    "command-r": "digits",
-    "codeshell": "digits",
-    "llama-bpe": "llama3",
-    "llama3": "llama3",
-    "llama-v3": "llama3",
-    "qwen2": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-}
-_SETTINGS_KINDS = {  # of the JSON files beside tokenizer.json
-    "eos_token_id": IDS.or_null(),
-    "chat_template": Kind(
-        "text, or a list of objects with name and template",
-        lambda value: value is None or TEXT.fits(value) or OBJECTS.fits(value),
-    ),
-}
-_NAMED_TEMPLATE = {"name": TEXT, "template": TEXT}
 _LONE = re.compile("[\ud800-\udfff]")
-_GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_BREAK = "\ufdd2"  # within a control token that is spelled; no text has it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +53,10 @@ class Tokenizer:
     chat_template: str | None = dataclasses.field(default=None, repr=False)
     # variables of the chat template: {"bos_token": "<s>", "eos_token": ...}
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    # further variables of all conversations, data.template_kwargs
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    date: str = ""  # YYYY-MM-DD, which templates write; "": the time in UTC
+    origin: str = ""  # the file or folder it was read from
 
     @classmethod
     def from_folder(cls, path: str | Path, *, most: int | None = None) -> "Tokenizer":
@@ -93,7 +65,7 @@ class Tokenizer:
         Added tokens with ids of `most` or above are dropped; their spelling is then plain text.
         Raises FileNotFoundError without tokenizer.json, ValueError for invalid files.
         """
-        return _from_folder(Path(path), most)
+        return cls(**tokenizer_files.read_folder(Path(path), most))
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
@@ -101,12 +73,22 @@ class Tokenizer:
 
         Raises ValueError for any other kind and for invalid metadata.
         """
-        return _from_gguf(fields)
+        return cls(**tokenizer_files.read_gguf(fields))
 
     @classmethod
     def byte_level(cls, vocab_size: int) -> "Tokenizer":
         """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; higher ids are unused."""
-        return _byte_level(vocab_size)
+        return cls(**tokenizer_files.byte_level(vocab_size))
+
+    def with_settings(self, variables: Mapping[str, Any], date: str) -> "Tokenizer":
+        """The same with data.template_kwargs and data.date. Raises ValueError for variables that
+        the chat template does not read."""
+        if variables:
+            try:
+                check_names(self.chat_template or "", variables)
+            except ValueError as error:
+                raise ValueError(f"data.template_kwargs={dict(variables)}: {error}") from None
+        return dataclasses.replace(self, variables=dict(variables), date=date)
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> ids, int32 [T]; special tokens only where the text spells them.
@@ -118,7 +100,27 @@ class Tokenizer:
                 f"half of a character (the lone surrogate {half[0]!r}) at character "
                 f"{half.start() + 1} of a text: write the whole character, or leave it out"
             )
-        return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
+        if _BREAK not in text:
+            return ids
+        return ids[[text[start:end] != _BREAK for start, end in encoding.offsets]]
+
+    def plain(self, text: str) -> str:
+        """A text of others, of which `encode` makes no control token, whatever it spells.
+
+        Control tokens are the special ones and those that the chat template writes.
+        """
+        text = text.replace(_BREAK, "\ufffd")
+        return _control_tokens(self).sub(lambda found: f"{found[0][0]}{_BREAK}{found[0][1:]}", text)
+
+    def count(self, text: str, enough: int) -> int:
+        """Tokens of a text, or a bound of them that is at most `enough`: a token has a byte."""
+        most = 1 + len(text.encode("utf-8", "surrogatepass"))  # some put a token before the text
+        # a normalizer may make several characters of one that is not ASCII
+        if most <= enough and (text.isascii() or self.backend.normalizer is None):
+            return most
+        return len(self.encode(text))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Ids -> text; unused ids give "", bytes that are not UTF-8 give U+FFFD."""
@@ -135,27 +137,51 @@ class Tokenizer:
     ) -> str:
         """The model's input text: a string unchanged, messages through the chat template.
 
-        `tools`: JSON schemas of functions, for templates that list them in the prompt. Raises
-        ValueError for messages without a chat template, and for messages that it rejects.
+        A prompt that ends with the assistant's message is left open there. `tools`: JSON schemas of
+        functions, as in the variables of a Conversation. Raises ValueError for messages that the
+        template rejects or does not write in full, and without a template.
         """
         if isinstance(prompt, str):
             return prompt
+        messages = checked(prompt)
+        variables = {**getattr(prompt, "variables", {}), **({"tools": tools} if tools else {})}
+        last = messages[-1] if messages else {}
+        if goes_on := add_generation_prompt and last.get("role") == "assistant":
+            open_end = [*messages[:-1], marked_end(last)]
+            text = until_mark(self._written(open_end, variables, False), last)
+        else:
+            text = self._written(messages, variables, add_generation_prompt)
+        check_contents(messages, variables.get("tools"), text)
+        if all(message.keys() == {"role", "content"} for message in messages):
+            lost = _left_out(self, tuple(message["role"] for message in messages))
+            if lost is not None:
+                raise left_out(lost, messages[lost])
+        return text
+
+    def _written(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+        *,
+        marked: bool = False,
+    ) -> str:
+        """What the chat template makes of messages."""
         if self.chat_template is None:
             raise ValueError(
                 "the model has no chat template: use prompts that are strings, not messages, or "
                 "an instruction-tuned model"
             )
-        messages = [_checked_message(index, message) for index, message in enumerate(prompt)]
-        return chat.render(
-            self.chat_template,
-            {
-                "messages": in_parts(self.chat_template, messages),
-                "add_generation_prompt": add_generation_prompt,
-                "tools": tools,
-                "documents": None,
-                **self.special_tokens,
-            },
-        )
+        check_names(self.chat_template, variables)
+        given = {
+            **{"tools": None, "documents": None},
+            **self.special_tokens,
+            **self.variables,
+            **variables,
+            "messages": in_parts(self.chat_template, messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return chat.render(self.chat_template, given, date=self.date, marked=marked)
 
     def encode_prompt(self, prompt: str | Messages) -> tuple[str, np.ndarray]:
         """The model's input text (see render) and its ids, int32 [T]."""
@@ -166,43 +192,104 @@ class Tokenizer:
         """Ids of a reference answer, as the model would have sampled it, int32 [T].
 
         The last id ends the turn: by the chat template, or for a plain-text prompt by the end
-        token. An answer in messages is the content of the last one.
+        token. An answer in messages is the last one, with its thought. See answers.answer_text.
         """
-        text = answer if isinstance(answer, str) else answer[-1]["content"]
+        turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[-1]
+        turn = checked([turn])[0]
         if isinstance(prompt, str):
-            return np.append(self.encode(text), np.int32(self.stop_ids[0]))
-        start = self.render(prompt)
-        turn = {"role": "assistant", "content": text}
-        whole = self.render([*prompt, turn], add_generation_prompt=False)
-        if not whole.startswith(start):  # the template renders a generation prompt differently
-            return np.append(self.encode(text), np.int32(self._turn_end()))
-        ids = self.encode(whole[len(start) :])
-        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
-        if not len(ends):
-            return np.append(ids, np.int32(self._turn_end()))
-        return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
+            return np.append(self.encode(in_text(turn)), np.int32(self.stop_ids[0]))
 
-    def _turn_end(self) -> int:
-        """The stop id in the chat template; without one there, the last stop id."""
+        def whole(turn: Mapping[str, Any]) -> str:
+            turns = Conversation(with_answer(prompt, turn), getattr(prompt, "variables", {}))
+            return self.render(turns, add_generation_prompt=False)
+
+        def end() -> str:
+            behind = whole({"role": "assistant", "content": ANSWER}).partition(ANSWER)[2]
+            return self._until_stop(behind)
+
+        text = answer_text(self.render(prompt), whole(turn), turn, end)
+        ids = self.encode(text)
+        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
+        if len(ends):
+            return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
+        end()
         spelled = {self.backend.id_to_token(end): end for end in self.stop_ids}
-        written = [end for token, end in spelled.items() if token and token in self.chat_template]
-        return written[-1] if written else self.stop_ids[-1]
+        written = [id for token, id in spelled.items() if token and token in self.chat_template]
+        return np.append(ids, np.int32(written[-1] if written else self.stop_ids[-1]))
+
+    def encode_generated(self, prompt: Messages) -> tuple[str, np.ndarray, np.ndarray]:
+        """A conversation whose assistant's turns are learned, with the marks of its template.
+
+        Returns (the text before the first of {% generation %}, ids int32 [T], bool [T] within
+        these). Raises ValueError for a template without them.
+        """
+        text = self.render(prompt, add_generation_prompt=False)
+        variables = getattr(prompt, "variables", {})
+        marked = self._written(checked(prompt), variables, False, marked=True)
+        pieces = re.split("|".join(MARKS), marked)
+        if len(pieces) < 2 or "".join(pieces) != text:
+            raise ValueError(
+                "the chat template marks no text of this conversation by {% generation %}: give "
+                "the model one that does, or use data.train_on=answer"
+            )
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ids, (starts, ends) = np.array(encoding.ids, np.int32), np.array(encoding.offsets).T
+        bounds = np.cumsum([len(piece) for piece in pieces])
+        within = [
+            (starts < b) & (ends > a) for a, b in zip(bounds[::2], bounds[1::2], strict=False)
+        ]
+        mask = np.any(within, axis=0)
+        if mask[:1].any() or not np.isin(ids[within[-1]], self.stop_ids).any():
+            raise ValueError(
+                "the chat template's {% generation %} begins the conversation, or marks no end "
+                "token of the last answer: mend the template, or use data.train_on=answer"
+            )
+        return pieces[0], ids, mask
+
+    def _until_stop(self, behind: str) -> str:
+        """The text behind an answer as far as the token that ends it; "" without one.
+
+        Raises ValueError if another control token ends it.
+        """
+        ids, token = self.encode(behind), _control_tokens(self).search(behind)
+        for end in [self.backend.id_to_token(id) for id in ids if id in self.stop_ids][:1]:
+            return behind[: behind.index(end) + len(end)]
+        if token:
+            raise ValueError(
+                f"the chat template ends an answer with {token[0]!r}, which is no end token of the "
+                "model: add its id to eos_token_id of generation_config.json"
+            )
+        return ""
+
+    def check_end(self) -> None:
+        """Raises ValueError if the template ends an answer with a token that ends no response."""
+        try:
+            whole = self.render(ANSWERED, add_generation_prompt=False)
+        except ValueError:
+            return  # it writes other conversations
+        self._until_stop(whole.partition(ANSWER)[2])
 
     def is_chat(self, text: str) -> bool:
-        """Whether a rendered prompt is a chat conversation that ends where the answer begins."""
-        if self.chat_template is None:
+        """Whether a rendered prompt is a conversation: it has the end of a user's message."""
+        try:
+            behind = self.render([{"role": "user", "content": ANSWER}]).partition(ANSWER)[2]
+        except ValueError:  # no template, or one of other conversations
             return False
-        message = [{"role": "user", "content": "."}]
-        asked = self.render(message, add_generation_prompt=False)
-        return text.endswith(self.render(message).removeprefix(asked))
+        behind = behind.removesuffix(thoughts.begun(behind))
+        return bool(behind.strip()) and behind in text
 
-    def encode_turn(self, text: str, *, role: str = "user") -> np.ndarray:
+    def encode_turn(
+        self, text: str, *, role: str = "user", variables: Mapping[str, Any] | None = None
+    ) -> np.ndarray:
         """Ids of a turn of `role` that follows the model's own, int32 [T].
 
         They are appended to the sampled end token: the template's text after it, the turn, and the
-        start of the model's next turn. Raises ValueError if the template cannot render such a turn.
+        start of the model's next turn. No control token is made of `text`. `variables`: of the
+        chat template, as those of a Conversation. Raises ValueError if the template cannot
+        render such a turn.
         """
-        whole = self.render([*ANSWERED, {"role": role, "content": text}])
+        turn = {"role": role, "content": self.plain(text)}
+        whole = self.render(Conversation([*ANSWERED, turn], variables))
         return self.encode_behind_answer(whole, role)
 
     def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
@@ -211,10 +298,9 @@ class Tokenizer:
         `whole`: as the template renders ANSWERED and a turn of `role`, or where that begins.
         Raises ValueError if there is no end token.
         """
-        start = self.render(ANSWERED[:1])
-        ids = self.encode(whole.removeprefix(start))
+        ids = self.encode(whole.partition(ANSWER)[2])
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
-        if not whole.startswith(start) or not len(ends):
+        if not len(ends):
             raise ValueError(
                 f"the chat template has no end of an answer before a turn of {role!r}: return "
                 "token ids from the environment, or use plain-text prompts"
@@ -222,199 +308,29 @@ class Tokenizer:
         return ids[ends[0] + 1 :]
 
 
-def _from_folder(path: Path, most: int | None) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{path} has no tokenizer.json: save the model's fast tokenizer there"
-        )
-    if file.stat().st_size > MOST_FILE_BYTES:
-        raise ValueError(f"{file} has more than {MOST_FILE_BYTES} bytes: no tokenizer has")
-    with _package_errors(f"{file} cannot be read"):
-        if most is None:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        else:
-            backend = tokenizers.Tokenizer.from_str(_without_added(file, most))
-    backend.no_truncation()
-    backend.no_padding()
-    special = {}
-    settings = _read_json(path / "tokenizer_config.json")
-    for source in (_read_json(path / "special_tokens_map.json"), settings):
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = source.get(name)
-            value = value.get("content") if isinstance(value, Mapping) else value
-            if isinstance(value, str):
-                special[name] = value
-    stop = [special.get("eos_token")]
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
-        stop += ids if isinstance(ids, list) else [ids]
-    template_file = path / "chat_template.jinja"
-    if template_file.is_file():
-        template = read_text(template_file, MOST_TEMPLATE)
-    else:
-        template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        place = f"{path / 'tokenizer_config.json'}: chat_template"
-        for entry in template:
-            named = {key: entry.get(key) for key in _NAMED_TEMPLATE}
-            check_fields(named, _NAMED_TEMPLATE, place)
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return _assemble(backend, special, stop, template, origin=str(path))
+@functools.lru_cache(maxsize=16)
+def _control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """The spellings of special tokens, and of added ones in the chat template, like <think>."""
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    template = tokenizer.chat_template or ""
+    spelled = [t.content for t in added if t.special or _is_tag(t.content, template)]
+    return re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))) or r"(?!)")
 
 
-def _without_added(file: Path, most: int) -> str:
-    """A tokenizer.json without the added tokens with ids of `most` or above."""
-    content = read_json_object(file)
-    check_fields(content, {"added_tokens": OBJECTS.or_null()}, str(file))
-    added = content.get("added_tokens") or []
-    for token in added:
-        check_fields({"id": token.get("id")}, {"id": SIZE}, f"{file}: added_tokens")
-    kept = [token for token in added if token["id"] < most]
-    return json.dumps({**content, "added_tokens": kept})
+def _is_tag(token: str, template: str) -> bool:
+    """Whether a template writes an added token that is no word and no space."""
+    return token in template and len(token.strip()) > 2 and not token[0].isalnum()
 
 
-@contextlib.contextmanager
-def _package_errors(place: str) -> Iterator[None]:
-    """Turns what `tokenizers` raises, in Rust a panic too, into a ValueError that names a place."""
+@functools.lru_cache(maxsize=256)
+def _left_out(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
+    """The first message that the template leaves out of a conversation of these roles.
+
+    Found by contents that occur nowhere else: "5" may be in the text of another message.
+    """
+    messages = [{"role": role, "content": f"zq{i}qz"} for i, role in enumerate(roles)]
     try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # the package raises nothing narrower
-        raise ValueError(f"{place}: {one_line(str(error))}") from error
-
-
-def _from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
-    kind = fields.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise ValueError(
-            f"GGUF tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2'): use the "
-            "model's Hugging Face folder with tokenizer.json"
-        )
-    pre = fields.get("tokenizer.ggml.pre", "default")
-    if pre not in _GGUF_PRE:
-        raise ValueError(
-            f"GGUF pre-tokenizer {pre!r} is not supported, only {', '.join(sorted(_GGUF_PRE))}"
-        )
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if key not in fields:
-            raise ValueError(f"GGUF metadata lacks {key}")
-    tokens = fields["tokenizer.ggml.tokens"]
-    style = _GGUF_PRE[pre]
-    with _package_errors("GGUF metadata holds no valid tokenizer"):
-        model = models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]],
-            # Llama 3 looks a whole word up in the vocabulary before it applies merges.
-            ignore_merges=style == "llama3",
-        )
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = _pre_tokenizer(style)
-    backend.decoder = decoders.ByteLevel()
-    if style == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    types = fields.get("tokenizer.ggml.token_type", ())
-    added = [
-        tokenizers.AddedToken(token, normalized=False, special=kind == _GGUF_CONTROL)
-        for token, kind in zip(tokens, types, strict=False)
-        if kind in (_GGUF_CONTROL, _GGUF_USER_DEFINED)
-    ]
-    # both kinds in one call, in the order of their ids; add_tokens respects `special` of each
-    backend.add_tokens(added)
-    special = {}
-    for name, key in (
-        ("bos_token", "bos"),
-        ("eos_token", "eos"),
-        ("pad_token", "padding"),
-        ("unk_token", "unknown"),
-    ):
-        index = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None and index < len(tokens):
-            special[name] = tokens[index]
-    stop = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    if style == "qwen2":
-        # the metadata has one end token; generation_config.json, its source, has both
-        stop.append("<|endoftext|>")
-    return _assemble(
-        backend, special, stop, fields.get("tokenizer.chat_template"), origin="GGUF metadata"
-    )
-
-
-def _byte_level(vocab_size: int) -> Tokenizer:
-    used = 256 + len(BYTE_LEVEL_SPECIALS)
-    if vocab_size < used:
-        raise ValueError(f"a byte-level tokenizer needs a vocabulary of {used}, got {vocab_size}")
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(BYTE_LEVEL_SPECIALS))
-    special = {"pad_token": "<|pad|>", "eos_token": "<|im_end|>"}
-    tokenizer = _assemble(backend, special, ["<|im_end|>"], CHATML, origin="byte level")
-    return dataclasses.replace(tokenizer, vocab_size=vocab_size)
-
-
-def _byte_characters() -> list[str]:
-    """The printable character of byte-level BPE for each byte (Radford et al. 2019)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def _pre_tokenizer(style: str) -> pre_tokenizers.PreTokenizer:
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if style == "gpt-2":
-        return whole
-    if style == "digits":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole])
-    words = tokenizers.Regex(_LLAMA3_WORDS if style == "llama3" else _QWEN2_WORDS)
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(words, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _assemble(
-    backend: tokenizers.Tokenizer,
-    special: Mapping[str, str],
-    stop: Sequence[str | int | None],
-    template: str | None,
-    *,
-    origin: str,
-) -> Tokenizer:
-    """Resolves special tokens to ids; `stop` holds spellings and ids, and None is skipped."""
-    stop = [backend.token_to_id(end) if isinstance(end, str) else end for end in stop]
-    stop += [backend.token_to_id(end) for end in _TURN_ENDS if template and end in template]
-    stop_ids = tuple(dict.fromkeys(end for end in stop if end is not None))
-    if not stop_ids:
-        raise ValueError(f"the tokenizer of {origin} has no end token: set eos_token")
-    ids = {name: backend.token_to_id(token) for name, token in special.items()}
-    pad_id = ids.get("pad_token")
-    return Tokenizer(
-        backend=backend,
-        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        pad_id=stop_ids[0] if pad_id is None else pad_id,
-        bos_id=ids.get("bos_token"),
-        stop_ids=stop_ids,
-        chat_template=template,
-        special_tokens=dict(special),
-    )
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    found = read_json_object(path)
-    check_fields(found, _SETTINGS_KINDS, str(path))
-    return found
-
-
-def _checked_message(index: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise ValueError(
-            f"message {index} must be a dict with role and content, got {shown(message)}"
-        )
-    return dict(message)
+        text = squeezed(tokenizer._written(messages, {}, False))
+    except ValueError:
+        return None
+    return next((i for i in range(len(roles)) if f"zq{i}qz" not in text), None)

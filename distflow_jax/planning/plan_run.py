@@ -6,6 +6,7 @@ from that.
 
 import contextlib
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -282,7 +283,7 @@ def plan_run(
         machine = dataclasses.replace(machine, memory=limit)
     if config.rollout.environment:
         load_environment(config.rollout.environment)
-    source = open_source(config.model.source, **config.model.options())
+    source = open_configured(config, open_source)
     if config.training.freeze != "none":
         source = freeze(source, config.training.freeze)
     if config.lora.rank and config.training.freeze == "language":
@@ -335,22 +336,51 @@ def plan_run(
     return run
 
 
+def open_configured(
+    config: Config, open_source: Callable[..., ModelSource] = open_model
+) -> ModelSource:
+    """The model of a config, with the config's settings of its chat template.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    source = open_source(config.model.source, **config.model.options())
+    tokenizer = source.tokenizer.with_settings(config.data.template_kwargs, config.data.date)
+    return dataclasses.replace(source, tokenizer=tokenizer)
+
+
+def _dated(run: RunPlan, recorded: str) -> RunPlan:
+    """The plan with the date that its chat template writes, if it does: that of the run's first
+    start, or today's. Collective."""
+    if run.config.data.date or "strftime_now" not in (run.source.tokenizer.chat_template or ""):
+        return run
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    date = processes.all_gather_json(recorded or today)[0]
+    tokenizer = dataclasses.replace(run.source.tokenizer, date=date)
+    data = dataclasses.replace(run.config.data, date=date)
+    return dataclasses.replace(
+        run,
+        config=dataclasses.replace(run.config, data=data),
+        source=dataclasses.replace(run.source, tokenizer=tokenizer),
+    )
+
+
 def prepare(
     config: Config,
     chosen: Collection[str] = (),
     shown: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
     recording: Recording | None = None,
     dataset: Dataset | None = None,
+    date: str = "",
 ) -> PreparedRun:
     """Opens and checks everything a run needs. Raises ValueError or FileNotFoundError.
 
     `chosen` are the config keys that the command line gives; see `settle`. `shown(phase)`: a block
     in which a terminal shows what a run waits for. `recording`: whose training the run repeats.
-    `dataset`: in the place of that of data.train.
+    `dataset`: in the place of that of data.train. `date`: of the run's first start, if it goes on.
     """
     machine = Machine.current()
     with shown("open_model"):
-        run = plan_run(config, machine, chosen)
+        run = _dated(plan_run(config, machine, chosen), date)
         if recording is not None:
             weights, table = starting_weights(run.models, run.source), config_table(run.config)
             ours = start_of_run(table, run.plan.digest, weights, machine.devices)
@@ -363,6 +393,8 @@ def prepare(
         check_listen("flow.listen", config.flow.listen)
     with shown("open_data"):
         loader = open_loader(run, dataset)
+        if source.tokenizer.is_chat(loader.prompt(0).text):
+            source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
         if config.flow.worker_nodes:
@@ -400,6 +432,11 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
     Raises ValueError or FileNotFoundError.
     """
     config, source = run.config, run.source
+    if config.data.train_on != "answer" and run.graph.data != "demonstrations":
+        raise ValueError(
+            f"data.train_on={config.data.train_on} is for demonstrations, and dag {config.dag!r} "
+            f"trains on {run.graph.data}: use data.train_on=answer"
+        )
     dataset = dataset or open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,

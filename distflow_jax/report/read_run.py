@@ -368,7 +368,7 @@ def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
         if size > len(data):
             file.seek(size - _TAIL_BYTES)
             data = data[:_HEAD_BYTES] + b"\n" + file.read()
-    for line in data.decode("utf-8", "replace").splitlines():
+    for line in data.decode("utf-8", "replace").split("\n"):
         try:
             event = json.loads(line.strip().rstrip(",") or "null")
         except (ValueError, RecursionError):

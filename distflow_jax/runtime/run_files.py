@@ -81,6 +81,14 @@ def check_writable(folder: pathlib.Path) -> None:
         ) from error
 
 
+def recorded_date(folder: pathlib.Path) -> str:
+    """data.date of the run in a folder; "" if it has none."""
+    try:
+        return str(json.loads((folder / "config.json").read_text())["data"]["date"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def warn_of_changes(path: pathlib.Path, now: dict[str, Any]) -> None:
     """Says which settings differ from those of the run that is continued.
 

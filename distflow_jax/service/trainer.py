@@ -28,11 +28,10 @@ from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining
-from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import config_table, settle
+from distflow_jax.planning.plan_run import config_table, open_configured, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.foreign.answer_checks import RefusedAnswer, checked_columns
 from distflow_jax.rollout.foreign.engine_protocol import Answer
@@ -80,7 +79,7 @@ class Trainer:
             raise ValueError(
                 f"a program samples for one node, and dag {config.dag!r} has {len(nodes)} that do"
             )
-        self._source = open_model(config.model.source, **config.model.options())
+        self._source = open_configured(config)
         self.sampling: SamplingParams = config.rollout.sampling_params()
         self._folder = named_path("workdir", workdir)
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -138,7 +138,7 @@ def test_a_prompt_beside_whole_conversations_is_the_conversations_beginning(tmp_
     # answers without the prompt leave it as it is
     row = {"prompt": "Hi", "chosen": said("Hi", "Hello")[1:], "rejected": said("Hi", "No")[1:]}
     (pair,) = opened(tmp_path / "a.json", [row])
-    assert (pair.prompt, pair.chosen) == ("Hi", row["chosen"])
+    assert (pair.prompt, pair.chosen) == ("Hi", "Hello")
 
 
 def test_hh_rlhf_rows(tmp_path):

@@ -96,8 +96,7 @@ def test_trl_rows(tmp_path):
     plain, pair, demonstration, completion = examples(open_dataset(path))
     assert (plain.prompt, plain.ground_truth) == ("1 + 1 =", "2")
     assert plain.extra_info == {"solution": "2", "level": 3}
-    assert (pair.prompt, pair.chosen) == (chat[:1], chat[1:])
-    assert pair.rejected[0]["content"] == "No"
+    assert (pair.prompt, pair.chosen, pair.rejected) == (chat[:1], "Hello", "No")
     assert (demonstration.prompt, demonstration.chosen) == (chat[:1], "Hello")
     assert (completion.prompt, completion.chosen) == ("Sky is", " blue")
 

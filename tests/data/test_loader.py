@@ -14,8 +14,16 @@ from distflow_jax.data.step_columns import given_columns
 class ByteTokenizer:
     """One token per byte of the last message."""
 
+    origin = "bytes"
+
+    def render(self, prompt):
+        return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+    def count(self, text, enough):
+        return len(text.encode())
+
     def encode_prompt(self, prompt):
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        text = self.render(prompt)
         return text, np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_answer(self, prompt, answer):

@@ -6,6 +6,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from support.seeing import TOWER
+from support.tiny_model import prompt_of
 from support.waiting import HANG
 
 from distflow_jax.environments.environment import Shown, Turn
@@ -122,7 +123,7 @@ def failed(found, method):
 
 def test_a_model_without_a_tower_is_shown_nothing():
     with pytest.raises(ValueError) as error:
-        environments(Shown("<image>", [PICTURE]), sight=None).check(None)
+        environments(Shown("<image>", [PICTURE]), sight=None).check(prompt_of(0, [1]))
     wanted = (
         "ValueError: an observation has 1 images, and the model has no vision tower: use a model"
     )

@@ -155,14 +155,44 @@ def test_all_calls_of_a_turn_are_answered_up_to_a_number():
 
 def test_calls_are_those_of_one_regular_expression():
     """Whatever stands in the text, calls within calls and tags without an end among it."""
-    call = re.compile(r'<tool(?: name="([^"<>]*)")?>(.*?)</tool>', re.DOTALL)
+    opening = r'<tool(?: name="([^"<>]*)")?>'
+    call = re.compile(rf"{opening}((?:(?!{opening}).)*?)</tool>", re.DOTALL)
     parts = ["<tool>", '<tool name="a">', '<tool name="', "</tool>", "1+1", "\n", '">', "<", ""]
     rng, found = np.random.default_rng(0), 0
     for _ in range(2000):
         text = "".join(rng.choice(parts, rng.integers(1, 12)))
-        assert find_calls(text) == call.findall(text), text
-        found += len(find_calls(text))
+        wanted = [(name.strip(), argument) for name, argument, _ in call.findall(text)]
+        assert find_calls(text) == wanted, text
+        found += len(wanted)
     assert found > 400
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *('<tool name="a">', "<tool name='a'>", "<tool name=a>", '<tool  name="a">'),
+        *('<tool name="a" >', '<tool name = "a">', '<tool\nname="a">', '<tool name=" a ">'),
+    ],
+)
+def test_spellings_of_a_call_by_name(tag):
+    assert find_calls(f"so {tag}1+1</tool>.") == [("a", "1+1")]
+    assert find_calls(f"<tool>0{tag}1</tool>") == [("a", "1")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<TOOL>1</TOOL>", "<tools>1</tools>", "<tool>1</ tool>", "</tool>1<tool>", "<tool/>"),
+        *(
+            '<tool id="a">1</tool>',
+            "<tool name=>1</tool>",
+            '<tool name="a>1</tool>',
+            "< tool>1</tool>",
+        ),
+    ],
+)
+def test_spellings_that_are_no_call(text):
+    assert find_calls(text) == []
 
 
 @pytest.mark.parametrize("tag", ["<tool>", '<tool name="calculator">', '<tool name="'])
@@ -189,7 +219,8 @@ def test_tools_of_ones_own(tmp_path):
 
 
 def test_a_turn_of_the_chat_needs_a_template_that_has_it():
-    odd = dataclasses.replace(TOKENIZER, chat_template="{{ messages[-1]['content'] }}")
+    odd = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    odd = dataclasses.replace(TOKENIZER, chat_template=odd)
     with pytest.raises(ValueError, match="no end of an answer before a turn of 'user'"):
         odd.encode_turn("1")
     plain = dataclasses.replace(TOKENIZER, chat_template=None)

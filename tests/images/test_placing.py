@@ -132,7 +132,7 @@ def test_private_characters_in_the_prose_stay():
 def test_a_template_that_loses_an_image_is_refused():
     lossy = BOTH.replace("{% if part.type == 'image' %}", "{% if part.type == 'image' and one %}")
     seeing = SeeingTokenizer(tokenizer_of(BOTH), PlainLayout(marker=MARKERS[2][1]))
-    seeing._tokenizer = tokenizer_of(lossy)
+    seeing.text = tokenizer_of(lossy)
     messages = [{"role": "user", "content": QUESTION}]
     with pytest.raises(ValueError, match="0 places for 2 images: the chat template"):
         seeing.place(messages, sizes_of(PlainLayout(), (8, 8), (8, 8)))

@@ -209,10 +209,10 @@ def test_template_file_wins_over_the_config(tmp_path):
     folder = hf_folder(
         tmp_path,
         {"eos_token": "</s>", "chat_template": "old"},
-        chat_template__jinja="{%- for m in messages %}\n    {% if m.role == 'x' %}{% break %}"
-        "{% endif %}\n{{ m.content | tojson }}\n{%- endfor %}",
+        chat_template__jinja="{%- for m in messages + messages %}\n    {% if not loop.first %}"
+        "{% break %}{% endif %}\n{{ m.content | tojson }}\n{%- endfor %}",
     )
-    messages = [{"role": "user", "content": "é<"}, {"role": "x", "content": "b"}]
+    messages = [{"role": "user", "content": "é<"}]
     assert Tokenizer.from_folder(folder).render(messages) == '"é<"'
 
 
@@ -221,7 +221,7 @@ def test_template_errors_are_the_users(tmp_path):
         settings = {"eos_token": "</s>", "chat_template": template}
         return Tokenizer.from_folder(hf_folder(tmp_path, settings)).render(CHAT)
 
-    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert len(render("{{ strftime_now('%Y') }}{{ messages[0].content }}")) == 6
     with pytest.raises(ValueError, match="rejects the messages: roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="template is not valid"):
@@ -328,10 +328,11 @@ def test_qwen_ends_at_both_of_its_tokens(tmp_path):
     assert tokenizer.decode(turn, skip_special=False) == wanted
 
 
-def test_an_answer_that_a_template_rewrites_ends_as_a_turn(tmp_path):
+def test_an_answer_begins_as_the_generation_prompt_ends(tmp_path):
     template = TOOL_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")
     tokenizer = replace(Tokenizer.from_folder(qwen_folder(tmp_path)), chat_template=template)
-    assert tokenizer.encode_answer(CHAT, "ab").tolist() == [97, 98, 258]
+    with pytest.raises(ValueError, match="begins an answer in a conversation with 'assistant"):
+        tokenizer.encode_answer(CHAT, "ab")
 
 
 def test_gguf_of_qwen_ends_at_both_of_its_tokens():

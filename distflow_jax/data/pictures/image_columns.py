@@ -11,9 +11,9 @@ Without images a row's `<image>` is text.
 """
 
 import dataclasses
-import json
 from typing import Any
 
+from distflow_jax.data.message_forms import read_messages
 from distflow_jax.data.pictures.image_paths import ImageFolders
 from distflow_jax.data.row_checks import bad_value
 from distflow_jax.images.picture_files import PictureFile
@@ -59,8 +59,12 @@ def take_images(row: dict[str, Any], place: str) -> tuple[dict[str, Any], ImageC
         )
     row = {column: value for column, value in row.items() if column not in IMAGE_COLUMNS}
     if CONVERSATIONS in row and not set(_PROMPTED) & set(row):
-        row["messages"] = _conversation(row.pop(CONVERSATIONS), place)
+        row["messages"] = read_messages(row.pop(CONVERSATIONS), place, CONVERSATIONS)
+        if isinstance(row["messages"], str):
+            raise bad_value(place, CONVERSATIONS, "expected a list of messages, or JSON of one")
     for column in (*_PROMPTED, *_ANSWERS):
+        if column in row:
+            row[column] = read_messages(row[column], place, column)
         if isinstance(row.get(column), list):
             row[column] = [_plain(m, place, column) for m in row[column]]
     for name, value in named.items():
@@ -120,17 +124,6 @@ def _has(value: Any) -> bool:
     return value is not None and value not in ("", [], b"")
 
 
-def _conversation(value: Any, place: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise bad_value(
-            place, CONVERSATIONS, f"expected a list of messages, or JSON of one ({error})"
-        ) from None
-
-
 def _plain(message: Any, place: str, column: str) -> Any:
     """A message whose content is text, or a list of parts of which at least one is an image."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
@@ -180,12 +173,16 @@ def _marked(
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """(messages with bare image parts, the value of each part; None: the column's next one)."""
     by_parts = bool(_parts(messages))
-    if not by_parts and column.name in FIRST and not any(MARK in m["content"] for m in messages):
+    if (
+        not by_parts
+        and column.name in FIRST
+        and not any(MARK in m.get("content", "") for m in messages)
+    ):
         messages = _first(messages, len(column.values), place, column.name)
         by_parts = True
     marked, values = [], []
     for index, message in enumerate(messages):
-        content = message["content"]
+        content = message.get("content", "")
         if not by_parts and message["role"] != "assistant":
             content = _split(content)
         if isinstance(content, list):
@@ -197,7 +194,7 @@ def _marked(
                 )
             values += [part.get("image") for part in images]
             content = [{"type": "image"} if p["type"] == "image" else p for p in content]
-        marked.append({**message, "content": content})
+        marked.append({**message, "content": content} if "content" in message else message)
     return marked, values
 
 

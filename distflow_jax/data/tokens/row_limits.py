@@ -31,7 +31,8 @@ def rows_in_limit(encoded: EncodedRows, most: RowLimits) -> Found:
     rows = np.arange(len(dataset), dtype=np.int64)
     if most.overlong == "truncate_left":
         return _rows_cut_left(encoded, rows, most)
-    table = np.array([encoded.lengths(row) for row in map(int, rows)], np.int64).reshape(-1, 3)
+    lengths = [encoded.lengths(row, most.prompt) for row in map(int, rows)]
+    table = np.array(lengths, np.int64).reshape(-1, 3)
     prompts, images, answers = table.T
     limits = (
         ("prompt", prompts, "data.max_prompt_length", most.prompt),
@@ -69,12 +70,13 @@ def rows_in_limit(encoded: EncodedRows, most: RowLimits) -> Found:
 def _rows_cut_left(encoded: EncodedRows, rows: np.ndarray, most: RowLimits) -> Found:
     """The rows of which something is left. A cut leaves out images whole."""
     dataset = encoded.dataset
-    if not encoded.num_answers and dataset.first_image_row is None:
-        return rows, {}
     empty = np.zeros(len(rows), bool)
     for row in map(int, rows):
-        encoded.answers(row)  # one that is missing is refused here
-        if dataset[row].images:
+        try:
+            encoded.check(row)
+        except StopIteration:  # rows that a program puts while the run trains
+            break
+        if dataset.first_image_row is not None and dataset[row].images:
             empty[row] = not len(encoded.place(row).last(most.prompt)[0].tokens)
     if empty.all():
         raise ValueError(

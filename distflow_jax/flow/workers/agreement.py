@@ -19,6 +19,7 @@ OWN_SECTIONS = (
 OWN_KEYS = frozenset(
     {
         "compilation_cache",
+        "data.date",
         "training.device_memory_gib",
         "training.steps",
         "flow.listen",
@@ -50,6 +51,8 @@ def shared_tables(
     `config`: all keys as JSON; `code`: digests of files.
     """
     shared = {key: value for key, value in config.items() if not _is_own(key)}
+    # a worker writes no prompts: it has neither the variables nor the date of the trainers' template
+    tokenizer = tokenizer.with_settings({}, "2000-01-01")
     _, tokens = tokenizer.encode_prompt([{"role": "user", "content": _PROBE}])
     digest = hashlib.sha256(bytes(str((sorted(tokenizer.stop_ids), tokens.tolist())), "utf-8"))
     return {

@@ -1,4 +1,4 @@
-"""Messages in the form that a chat template reads: text, or lists of parts.
+"""Messages in the form that a chat template reads: without nulls, and in text or lists of parts.
 
 Templates of models that see images may read lists of parts alone, and leave out a content that is
 text without an error.
@@ -9,9 +9,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow_jax.models.chat.render import render
+from distflow_jax.parsing.one_line import shown
 
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message
 _PROBE = "probe"
 _READS_TYPES = ("['type']", '["type"]', ".type")
+
+
+def checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages without keys that are null, as transformers drops them; a thought under the
+    names of all templates. Raises ValueError for what is no message."""
+    found = []
+    for index, given in enumerate(messages):
+        message = (
+            {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else {}
+        )
+        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise ValueError(
+                f"message {index} must be a dict with role and content, got {shown(given)}"
+            )
+        for thought in [message[key] for key in THOUGHT_KEYS if key in message][:1]:
+            message = {"thinking": thought, **message, "reasoning_content": thought}
+        found.append(message)
+    return found
 
 
 def in_parts(template: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -20,7 +40,7 @@ def in_parts(template: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[
         return [dict(message) for message in messages]
     return [
         {**message, "content": _parts(message["content"])}
-        if isinstance(message["content"], str)
+        if isinstance(message.get("content"), str)
         else dict(message)
         for message in messages
     ]

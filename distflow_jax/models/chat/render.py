@@ -7,12 +7,13 @@ limits (parsing/bounded_child.py).
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 
+from distflow_jax.did_you_mean import hint
 from distflow_jax.models.chat import dialect
 from distflow_jax.parsing.bounded_child import BoundedChild, ChildEnded
 from distflow_jax.parsing.one_line import one_line
@@ -24,23 +25,30 @@ MOST_TEMPLATE = 1 << 20  # characters; the longest that are published have some 
 _MOST_PLAIN = 8192  # characters of a template that is rendered here
 
 _PLAIN = (
-    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For),
+    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For, nodes.Scope),
     *(nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem, nodes.Test, nodes.Compare),
     *(nodes.Operand, nodes.And, nodes.Or, nodes.Not, nodes.Add, nodes.CondExpr, nodes.Filter),
 )
 _PLAIN_FILTERS = {"trim", "length", "first", "last", "string", "lower", "upper"}
+_GIVEN = {"messages", "add_generation_prompt", "continue_final_message"}
 _PLAIN_LOOPS = {"messages", "tools"}
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text of a template. Raises ValueError for one that is not valid or met a limit."""
+def render(
+    template: str, variables: Mapping[str, Any], *, date: str = "", marked: bool = False
+) -> str:
+    """The text of a template. Raises ValueError for one that is not valid or met a limit.
+
+    `date`: what strftime_now writes, YYYY-MM-DD; "": the time in UTC. `marked`: with dialect.MARKS
+    around what the template generates.
+    """
     if is_plain(template):
         try:
-            return dialect.compiled(template).render(**variables)
+            return dialect.compiled(template, marked).render(**variables)
         except (jinja2.TemplateError, TypeError) as error:  # "text" + a content that is no string
             raise _rejected(error) from error
     try:
-        return _child().ask((template, dict(variables)))
+        return _child().ask((template, dict(variables), marked, date))
     except ChildEnded as error:
         raise ValueError(
             f"the chat template {error}: give the model another chat_template, or use prompts that "
@@ -54,6 +62,28 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 def _rejected(error: Exception) -> ValueError:
     return ValueError(f"the chat template rejects the messages: {one_line(str(error))}")
+
+
+@functools.lru_cache(maxsize=32)
+def names_read(template: str) -> frozenset[str]:
+    """The names that a template reads: its variables, and some that it sets itself."""
+    try:
+        names = dialect.environment().parse(template).find_all(nodes.Name)
+        return frozenset(name.name for name in names if name.ctx == "load")
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()  # rendering says what is wrong
+
+
+def check_names(template: str, names: Iterable[str]) -> None:
+    """Raises ValueError for a variable that a template does not read, or that is none."""
+    for name in names:
+        if name in _GIVEN:
+            raise ValueError(f"{name!r} is no variable of a chat template's own: leave it out")
+        if name not in (read := names_read(template)):
+            raise ValueError(
+                f"the chat template does not read {name!r} ({hint(name, sorted(read - _GIVEN))}): "
+                "leave it out, or use a model whose template does"
+            )
 
 
 @functools.cache
