@@ -20,6 +20,7 @@ from support.doc_blocks import blocks
 from support.paths import ROOT
 from support.screen import run_on_terminal, shown_lines
 from support.text_tables import cells_of
+from support.waiting import HANG
 
 from distflow_jax.commands.command_help import shown
 from distflow_jax.commands.launch import local
@@ -110,7 +111,7 @@ def start(place, *arguments):
 
 
 def finish(process):
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 0, stdout + stderr
     return stdout
 
@@ -233,7 +234,7 @@ def test_report_serves_the_runs_until_a_signal(place, first_run, command):
     try:
         ready = process.stdout.readline()
         (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", ready)
-        with urllib.request.urlopen(address, timeout=60) as reply:
+        with urllib.request.urlopen(address, timeout=HANG) as reply:
             page = reply.read().decode()
         assert reply.status == 200 and "first" in page and "second" in page
     finally:
@@ -318,7 +319,7 @@ def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatc
     flow = ("--config.flow.workers=True", "--config.flow.max_lag=1")
     process = start(place, *command, *FLAGS, *flow)
     error = process.stderr.read()
-    assert process.wait(60) == 75, error
+    assert process.wait(HANG) == 75, error
     (join,) = [word.removeprefix("--join=") for word in command if word.startswith("--join=")]
     address = join.split(",")[-1]
     assert f"no trainer answers at {address}" in error or f"{join!r} has no doors.json" in error
@@ -399,7 +400,7 @@ def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
     process = start(
         place, "scripts/launch_local.py", "--", *train, *FLAGS, "--config.data.train=nowhere.jsonl"
     )
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 2, stdout + stderr
     # one process may be stopped before it has come to it
     assert set(stdout.splitlines()) & {
@@ -451,7 +452,7 @@ def test_plan_prints_order_fields_and_sizes(plans, config):
 def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
     limit = "--config.training.device_memory_gib=0.001"
     process = start(place, "scripts/plan.py", "--config=configs/tiny.py", *FLAGS, limit)
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 2, stdout + stderr
     assert "memory of a device, which has 1.0 MiB" in stdout
     (line,) = [x for x in stderr.splitlines() if x.startswith("error: ")]

@@ -19,6 +19,7 @@ from support.bad_input_cases import (
 )
 from support.bad_input_files import QUICK, write_files
 from support.paths import ROOT
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -134,7 +135,7 @@ def scripts_done(folder):
             )
         case, process = next(iter(running.items()))
         del running[case]
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=HANG)
         done[case] = (process.returncode, stdout, stderr.replace(str(folder), "{dir}"))
     return done
 

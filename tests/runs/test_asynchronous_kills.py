@@ -18,6 +18,7 @@ from support import haste
 from support.delayed_train import REWARD
 from support.paths import ROOT
 from support.picture_rows import write_rows
+from support.waiting import HANG
 
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -100,7 +101,7 @@ class Job:
         self._log.close()
 
     def end(self):
-        code = self.process.wait(600)
+        code = self.process.wait(HANG)
         self._log.close()
         return code
 

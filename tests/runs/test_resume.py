@@ -9,6 +9,7 @@ import time
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -36,7 +37,7 @@ def start(workdir):
 
 def finish(workdir):
     process = start(workdir)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=HANG)
     assert process.returncode == 0, output[-4000:]
     return output
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from etils import epath
 from support.tiny_model import prompt_of
+from support.waiting import HANG
 from support.worker_runs import (
     BOUNDARY,
     PROMPTS,
@@ -202,7 +203,7 @@ def test_workers_go_on_with_trainers_that_were_killed_and_started_again(tmp_path
     one, two = worker(started, folder, flags), worker(started, folder, flags)
     await_step(folder, 2, job)
     job.kill()
-    job.process.wait(60)
+    job.process.wait(HANG)
     job = trainers(started, folder, flags, processes=2)
     assert job.end() == 0, job.output() + one.output()
     assert [one.end(30), two.end(30)] == [0, 0], one.output()

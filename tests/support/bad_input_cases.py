@@ -606,7 +606,7 @@ MODEL_CASES = [
     ),
 ]
 
-MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"
+MINE = "reward.num_workers=1 ; reward.function={dir}/rewards.py:"
 REWARD_CASES = [
     ("reward.function=gsm8", "unknown reward function 'gsm8'; did you mean gsm8k?"),
     ("reward.function=no_such:f ; reward.num_workers=1", "no module named 'no_such'"),
@@ -622,7 +622,10 @@ REWARD_CASES = [
         MINE + "raises",
         "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
     ),
-    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; fix it"),
+    (
+        MINE + "hangs ; reward.timeout_seconds=0.5",
+        "did not return within reward.timeout_seconds 0.5 on the first row; fix it",
+    ),
     (MINE + "dies", "the worker process ended with exit code 3"),
     (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
     (MINE + "nan", "the reward function returned a score of nan"),

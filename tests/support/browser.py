@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 
+from support.waiting import HANG
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -64,7 +66,7 @@ class Browser:
 
     def __exit__(self, *_):
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(HANG)
         os.close(self._commands)
         os.close(self._answers)
 

@@ -8,6 +8,8 @@ import struct
 import subprocess
 import termios
 
+from support.waiting import HANG
+
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
 
 
@@ -25,7 +27,7 @@ def run_on_terminal(command, *, columns=80, lines=50, **options):
         pass
     finally:
         os.close(ours)
-    return process.wait(60), written.decode()
+    return process.wait(HANG), written.decode()
 
 
 def shown_lines(written):
