@@ -18,7 +18,7 @@ import pytest
 from support import haste
 from support.doc_blocks import blocks
 from support.paths import ROOT
-from support.screen import run_on_terminal, shown_lines
+from support.screen import run_on_terminal, shown_lines, without_waits
 from support.text_tables import cells_of
 from support.waiting import HANG
 
@@ -117,8 +117,9 @@ def finish(process):
 
 
 def without_stamps(output):
-    """The lines of a log, each without the time that it begins with."""
-    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in output.splitlines()]
+    """The lines of a log, each without the time that it begins with; less those of long waits."""
+    lines = without_waits(output).splitlines()
+    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in lines]
     assert all(found), output
     return [line[1] for line in found]
 
@@ -202,7 +203,7 @@ def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
     drawn = re.findall(r"step (\d)/3 ", written)
     assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)
     assert not re.search(r"step \d/3 [^\r\n]*…", written)  # words are left out, none is cut
-    assert "compiling the programs of the plan 0s" in written
+    assert re.search(r"compiling the programs of the plan \d+s", written)
     end = [line.split()[0] for line in lines[7:] if line and not line.startswith(" ")]
     assert end == ["done", "accuracy", "reward", "report", "evaluate", "generate", "export"]
     assert re.fullmatch(r"done      step 3, after \S+", lines[7])
