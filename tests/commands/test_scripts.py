@@ -391,7 +391,8 @@ def test_launch_local_trains_as_one_job(place, command):
     assert devices == "devices   8 cpu in 2 processes: training fsdp 8 x tensor 1, 2 samplers"
     assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \S+", x)]) == 1
     assert f"report    {workdir}/report.html" in of["p0"]
-    (job,) = of["p1"]
+    # a slow machine adds lines on who is waited for
+    (job,) = [line for line in of["p1"] if " so far" not in line and "no sign of" not in line]
     assert job.startswith("job: process 1 of 2, ")
 
 
