@@ -4,12 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from support import haste
 from support.paths import ROOT
-from support.waiting import HANG
+from support.waiting import HANG, until
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -46,10 +45,12 @@ def kill_at(workdir, step):
     """SIGKILL as soon as the step's metrics are written (its checkpoint is then under way)."""
     process = start(workdir)
     path = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not path.exists() or not any(row["step"] >= step for row in read_metrics(path)):
-        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
-        time.sleep(0.005)
+
+    def is_written():
+        assert process.poll() is None, process.stdout.read()
+        return path.exists() and any(row["step"] >= step for row in read_metrics(path))
+
+    until(is_written, pause=0.005)
     process.kill()
     process.communicate()
 

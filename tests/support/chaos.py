@@ -18,10 +18,9 @@ from distflow_jax.report.run_writer import read_metrics
 from support import haste
 from support.cut_network import CutNetwork
 from support.paths import ROOT
-from support.waiting import HANG
+from support.waiting import HANG, until
 
 LOOK_SECONDS = 0.005
-START_SECONDS = 300.0
 READY = "ready: "
 MOST_WORKERS = 4
 
@@ -227,11 +226,12 @@ class Chaos:
         return self._known[1]
 
     def _await_first_step(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while self._last_step() < 1 or not any(worker.ready for worker in self._workers):
-            assert time.monotonic() < end and self._trainers.poll() is None, self.output()
+        def is_there():
+            assert self._trainers.poll() is None, self.output()
             self._look_at_workers()
-            time.sleep(0.1)
+            return self._last_step() >= 1 and any(worker.ready for worker in self._workers)
+
+        until(is_there, self.output, pause=0.1)
 
     # -- processes --------------------------------------------------------------------------------
 
