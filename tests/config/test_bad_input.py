@@ -25,6 +25,7 @@ from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.parsing.addresses import listen
 from distflow_jax.planning.plan_run import prepare
 
 
@@ -84,6 +85,17 @@ def test_an_unwritable_workdir(folder, compiled, workdir, reason):
 
     message = refusal("", folder, compiled, start)
     assert message.startswith(f"cannot write to --workdir '{workdir}' ({reason}); choose")
+
+
+def test_a_port_that_another_process_has(folder, compiled):
+    with listen("a test", "127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        message = refusal(
+            "flow.workers=True ; flow.max_lag=1 ; algorithm.correction=token_tis ; eval.dataset= ; "
+            f"flow.listen=127.0.0.1:{port}",
+            *(folder, compiled),
+        )
+    assert f"flow.listen: cannot listen on 127.0.0.1:{port} (Address already in use" in message
 
 
 def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monkeypatch):

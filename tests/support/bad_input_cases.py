@@ -249,6 +249,13 @@ SIZES = [
         "flow.wave_rows=4 are too few for the longest group, which takes up to",
     ),
     ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.listen=192.0.2.1:0",
+        "flow.listen: cannot listen on 192.0.2.1:0 (Cannot assign requested address",
+    ),
+    ("flow.listen=:9000", "flow.listen must be HOST:PORT, got ':9000'"),
+    ("flow.listen=a b:9000", "flow.listen must be HOST:PORT, got 'a b:9000'"),
+    ("flow.listen=127.0.0.1:65536", "flow.listen must be HOST:PORT, got '127.0.0.1:65536'"),
     ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; a port is from 0 to 65535"),
     ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
     ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, skewed, got 'fair'"),

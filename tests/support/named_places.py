@@ -101,14 +101,14 @@ STARTS = {  # arguments of a subcommand before the flag
     "plan": [CONFIG, "--nocompile"],
     "report": ["--workdir={dir}"],
     "export": ["--source=random:llama", "--out={run}"],
-    "serve": [CONFIG, "--port=0", "--run={dir}/nowhere"],
+    "serve": [CONFIG, "--port=0", "--run={dir}"],
     "worker": [CONFIG, "--join_seconds=1", "--join=127.0.0.1:9"]
     + ["--config.flow.workers=True", "--config.flow.max_lag=1"],
 }
 MORE = {  # arguments that a flag needs beside it
     "engine_settings": ["--engine=openai:http://127.0.0.1:9"],
-    "tls_cert": ["--tls_key={dir}/plain"],
-    "tls_key": ["--tls_cert={dir}/plain"],
+    "tls_cert": ["--tls_key={dir}/pem"],
+    "tls_key": ["--tls_cert={dir}/pem"],
 }
 # flags of other kinds that may hold a path: (subcommand, flag, ending, kinds that are refused)
 OTHER_FLAGS = [
@@ -190,7 +190,7 @@ def of_flags():
 
 def all_cases(folder):
     """Every flag and key x every kind that it must refuse."""
-    (folder / "plain").write_text("plain\n")
+    (folder / "pem").write_text("-----BEGIN CERTIFICATE-----\n")
     found = []
 
     def add(name, command, arguments, says):
