@@ -30,7 +30,7 @@ def test_a_file_of_flags_does_not_name_itself(tmp_path, names):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"\xff", "not UTF-8"), (b"x" * (2 << 20), "too many for such a file"), (None, "not exist")],
+    [(b"\xff", "not UTF-8"), (b"x" * (17 << 20), "too many for such a file"), (None, "not exist")],
 )
 def test_a_file_of_flags_is_short_text(tmp_path, content, words):
     path = tmp_path / "flags"

@@ -74,8 +74,17 @@ NAMED = {
     "no_variable": "$SURELY_NOT_SET/name{ending}",
     "no_braced_variable": "a${{SURELY_NOT_SET}}/name{ending}",
     "bytes": "{folder}/\udcff\udcfe{ending}",
+    "url": "s3://bucket/name{ending}",
 }
-NOTHING = {"blank", "no_user", "no_variable", "no_braced_variable", "bytes", "null_character"}
+NOTHING = {
+    "url",
+    "blank",
+    "no_user",
+    "no_variable",
+    "no_braced_variable",
+    "bytes",
+    "null_character",
+}
 LONG = {"long", "longer"}
 DEVICES = {"pipe", "null", "zero"}
 NO_FILE = {"folder", "folders", "loop", "dangling", "unreadable", "io_error"} | DEVICES
@@ -134,7 +143,7 @@ _SOURCE = REFUSED["file"] - {"blank"} | CONTENT | {"file"}
 # key -> [(ending, value, further assignments, kinds that are refused)]
 KEYS = {
     "dag": [(".yaml", "{}", [], _CODE), (".py", "{}:f", [], _CODE)],
-    "compilation_cache": [("", "{}", [], REFUSED["new_folder"])],
+    "compilation_cache": [("", "{}", [], REFUSED["new_folder"] - {"url"})],
     "model.source": [
         *((ending, "{}", [], _SOURCE) for ending in ("", ".gguf", ".safetensors")),
         ("", "random:{}", [], _SOURCE - {"file", "dangling", "missing"}),
