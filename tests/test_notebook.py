@@ -263,7 +263,10 @@ def test_runs_are_compared(folder, tmp_path):
         df.compare({"b": df.load_run(tmp_path / "b")}, "nothing")
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="/home/me/runs' has no config.json; give the workdir"):
+        monkeypatch.setenv("HOME", "/home/me")
+        df.load_run("~/runs")
     with pytest.raises(ValueError, match="has no config.json; give the workdir"):
         df.load_run(tmp_path)
 

@@ -12,9 +12,9 @@ class Flag:
     """One flag of a subcommand, --name=value."""
 
     name: str
-    # string, integer, float, boolean, list, enum or config; of a path, which is checked before the
-    # subcommand begins, file, folder, new_file or new_folder
-    kind: str
+    kind: (
+        str  # string, integer, float, boolean, list, enum, config, or of a path (parsing/paths.py)
+    )
     default: Any
     meaning: str
     required: bool = False

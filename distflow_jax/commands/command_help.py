@@ -108,7 +108,7 @@ def _flag(flag: Flag) -> list[str]:
     else:
         note = f"(default: {flag.default})"
     choices = f" One of {', '.join(flag.choices)}." if flag.choices else ""
-    value = "" if flag.kind == "boolean" else "=" + flag.kind.upper()
+    value = "" if flag.kind == "boolean" else "=" + flag.kind.removeprefix("new_").upper()
     return _item(f"--{flag.name}{value}", f"{flag.meaning}{choices} {note}".strip())
 
 

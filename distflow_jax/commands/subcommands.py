@@ -95,9 +95,7 @@ GENERATE = Subcommand(
         RUN,
         string("prompt", None, "The prompt."),
         Flag("file", "file", None, "A text file with one prompt per line."),
-        Flag(
-            "image", "file", None, "A picture that stands before each prompt, for a vision model."
-        ),
+        Flag("image", "file", None, "A picture that stands before each prompt; vision models."),
         switch("raw", False, "Continue the text itself, without the chat template."),
         integer("samples", 1, "Responses to each prompt.", 1),
         number("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0),
@@ -256,9 +254,7 @@ SERVE = Subcommand(
         number("temperature", 0.0, "Temperature of JetStream's Decode; 0: greedy.", 0.0),
         number("top_p", 1.0, "Top-p of JetStream's Decode; 1: all tokens.", 0.0, 1.0),
         Flag("token_file", "file", "", "File with the token that clients must send; empty: none."),
-        Flag(
-            "tls_cert", "file", "", "The server's certificate with its chain, PEM; empty: no TLS."
-        ),
+        Flag("tls_cert", "file", "", "The server's certificate and its chain, PEM; empty: no TLS."),
         Flag("tls_key", "file", "", "Private key of --tls_cert, PEM."),
         Flag(
             "load_folders",

@@ -19,12 +19,11 @@ from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.parsing.json_text import json_problem, read_text
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.report import log_lines
-from distflow_jax.user_functions import errors_of_file, source_file
+from distflow_jax.user_functions import MOST_SOURCE, errors_of_file, source_file
 
 _CONFIG_FILE = "config file"
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 MOST_FLAG_FILES = 16  # that name one another
-_MOST_BYTES = 1 << 20  # of such a file
 
 
 def run_main(
@@ -102,7 +101,7 @@ def with_flag_files(arguments: Sequence[str], depth: int = 0) -> list[str]:
         file = file if equals else next(words, "")
         if depth >= MOST_FLAG_FILES:
             raise ValueError(f"--flagfile={file}: more than {depth} files that name one another")
-        lines = read_text(named_path("--flagfile", file), _MOST_BYTES, "--flagfile").splitlines()
+        lines = read_text(named_path("--flagfile", file), MOST_SOURCE, "--flagfile").splitlines()
         kept = [x.strip() for x in lines if x.strip() and not x.startswith(("#", "//"))]
         found += with_flag_files(kept, depth + 1)
     return found

@@ -8,18 +8,13 @@ import socket
 
 from distflow_jax.parsing.one_line import shown
 
-_ADDRESS = re.compile(r"([\w.-]+|\[[\w.:%-]+\]):([0-9]{1,5})")
-BACKLOG = 1024
+_ADDRESS = re.compile(r"(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\w.:%-]+\]):(\d{1,5})", re.ASCII)
 
 
 def is_address(text: str, *, least_port: int = 1) -> bool:
     """Whether a text is HOST:PORT, the host a name, or an IP address (IPv6 in brackets)."""
     found = _ADDRESS.fullmatch(text)
-    try:
-        host = found[1].encode("idna") if found else b""  # no part of a name empty, or too long
-    except UnicodeError:
-        return False
-    return bool(found and host) and least_port <= int(found[2]) < 65536
+    return found is not None and least_port <= int(found[1]) < 65536
 
 
 def checked_address(name: str, text: str, *, least_port: int = 1) -> str:
@@ -41,7 +36,7 @@ def listen(name: str, host: str, port: int | str) -> socket.socket:
             host.strip("[]"), port, type=socket.SOCK_STREAM
         )[0]
         both = place[0] == "::" and socket.has_dualstack_ipv6()  # IPv4 is anywhere, too
-        return socket.create_server(place, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+        return socket.create_server(place, family=family, backlog=512, dualstack_ipv6=both)
     except OSError as error:
         raise ValueError(
             f"{name}: cannot listen on {address} ({error.strerror}); name an address of this host "

@@ -21,11 +21,14 @@ def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "
     """The path of a name, with ~ at its start and $VARIABLES replaced as shells do.
 
     A relative one begins in `folder`, "" is the working folder. Raises ValueError for a name that
-    cannot be looked up: empty, not UTF-8, too long, a circle of links, no such variable or user.
+    cannot be looked up: empty, not UTF-8, too long, a circle of links, no such variable or user,
+    and for a URL, whose folders would be made here.
     """
     given = os.fspath(text)
     if not given.strip():
         raise ValueError(f"{name} is empty: name a file or a folder")
+    if "://" in given:
+        raise ValueError(_said(name, given, "is in no file system: mount it, or name a path"))
     if found := not_utf8(given):
         raise ValueError(f"{name}={shown(given)} is not UTF-8 ({found}); choose another name")
     found = os.path.join(folder, os.path.expanduser(os.path.expandvars(given)))

@@ -1,9 +1,10 @@
 """Certificates, keys and tokens in files that a flag or a variable names."""
 
-from distflow_jax.parsing.paths import named_path, reading
+from distflow_jax.parsing.json_text import read_text
+from distflow_jax.parsing.paths import named_path
 
 Named = tuple[str, str]  # a flag or a variable, and the path that it has
-MOST_BYTES = 1 << 20  # of a file
+_MOST_BYTES = 1 << 20  # of a file
 
 
 def read_pair(certificate: Named, key: Named) -> tuple[bytes, bytes]:
@@ -17,23 +18,18 @@ def read_pem(name: str, path: str) -> bytes:
     """The PEM text in a file, b"" without a path. ValueError with the flag's name."""
     if not path:
         return b""
-    text = _read(name, path)
-    if b"-----BEGIN " not in text:
+    text = read_text(named_path(name, path), _MOST_BYTES, name)
+    if "-----BEGIN " not in text:
         raise ValueError(f"{name}={path} is not in PEM format")
-    return text
+    return text.encode()
 
 
 def read_secret(name: str, path: str) -> str:
     """The token or key in a file, one line. ValueError with the name of its flag."""
-    text = _read(name, path).decode(errors="replace").strip()
+    text = read_text(named_path(name, path), _MOST_BYTES, name).strip()
     if not text.isascii() or not text.isprintable() or not text:
         raise ValueError(
             f"{name}={path} must hold one line of printable ASCII; write one with "
             "`openssl rand -hex 32`"
         )
     return text
-
-
-def _read(name: str, path: str) -> bytes:
-    with reading(named_path(name, path), name, MOST_BYTES) as file:
-        return file.read()

@@ -30,7 +30,7 @@ _PACKAGES = (
     "orbax-checkpoint",
     "numpy",
 )
-_GIT_SECONDS = 5.0
+_GIT_SECONDS = 30.0
 
 
 def provenance(folder: str | os.PathLike) -> dict[str, Any]:

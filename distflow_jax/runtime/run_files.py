@@ -38,14 +38,8 @@ log = logging.getLogger("distflow_jax")
 
 
 def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
-    """The folder of a run. Raises ValueError for a URL, and as `named_path` does."""
-    name = os.fspath(workdir)
-    if "://" in name:
-        raise ValueError(
-            f"--workdir={name!r} is no folder of a file system: metrics are appended to a file, "
-            "which object stores cannot do; mount the bucket, or choose a folder on a disk"
-        )
-    return named_path("--workdir", name)
+    """The folder of a run, see `named_path`."""
+    return named_path("--workdir", workdir)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from flax.traverse_util import unflatten_dict
 from support import haste
 from support.paths import ROOT
 from support.text_tables import cells_of
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -226,9 +226,27 @@ def test_a_checkpoint_of_an_older_version_is_exported_with_one_warning(models, t
 # -- the script, killed ----------------------------------------------------------------------------
 
 
-def start_export(*flags):
+# scripts/export.py that is killed once it has written some of the tensors
+DYING = """
+import os, signal
+from distflow_jax.commands.main import run_script
+from distflow_jax.models.weights.safetensors_writer import SafetensorsWriter
+
+write, left = SafetensorsWriter.write, iter(range(20, -1, -1))
+
+def dying(self, *arguments):
+    write(self, *arguments)
+    if next(left) == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+SafetensorsWriter.write = dying
+run_script("export")
+"""
+
+
+def start_export(*flags, script=("scripts/export.py",)):
     return subprocess.Popen(
-        [sys.executable, "scripts/export.py", *flags],
+        [sys.executable, *script, *flags],
         cwd=ROOT,
         env=haste.environment(),
         stdout=subprocess.PIPE,
@@ -242,17 +260,12 @@ def test_a_killed_export_leaves_nothing_under_the_name(saved, models, smollm2, t
     out = tmp_path / "folder" / "out"
     if before == "a model":
         write_hf_folder(out, run_export(saved).export)
-    process = start_export(f"--source={smollm2.spec}", f"--out={out}", "--overwrite")
-    deadline = time.monotonic() + 120
-    while not (partial := list(out.parent.glob(".out.partial-*/model.safetensors"))):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.002)
-    process.send_signal(signal.SIGSTOP)
-    begun = partial[0].stat().st_size
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert begun < 4 * 134_515_008  # it was in the midst
+    flags = (f"--source={smollm2.spec}", f"--out={out}", "--overwrite")
+    process = start_export(*flags, script=("-c", DYING))
+    _, errors = process.communicate(timeout=HANG)
+    assert process.returncode == -signal.SIGKILL, errors
+    (partial,) = out.parent.glob(".out.partial-*/model.safetensors")
+    assert partial.stat().st_size < 4 * 134_515_008  # it was in the midst
     if before == "nothing":
         assert not out.exists()
     else:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
 from distflow_jax.commands.subcommands import LAUNCHERS, SUBCOMMANDS, python_arguments
@@ -23,7 +24,7 @@ COMMANDS = ROOT / "distflow_jax" / "commands"
 
 def distflow(*arguments):
     command = [sys.executable, "-m", "distflow_jax.commands", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 def attributes(path):

@@ -10,6 +10,7 @@ import jax
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model
@@ -76,7 +77,7 @@ def test_what_is_no_number_is_wrong(monkeypatch):
 def run(*arguments, devices=1):
     command = [sys.executable, *map(str, arguments)]
     env = haste.environment(devices=devices)
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from support.doc_blocks import blocks, commands, documents
 from support.follow_page import SHELL, environment, follow, place, run
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.report.run_writer import read_metrics
@@ -169,7 +170,7 @@ def test_report(tmp_path):
         text=True,
     ) as server:
         (url,) = re.findall(r"^2 runs at (http://\S+) ", server.stdout.readline())
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=HANG) as answer:
             assert "second" in answer.read().decode()
         server.send_signal(signal.SIGINT)
     assert server.returncode == 0

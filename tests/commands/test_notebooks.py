@@ -1,17 +1,16 @@
 """Notebooks run from top to bottom, and what a cell is given shows itself, whatever a run wrote."""
 
 import os
-import queue
 import re
 import subprocess
 import sys
-import time
 
 import jupyter_client
 import nbclient
 import nbformat
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 import distflow_jax as df
 
@@ -108,7 +107,7 @@ def test_it_runs_from_any_folder(name, tmp_path):
     check = nbformat.v4.new_code_cell(HOLDS[name])
     book.cells.append(check)
     client = nbclient.NotebookClient(
-        book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+        book, timeout=HANG, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute(env=environment() | {"TMPDIR": str(tmp_path)})
     shown = [
@@ -165,7 +164,7 @@ def execute(client, code):
     assert answer["status"] == "ok", answer
     printed = ""
     while True:
-        message = client.get_iopub_msg(timeout=60)
+        message = client.get_iopub_msg(timeout=HANG)
         if message["parent_header"].get("msg_id") != sent:
             continue
         if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
@@ -175,25 +174,19 @@ def execute(client, code):
 
 
 def reply(client, sent):
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            message = client.get_shell_msg(timeout=10)
-        except queue.Empty:
-            continue
+    while True:
+        message = client.get_shell_msg(timeout=HANG)
         if message["parent_header"].get("msg_id") == sent:
             return message["content"]
-    raise AssertionError("no reply")
 
 
 def wait_for_step(folder, step):
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        path = folder / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") >= step:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"no step {step}")
+    path = folder / "metrics.jsonl"
+    until(
+        lambda: path.exists() and path.read_text().count("\n") >= step,
+        lambda: f"no step {step}",
+        pause=0.2,
+    )
 
 
 # -- the config -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_groups_pass_through_two_homes(tmp_path):
         env=haste.environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (found,) = json.loads((tmp_path / "found.json").read_text())

@@ -18,8 +18,9 @@ import pytest
 from support import haste
 from support.doc_blocks import blocks
 from support.paths import ROOT
-from support.screen import run_on_terminal, shown_lines
+from support.screen import run_on_terminal, shown_lines, without_waits
 from support.text_tables import cells_of
+from support.waiting import HANG
 
 from distflow_jax.commands.command_help import shown
 from distflow_jax.commands.launch import local
@@ -110,14 +111,15 @@ def start(place, *arguments):
 
 
 def finish(process):
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 0, stdout + stderr
     return stdout
 
 
 def without_stamps(output):
-    """The lines of a log, each without the time that it begins with."""
-    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in output.splitlines()]
+    """The lines of a log, each without the time that it begins with; less those of long waits."""
+    lines = without_waits(output).splitlines()
+    found = [re.fullmatch(f"{STAMP}(.*)", line) for line in lines]
     assert all(found), output
     return [line[1] for line in found]
 
@@ -201,7 +203,7 @@ def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
     drawn = re.findall(r"step (\d)/3 ", written)
     assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)
     assert not re.search(r"step \d/3 [^\r\n]*…", written)  # words are left out, none is cut
-    assert "compiling the programs of the plan 0s" in written
+    assert re.search(r"compiling the programs of the plan \d+s", written)
     end = [line.split()[0] for line in lines[7:] if line and not line.startswith(" ")]
     assert end == ["done", "accuracy", "reward", "report", "evaluate", "generate", "export"]
     assert re.fullmatch(r"done      step 3, after \S+", lines[7])
@@ -233,7 +235,7 @@ def test_report_serves_the_runs_until_a_signal(place, first_run, command):
     try:
         ready = process.stdout.readline()
         (address,) = re.findall(r"http://127\.0\.0\.1:\d+/", ready)
-        with urllib.request.urlopen(address, timeout=60) as reply:
+        with urllib.request.urlopen(address, timeout=HANG) as reply:
             page = reply.read().decode()
         assert reply.status == 200 and "first" in page and "second" in page
     finally:
@@ -318,7 +320,7 @@ def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatc
     flow = ("--config.flow.workers=True", "--config.flow.max_lag=1")
     process = start(place, *command, *FLAGS, *flow)
     error = process.stderr.read()
-    assert process.wait(60) == 75, error
+    assert process.wait(HANG) == 75, error
     (join,) = [word.removeprefix("--join=") for word in command if word.startswith("--join=")]
     address = join.split(",")[-1]
     assert f"no trainer answers at {address}" in error or f"{join!r} has no doors.json" in error
@@ -389,7 +391,8 @@ def test_launch_local_trains_as_one_job(place, command):
     assert devices == "devices   8 cpu in 2 processes: training fsdp 8 x tensor 1, 2 samplers"
     assert len([x for x in of["p0"] if re.fullmatch(r"done +step 1, after \S+", x)]) == 1
     assert f"report    {workdir}/report.html" in of["p0"]
-    (job,) = of["p1"]
+    # a slow machine adds lines on who is waited for
+    (job,) = [line for line in of["p1"] if " so far" not in line and "no sign of" not in line]
     assert job.startswith("job: process 1 of 2, ")
 
 
@@ -399,7 +402,7 @@ def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
     process = start(
         place, "scripts/launch_local.py", "--", *train, *FLAGS, "--config.data.train=nowhere.jsonl"
     )
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 2, stdout + stderr
     # one process may be stopped before it has come to it
     assert set(stdout.splitlines()) & {
@@ -451,7 +454,7 @@ def test_plan_prints_order_fields_and_sizes(plans, config):
 def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
     limit = "--config.training.device_memory_gib=0.001"
     process = start(place, "scripts/plan.py", "--config=configs/tiny.py", *FLAGS, limit)
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=HANG)
     assert process.returncode == 2, stdout + stderr
     assert "memory of a device, which has 1.0 MiB" in stdout
     (line,) = [x for x in stderr.splitlines() if x.startswith("error: ")]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG
 
 ROUNDING = 1.2  # payload over the fair share: headers, and shares that are not exactly equal
 
@@ -18,7 +19,7 @@ def moved(processes, devices, **options):
     command += [f"--{name}={value}" for name, value in options.items()]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     lines = [line.split("REPORT ", 1)[1] for line in done.stdout.splitlines() if "REPORT" in line]
     reports = sorted(map(json.loads, lines), key=lambda report: report["process"])

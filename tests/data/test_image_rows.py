@@ -154,7 +154,7 @@ def test_other_columns_and_folders(folder, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     check(opened(elsewhere, row, **options)[0])
-    with pytest.raises(FileNotFoundError, match="data.image_root 'lost' is not a folder"):
+    with pytest.raises(FileNotFoundError, match="data.image_root=lost does not exist"):
         opened(folder, row, image_root="lost")
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.models.attention import InRow, masked_attention
 from distflow_jax.models.block_attention import block_attention
@@ -89,7 +90,7 @@ def test_compiles_for_a_tpu_that_is_not_there(topology, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     command = [sys.executable, "-c", COMPILE, topology]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
     assert found.stdout.endswith("compiled\n"), found.stderr
 
 

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.report.live.live_server import find_runs, names_of, open_server
 from distflow_jax.report.live.metrics_tail import end_token, news
@@ -51,7 +52,7 @@ def served(tmp_path_factory):
 
 def ask(server, path, method="GET", **headers):
     """(status, headers, body) of a request."""
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=HANG)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers)
         for name, value in headers.items():
@@ -189,7 +190,7 @@ def test_other_paths_are_not_found(served, path):
 
 
 def test_an_address_that_cannot_be_read_is_refused(served, capsys):
-    with socket.create_connection(served.server_address[:2], timeout=30) as connection:
+    with socket.create_connection(served.server_address[:2], timeout=HANG) as connection:
         connection.sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.makefile().readline().split()[1] == "400"
     assert capsys.readouterr().err == ""
@@ -304,5 +305,5 @@ def test_a_signal_ends_the_command(tmp_path, number):
     line = process.stdout.readline()
     assert line.startswith("1 run at http://127.0.0.1:"), process.stderr.read()
     process.send_signal(number)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=HANG)
     assert (process.returncode, out, error) == (0, "", "")

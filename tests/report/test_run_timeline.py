@@ -4,9 +4,12 @@ import json
 import shlex
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 
+from distflow_jax.report import run_events
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.sections.provenance_table import provenance_table
@@ -89,13 +92,18 @@ def test_a_line_that_a_kill_cut_off_takes_no_event_with_it(tmp_path):
     assert [a.events[0]["step"] for a in attempts_of(read_run(tmp_path).events)] == [0, 3]
 
 
-def test_steps_are_recorded_at_most_every_half_minute(tmp_path):
+def test_steps_are_recorded_at_most_every_half_minute(tmp_path, monkeypatch):
+    """Here each takes a second."""
+    now = [0.0]
+    clock = types.SimpleNamespace(time=time.time, monotonic=lambda: now[0])
+    monkeypatch.setattr(run_events, "time", clock)
     writer = RunWriter(tmp_path)
     for step in range(1, 50):
+        now[0] = step
         writer.metrics(step, {"a/b": 1.0})
     writer.close()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1]
+    assert [json.loads(line)["step"] for line in lines] == [1, 31]
 
 
 def test_provenance_names_host_versions_and_command(tmp_path):

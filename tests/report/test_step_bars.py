@@ -6,6 +6,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from support.waiting import HANG
+
 from distflow_jax.observe.spans import Spans, read_trace
 from distflow_jax.report.read_run import PlannedNode, Span, read_run
 from distflow_jax.report.sections.step_bars import step_bars
@@ -57,7 +59,7 @@ def test_sampling_beside_training_has_a_lane():
 
 def test_lanes_from_a_trace_of_real_threads(tmp_path):
     """A sampler's spans belong to the steps beside which they ran."""
-    spans, beside = Spans(tmp_path / "trace.json"), threading.Barrier(2, timeout=60)
+    spans, beside = Spans(tmp_path / "trace.json"), threading.Barrier(2, timeout=HANG)
     nodes = [("rollout", "ROLLOUT"), ("actor_train", "ACTOR")]
     tasks = [{"node": {"id": name, "role": role, "type": ""}, "depth": 0} for name, role in nodes]
     (tmp_path / "plan.json").write_text(json.dumps({"tasks": tasks}))

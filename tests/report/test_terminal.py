@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import rich.console
+from support.waiting import HANG, until
 
 from distflow_jax.report import log_lines, terminal
 from distflow_jax.report.read_run import read_run
@@ -77,11 +78,12 @@ def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
     monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
     found = opened()
     with found.activity("build"):
-        time.sleep(0.3)
-    with found.activity("testing"):
-        pass
+        until(lambda: lines(found))
     with found.activity("rollout"):  # a node of every step
         time.sleep(0.2)
+    monkeypatch.setattr(terminal, "LONG_WAIT", HANG)
+    with found.activity("testing"):
+        pass
     first, second = lines(found)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan ...", first)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan: done in \\d+s", second)
@@ -91,7 +93,7 @@ def test_a_wait_that_fails_says_no_more(monkeypatch):
     monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
     found = opened()
     with pytest.raises(ValueError), found.activity("build"):
-        time.sleep(0.2)
+        until(lambda: lines(found))
         raise ValueError
     assert len(lines(found)) == 1
 

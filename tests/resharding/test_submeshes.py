@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support.row_places import spread
+from support.waiting import HANG
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
@@ -171,8 +172,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
     ran, order = threading.Event(), []
 
     def wait(_):
-        seconds = 60
-        return np.float32(ran.wait(seconds))
+        return np.float32(ran.wait(HANG))
 
     def announce(_):
         ran.set()
@@ -229,7 +229,7 @@ def test_a_program_on_one_part_runs_while_another_part_waits_for_it():
         ran.set()
         return np.float32(1)
 
-    slow, x = on(waiting, lambda x: np.float32(ran.wait(timeout=60)))
+    slow, x = on(waiting, lambda x: np.float32(ran.wait(HANG)))
     quick, y = on(other, announce)
     blocked = slow(x)
     pairs = [((0, r, 0), (0, r // 2, r % 2)) for r in range(4)]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.rollout import jetstream_api
 
@@ -28,7 +29,7 @@ except RuntimeError as error:
 
 def run(code, folder):
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}){code}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -38,7 +39,7 @@ def run_until_it_ends(folder, name, *flags, processes=1, devices=1, script="scri
         env=haste.environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG,
     )
     return done.returncode, done.stdout + done.stderr
 

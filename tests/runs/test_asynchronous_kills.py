@@ -18,6 +18,7 @@ from support import haste
 from support.delayed_train import REWARD
 from support.paths import ROOT
 from support.picture_rows import write_rows
+from support.waiting import HANG, until
 
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -81,10 +82,16 @@ class Job:
 
     def await_step(self, step):
         """Waits until the step's row is written: its checkpoint is then under way."""
-        path, end = self.folder / "metrics.jsonl", time.monotonic() + 300
-        while max((row["step"] for row in read_rows(path)), default=0) < step:
-            assert time.monotonic() < end and self.process.poll() is None, self.output()
-            time.sleep(0.005)
+        path = self.folder / "metrics.jsonl"
+
+        def is_written():
+            # first, since it may end behind it
+            ended = self.process.poll() is not None
+            written = max((row["step"] for row in read_rows(path)), default=0) >= step
+            assert written or not ended, self.output()
+            return written
+
+        until(is_written, self.output, pause=0.005)
 
     def kill(self, draw):
         """SIGKILL to one of its processes, any; the launcher ends the others."""
@@ -96,11 +103,11 @@ class Job:
 
     def await_death(self):
         """Waits for a job of which one process was killed."""
-        assert self.process.wait(LAUNCHER_GRACE + 300) == 128 + signal.SIGKILL, self.output()
+        assert self.process.wait(HANG) == 128 + signal.SIGKILL, self.output()
         self._log.close()
 
     def end(self):
-        code = self.process.wait(600)
+        code = self.process.wait(HANG)
         self._log.close()
         return code
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -78,7 +79,7 @@ def test_a_full_disk_loses_nothing(undisturbed, tmp_path, part):
         env=os.environ | haste.environment() | names,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "first: exit 2" in done.stdout

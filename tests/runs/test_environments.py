@@ -8,6 +8,7 @@ import pytest
 from support.documented import unexplained_metrics
 from support.paths import ROOT
 from support.text_tables import cells_of
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -176,7 +177,7 @@ def test_the_environment_that_the_documentation_shows(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(code)
     tokenizer = Tokenizer.byte_level(300)
-    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=5.0)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=HANG)
     prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
     environments.check(prompt)
     guess = environments.make()

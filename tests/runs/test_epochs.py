@@ -7,6 +7,7 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -90,7 +91,7 @@ def test_later_epochs_train_on_their_own_log_probs_in_two_processes(tmp_path):
         env=haste.environment(),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     check(tmp_path / "run", 2)

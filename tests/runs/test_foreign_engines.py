@@ -13,6 +13,7 @@ import pytest
 from support.completions_server import CompletionsServer
 from support.paths import ROOT
 from support.tiny_model import mesh_of, random_params
+from support.waiting import HANG
 
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
@@ -54,7 +55,7 @@ def program(*command, log):
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(HANG)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -121,8 +122,8 @@ def test_rewards_rise(tmp_path, kind):
                     trainer.wait(0.2)
                 assert trainer.poll() is None, (tmp_path / "train.log").read_text()
             with program(*worker, log=log) as sampler:
-                assert trainer.wait(500) == 0, (tmp_path / "train.log").read_text()[-3000:]
-                assert sampler.wait(60) == 0, log.read_text()[-3000:]
+                assert trainer.wait(HANG) == 0, (tmp_path / "train.log").read_text()[-3000:]
+                assert sampler.wait(HANG) == 0, log.read_text()[-3000:]
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert len(rows) == STEPS
     scores = [row["critic/score/mean"] for row in rows]
@@ -151,7 +152,7 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG,
         )
         assert done.returncode == 2, done.stderr
         (line,) = done.stderr.strip().splitlines()

@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from support import haste
 from support.paths import ROOT
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -261,7 +262,7 @@ def test_the_script_writes_adapters(workdir, tmp_path):
         env=haste.environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
     assert "wrote the adapters of actor of" in done.stdout and "as bfloat16" in done.stdout

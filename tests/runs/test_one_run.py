@@ -3,16 +3,15 @@
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import until
 
 from distflow_jax.report.run_writer import read_metrics
 
 TIMES = 20
-SECONDS = 300.0  # on a loaded host
 SETTINGS = [
     "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     "--config.data.prompts_per_step=8",
@@ -37,10 +36,7 @@ def start(workdir, log):
 
 
 def wait(true, *details):
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline, details
-        time.sleep(0.02)
+    until(true, lambda: details, pause=0.02)
 
 
 def steps(workdir):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 WORKER = "tests/support/parity_worker.py"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
@@ -29,7 +30,12 @@ def run(out, batch, *, devices=1, processes=1, overrides=(), waves=0):
         launch = ["scripts/launch_local.py", f"--processes={processes}"]
         arguments = [*launch, f"--devices_per_process={devices // processes}", "--", *arguments]
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return load(out)

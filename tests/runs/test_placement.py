@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from support.paths import ROOT
+from support.waiting import HANG
 
 from configs import tiny
 from distflow_jax import run
@@ -129,7 +130,7 @@ def test_parts_of_two_hosts_give_what_one_mesh_gives(together, tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     check_same(tmp_path, together, TOLERANCE)

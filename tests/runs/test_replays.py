@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import compare_checkouts
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import until
 
 from configs import tiny
 from distflow_jax import run
@@ -137,10 +137,13 @@ class Job:
 
 
 def await_step(folder, step, job):
-    path, end = folder / "metrics.jsonl", time.monotonic() + 300
-    while not path.exists() or max((r["step"] for r in read_metrics(path)), default=0) < step:
-        assert time.monotonic() < end and job.process.poll() is None, job.end()
-        time.sleep(0.01)
+    path = folder / "metrics.jsonl"
+
+    def is_written():
+        assert job.process.poll() is None, job.end()
+        return path.exists() and max((r["step"] for r in read_metrics(path)), default=0) >= step
+
+    until(is_written)
 
 
 @pytest.mark.slow

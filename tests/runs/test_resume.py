@@ -4,11 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 from distflow_jax.report.run_writer import read_metrics
 
@@ -36,7 +36,7 @@ def start(workdir):
 
 def finish(workdir):
     process = start(workdir)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=HANG)
     assert process.returncode == 0, output[-4000:]
     return output
 
@@ -45,10 +45,12 @@ def kill_at(workdir, step):
     """SIGKILL as soon as the step's metrics are written (its checkpoint is then under way)."""
     process = start(workdir)
     path = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not path.exists() or not any(row["step"] >= step for row in read_metrics(path)):
-        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
-        time.sleep(0.005)
+
+    def is_written():
+        assert process.poll() is None, process.stdout.read()
+        return path.exists() and any(row["step"] >= step for row in read_metrics(path))
+
+    until(is_written, pause=0.005)
     process.kill()
     process.communicate()
 

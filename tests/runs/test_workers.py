@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from etils import epath
 from support.tiny_model import prompt_of
+from support.waiting import HANG, until
 from support.worker_runs import (
     BOUNDARY,
     PROMPTS,
@@ -72,15 +73,15 @@ def started():
     for process in processes:  # a launcher passes SIGTERM on, and has sessions for its processes
         process.kill(signal.SIGTERM)
     for process in processes:
-        process.end(90)
+        process.end()
 
 
 def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
-    folder = tmp_path / "run"
-    job = trainers(started, folder)
-    one = worker(started, folder)
+    folder, flags = tmp_path / "run", (f"flow.lease_seconds={HANG}", f"flow.starved_seconds={HANG}")
+    job = trainers(started, folder, flags)
+    one = worker(started, folder, flags)
     assert job.end() == 0, job.output() + one.output()
-    assert one.end(30) == 0, one.output()
+    assert one.end() == 0, one.output()
     check_trained(folder, exact=False)
     check_ledger(folder)
 
@@ -139,7 +140,7 @@ def test_workers_that_come_and_go_at_random_moments_change_no_version(
     job = trainers(started, folder, flags, processes=2)
     left = come_and_go(started, folder, job, flags, count, draw)
     assert job.end() == 0, job.output() + left[-1].output()
-    assert [one.end(90) for one in left] == [0] * count, left[-1].output()
+    assert [one.end() for one in left] == [0] * count, left[-1].output()
     print("groups of those that are left:", [groups_of(one) for one in left])
     assert count > 1 or groups_of(left[0]) > 0
     check_trained(folder, steps, exact=bool(swap))
@@ -178,7 +179,7 @@ def test_responses_of_workers_are_those_of_samplers_on_a_part(tmp_path, started)
     job = trainers(started, folder, still, processes=2)
     left = come_and_go(started, folder, job, still, 2, draw)
     assert job.end() == 0, job.output() + left[-1].output()
-    assert [one.end(90) for one in left] == [0, 0], left[-1].output()
+    assert [one.end() for one in left] == [0, 0], left[-1].output()
     assert groups_of(left[-1]) > 0
     check_trained(folder, steps + 1, exact=True)
     before, after = saved_responses(tmp_path / "part"), saved_responses(folder)
@@ -202,10 +203,10 @@ def test_workers_go_on_with_trainers_that_were_killed_and_started_again(tmp_path
     one, two = worker(started, folder, flags), worker(started, folder, flags)
     await_step(folder, 2, job)
     job.kill()
-    job.process.wait(60)
+    job.process.wait(HANG)
     job = trainers(started, folder, flags, processes=2)
     assert job.end() == 0, job.output() + one.output()
-    assert [one.end(30), two.end(30)] == [0, 0], one.output()
+    assert [one.end(), two.end()] == [0, 0], one.output()
     assert "started again" in one.output()
     check_trained(folder, exact=bool(flags))
 
@@ -243,13 +244,12 @@ def test_trainers_without_a_worker_save_and_end_and_go_on_with_one(tmp_path, sta
     assert "no worker was there for 8 s" in job.output()
     before = json.loads((folder / "doors.json").read_text())["incarnation"]
     job = trainers(started, folder, processes=2)
-    end = time.monotonic() + 200
-    while json.loads((folder / "doors.json").read_text())["incarnation"] == before:
-        assert time.monotonic() < end, job.output()
-        time.sleep(0.05)
+    until(
+        lambda: json.loads((folder / "doors.json").read_text())["incarnation"] != before, job.output
+    )
     two = worker(started, folder)
     assert job.end() == 0, job.output()
-    assert two.end(30) == 0, two.output()
+    assert two.end() == 0, two.output()
     check_trained(folder, exact=False)
 
 
@@ -260,7 +260,7 @@ def test_workers_that_listen_get_weights_from_each_other(tmp_path, started):
     job = trainers(started, folder)
     two = [worker(started, folder, own=listen) for _ in range(2)]
     assert job.end() == 0, job.output() + two[0].output()
-    assert [one.end(30) for one in two] == [0, 0], two[0].output() + two[1].output()
+    assert [one.end() for one in two] == [0, 0], two[0].output() + two[1].output()
     given = [re.search(r"other workers got (\d+) bytes", one.output()) for one in two]
     assert sum(int(found[1]) for found in given) > 0
     check_trained(folder, exact=False)
@@ -287,7 +287,7 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_p
     two = worker(started, folder, flags, own=("--nodes=reward",))
     one.kill()
     assert job.end() == 0, job.output() + sampler.output() + two.output()
-    assert [sampler.end(30), two.end(30)] == [0, 0], sampler.output() + two.output()
+    assert [sampler.end(), two.end()] == [0, 0], sampler.output() + two.output()
     assert int(re.search(r"ended after (\d+) nodes", two.output())[1]) > 0
     assert "ready: runs reward for 2 trainers" in one.output()
     check_trained(folder, count, exact=bool(swap))
@@ -315,13 +315,12 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     assert "no worker was there for 6 s for 'reward' (worker --nodes)" in job.output()
     before = json.loads((folder / "doors.json").read_text())["incarnation"]
     job = trainers(started, folder, flags[1:], processes=2)
-    end = time.monotonic() + 200
-    while json.loads((folder / "doors.json").read_text())["incarnation"] == before:
-        assert time.monotonic() < end, job.output()
-        time.sleep(0.05)
+    until(
+        lambda: json.loads((folder / "doors.json").read_text())["incarnation"] != before, job.output
+    )
     again = worker(started, folder, flags, own=("--nodes=rollout,reward",))
     assert job.end() == 0, job.output()
-    assert again.end(30) == 0, again.output()
+    assert again.end() == 0, again.output()
     check_trained(folder, exact=False)
 
 
@@ -366,7 +365,7 @@ def test_a_worker_joins_by_an_address_with_the_run_s_token_over_tls(tmp_path, st
     assert other.end() == 2 and "its token is another one" in other.output()
     one = worker(started, folder, environment=checked, join=first)
     assert job.end() == 0, job.output() + one.output()
-    assert one.end(90) == 0, one.output()
+    assert one.end() == 0, one.output()
     assert "for 2 trainers" in one.output()
     check_trained(folder, exact=False)
 

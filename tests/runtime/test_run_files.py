@@ -34,7 +34,7 @@ def test_an_empty_name_is_not_the_current_folder(name):
 
 @pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run", "hf://x"])
 def test_a_url_is_not_made_a_folder(name):
-    with pytest.raises(ValueError, match=f"--workdir='{name}' is no folder"):
+    with pytest.raises(ValueError, match=f"--workdir={name} is in no file system: mount"):
         run_folder(name)
 
 

@@ -11,6 +11,7 @@ import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from support.refusals import refused
 from support.serving import TOKENIZER, Serving, expected
+from support.waiting import HANG
 
 from distflow_jax.serving.access import Access, read_access
 from distflow_jax.serving.client import SamplerClient
@@ -196,7 +197,7 @@ def test_requests_that_are_being_read_stop_nobody():
 
         def slow(text):
             busy.release()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG)
             return encode_text(text)
 
         reader.encode = slow
@@ -205,7 +206,7 @@ def test_requests_that_are_being_read_stop_nobody():
         request = encode({"prompt": PROMPT, "uid": 5, "max_tokens": 4})
         calls = [sample(request) for _ in range(2)]
         for _ in calls:
-            assert busy.acquire(timeout=60)
+            assert busy.acquire(timeout=HANG)
         assert client.status()["running"] == 2
         go_on.set()
         texts = ["".join(json.loads(event).get("text", "") for event in call) for call in calls]

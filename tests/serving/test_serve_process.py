@@ -14,6 +14,7 @@ import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG
 
 from distflow_jax.serving.client import SamplerClient
 
@@ -53,13 +54,13 @@ class Served:
 
         self._reader = threading.Thread(target=read)
         self._reader.start()
-        assert ready.wait(300) and self.lines, self.process.stderr.read().decode()
+        assert ready.wait(HANG) and self.lines, self.process.stderr.read().decode()
         (self.address,) = re.findall(r" on (\S+:\d+),$", self.lines[0])
 
     def end(self, number=signal.SIGTERM):
         """(exit code, lines of stdout, stderr)."""
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = self.process.wait(HANG)
         self._reader.join()
         return code, self.lines, self.process.stderr.read().decode()
 
@@ -80,7 +81,7 @@ def generated(tmp_path, *arguments):
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(QUESTIONS))
     process = start("scripts/generate.py", *SMALL, f"--file={file}", *arguments)
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=HANG)
     assert process.returncode == 0, errors.decode()
     text = output.decode("utf-8")
     heads = [text.index(f"--- {question} [0]\n") for question in QUESTIONS]
@@ -92,7 +93,7 @@ def generated(tmp_path, *arguments):
 
 
 def test_a_signal_ends_it_in_order():
-    with served("--grace_seconds=30") as running:
+    with served(f"--grace_seconds={HANG:g}") as running:
         ready, sizes, memory = running.lines
         assert ready.startswith("ready: random:llama?hidden=64") and "(version 0)" in ready
         assert sizes == "  32 slots for each of two protocols, prompt 96 + response 24 tokens,"
@@ -104,7 +105,7 @@ def test_a_signal_ends_it_in_order():
             running.process.send_signal(signal.SIGINT)
             rest = list(events)
         assert first["prompt_tokens"] == list(b"What") and sum("end" in e for e in rest) == 40
-        code = running.process.wait(60)
+        code = running.process.wait(HANG)
         running._reader.join()
         assert (code, running.lines[3:], running.process.stderr.read()) == (0, ["stopped"], b"")
 
@@ -122,7 +123,7 @@ def test_mistakes_take_one_line():
         }
         started = {flag: start("scripts/serve.py", *SMALL, "--port=0", flag) for flag in expected}
         for flag, process in started.items():
-            output, errors = process.communicate(timeout=300)
+            output, errors = process.communicate(timeout=HANG)
             assert process.returncode == 2, errors.decode()
             (line,) = errors.decode().strip().splitlines()
             assert line.startswith("error: ") and output == b""

@@ -13,7 +13,8 @@ import grpc
 import numpy as np
 import pytest
 from support.refusals import BAD, BAD_BYTES, encode_any, refused
-from support.serving import TOKENIZER, Serving, engine, expected, wait_until, weights_of
+from support.serving import TOKENIZER, Serving, engine, expected, weights_of
+from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.scheduling.sequences import Group
@@ -112,7 +113,7 @@ def test_an_answer_may_be_large():
     server.start()
     try:
         with SamplerClient(f"127.0.0.1:{port}") as client:
-            assert client.responses(prompt="x", timeout=30) == [{"sample": 0, "text": text}]
+            assert client.responses(prompt="x", timeout=HANG) == [{"sample": 0, "text": text}]
     finally:
         server.stop(grace=None).wait()
 
@@ -245,11 +246,15 @@ def test_weights_are_swapped_under_running_requests(serving, client):
     client.load_weights("2", 2)
 
 
-def test_keys_and_values_can_be_computed_again(client):
+def test_keys_and_values_can_be_computed_again(serving, client):
     """With the same weights that changes nothing but the versions."""
-    running = client.sample(prompt=PROMPT, uid=6, num_samples=10)
-    events = [next(running), next(running)]
-    client.load_weights("2", 3, cache="recompute")
+    with serving.held(2) as go_on, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = client.sample(prompt=PROMPT, uid=6, num_samples=10)
+        events = [next(running), next(running)]
+        load = pool.submit(client.load_weights, "2", 3, cache="recompute")
+        until(lambda: load.done() or serving.server.sampler._work.qsize())  # after one round or two
+        go_on()
+        load.result(HANG)
     events += running
     versions = set()
     for response in expected(PROMPT, uid=6, samples=10):
@@ -296,7 +301,7 @@ class Loads:
     def _read(self, path):
         self.read.append(path)
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(HANG)
         return object(), int(path)
 
 
@@ -341,22 +346,24 @@ def test_loads_swap_in_the_order_of_their_calls():
 def test_a_client_that_goes_frees_its_slots(serving, client):
     before = serving.server.sampler.tokens
     uid = 6  # of responses that are long
-    running = client.sample(prompt=PROMPT, uid=uid, num_samples=16)
-    for _ in range(3):
-        next(running)
-    running.close()
-    wait_until(lambda: client.status()["free_slots"] == 8)
-    wait_until(lambda: serving.server.running == 0)
+    with serving.held(3):
+        running = client.sample(prompt=PROMPT, uid=uid, num_samples=16)
+        for _ in range(3):
+            next(running)
+        running.close()
+        until(lambda: serving.server.running == 0)
+    until(lambda: client.status()["free_slots"] == 8)
     whole = sum(len(r.tokens) for r in expected(PROMPT, uid=uid, samples=16))
     assert serving.server.sampler.tokens - before < whole / 2
     (answer,) = client.responses(prompt=PROMPT, uid=uid)
     assert_is(answer, expected(PROMPT, uid=uid)[0])
 
 
-def test_a_deadline_frees_slots_too(client):
-    call = client.sample(prompt=PROMPT, uid=6, num_samples=16, timeout=0.05)
-    refused(lambda: list(call), grpc.StatusCode.DEADLINE_EXCEEDED)
-    wait_until(lambda: client.status()["free_slots"] == 8)
+def test_a_deadline_frees_slots_too(serving, client):
+    with serving.held(1):
+        call = client.sample(prompt=PROMPT, uid=6, num_samples=16, timeout=0.5)
+        refused(lambda: list(call), grpc.StatusCode.DEADLINE_EXCEEDED)
+    until(lambda: client.status()["free_slots"] == 8)
 
 
 def test_status_tells_limits(client):
@@ -367,22 +374,24 @@ def test_status_tells_limits(client):
 
 
 @pytest.mark.parametrize(
-    "grace, hurry, ends", [(60.0, False, True), (0.0, False, False), (60.0, True, False)]
+    "grace, hurry, ends", [(HANG, False, True), (0.0, False, False), (HANG, True, False)]
 )
 def test_stopping_lets_requests_end_or_refuses_them(grace, hurry, ends):
     with Serving(grace_seconds=grace) as other, SamplerClient(other.address) as client:
-        running = client.sample(prompt=PROMPT, uid=6, num_samples=16)
-        events = [next(running), next(running)]
-        stopped = other.begin_stop(hurry)
+        with other.held(2):
+            running = client.sample(prompt=PROMPT, uid=6, num_samples=16)
+            events = [next(running), next(running)]
+            stopped = other.begin_stop(hurry)
+            if ends:
+                until(lambda: other.server._rpc.stopping)
+                refused(lambda: client.responses(prompt="x"), grpc.StatusCode.UNAVAILABLE)
+            else:
+                details = refused(lambda: list(running), grpc.StatusCode.UNAVAILABLE)
+                assert details == "the server is stopping; ask again later"
         if ends:
-            wait_until(lambda: other.server._rpc.stopping)
-            refused(lambda: client.responses(prompt="x"), grpc.StatusCode.UNAVAILABLE)
             events += running
             assert sum("end" in e for e in events) == 16
-        else:
-            details = refused(lambda: list(running), grpc.StatusCode.UNAVAILABLE)
-            assert details == "the server is stopping; ask again later"
-        stopped.result(timeout=30)
+        stopped.result(HANG)
         assert not other.server.sampler._thread.is_alive()
         assert not any(t.is_alive() for t in other.server._driver._all_threads)
 
@@ -397,14 +406,16 @@ def test_weights_that_come_after_the_end_are_refused():
 
 def test_too_many_requests_are_refused():
     with Serving(max_waiting=2) as other, SamplerClient(other.address) as client:
-        calls = [client.sample(prompt=PROMPT, uid=6, num_samples=16) for _ in range(2)]
-        for call in calls:
-            next(call)
-        details = refused(lambda: client.responses(prompt="x"), grpc.StatusCode.RESOURCE_EXHAUSTED)
-        assert "2 requests run or wait already" in details
-        for call in calls:
-            call.close()
-        wait_until(lambda: other.server.running == 0)
+        with other.held(0):
+            calls = [client.sample(prompt=PROMPT, uid=6, num_samples=16) for _ in range(2)]
+            for call in calls:
+                next(call)
+            full = grpc.StatusCode.RESOURCE_EXHAUSTED
+            details = refused(lambda: client.responses(prompt="x"), full)
+            assert "2 requests run or wait already" in details
+            for call in calls:
+                call.close()
+            until(lambda: other.server.running == 0)
         assert client.responses(prompt="x", max_tokens=1)
 
 
@@ -419,7 +430,7 @@ def test_turns_are_given_in_order():
     with turns:
         for n, thread in enumerate(threads):
             thread.start()
-            wait_until(lambda n=n: len(turns._gates) == n + 1)
+            until(lambda n=n: len(turns._gates) == n + 1)
         order.append("first")
     for thread in threads:
         thread.join()
@@ -430,13 +441,15 @@ def test_turns_are_given_in_order():
 
 def test_a_thread_that_fails_tells_its_callers_and_the_server():
     with Serving() as other, SamplerClient(other.address) as client:
-        running = client.sample(prompt=PROMPT, uid=6, num_samples=8)
-        next(running)
+        step, rounds = other.server.sampler.scheduler.step, itertools.count()
 
         def broken():
-            raise RuntimeError("a device is lost")
+            if next(rounds) > 1:
+                raise RuntimeError("a device is lost")
+            return step()
 
         other.server.sampler.scheduler.step = broken
+        running = client.sample(prompt=PROMPT, uid=6, num_samples=8)
         assert "log says why" in refused(lambda: list(running), grpc.StatusCode.INTERNAL)
         refused(lambda: client.responses(prompt="x"), grpc.StatusCode.INTERNAL)
         assert other.server.failed and not client.status()["healthy"]
@@ -459,7 +472,7 @@ def test_a_swap_that_fails_tells_who_waits_for_it():
             told.put(str(error))
 
     threading.Thread(target=load, daemon=True).start()
-    assert "log says why" in told.get(timeout=10)
+    assert "log says why" in told.get(timeout=HANG)
     assert service.failed
     service.stop()
 

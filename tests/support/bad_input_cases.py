@@ -240,6 +240,13 @@ SIZES = [
         "flow.wave_rows=4 are too few for the longest group, which takes up to",
     ),
     ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
+    (
+        f"{_WORKERS} ; eval.dataset= ; flow.listen=192.0.2.1:0",
+        "flow.listen: cannot listen on 192.0.2.1:0 (Cannot assign requested address",
+    ),
+    ("flow.listen=:9000", "flow.listen must be HOST:PORT, got ':9000'"),
+    ("flow.listen=a b:9000", "flow.listen must be HOST:PORT, got 'a b:9000'"),
+    ("flow.listen=127.0.0.1:65536", "flow.listen must be HOST:PORT, got '127.0.0.1:65536'"),
     ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; a port is from 0 to 65535"),
     ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
     ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, got 'fair'"),
@@ -607,7 +614,7 @@ MODEL_CASES = [
     ),
 ]
 
-MINE = "reward.num_workers=1 ; reward.timeout_seconds=0.5 ; reward.function={dir}/rewards.py:"
+MINE = "reward.num_workers=1 ; reward.function={dir}/rewards.py:"
 REWARD_CASES = [
     ("reward.function=gsm8", "unknown reward function 'gsm8'; did you mean gsm8k?"),
     ("reward.function=no_such:f ; reward.num_workers=1", "no module named 'no_such'"),
@@ -623,7 +630,10 @@ REWARD_CASES = [
         MINE + "raises",
         "failed on the first row: KeyError: 'no such answer' ({dir}/rewards.py, line",
     ),
-    (MINE + "hangs", "did not return within reward.timeout_seconds 0.5 on the first row; fix it"),
+    (
+        MINE + "hangs ; reward.timeout_seconds=0.5",
+        "did not return within reward.timeout_seconds 0.5 on the first row; fix it",
+    ),
     (MINE + "dies", "the worker process ended with exit code 3"),
     (MINE + "says", "returned 'good' (str); expected a number or a dict with a number as 'score'"),
     (MINE + "nan", "the reward function returned a score of nan"),

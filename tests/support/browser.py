@@ -15,7 +15,8 @@ import select
 import shutil
 import subprocess
 import sys
-import time
+
+from support.waiting import HANG, until
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -64,7 +65,7 @@ class Browser:
 
     def __exit__(self, *_):
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(HANG)
         os.close(self._commands)
         os.close(self._answers)
 
@@ -136,12 +137,9 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait_for(self, script, seconds=300.0):
+    def wait_for(self, script):
         """Waits until a JavaScript expression is true."""
-        end = time.monotonic() + seconds
-        while not self.run(f"Boolean({script})"):
-            assert time.monotonic() < end, f"not true in {seconds} s: {script}"
-            time.sleep(0.1)
+        until(lambda: self.run(f"Boolean({script})"), lambda: f"not true: {script}", pause=0.1)
 
     def resize(self, width, height=800):
         """Gives the page another size, in pixels."""

@@ -18,9 +18,9 @@ from distflow_jax.report.run_writer import read_metrics
 from support import haste
 from support.cut_network import CutNetwork
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 LOOK_SECONDS = 0.005
-START_SECONDS = 300.0
 READY = "ready: "
 MOST_WORKERS = 4
 
@@ -95,7 +95,7 @@ class Chaos:
             if self._trainers is not None and self._trainers.poll() is None:
                 os.killpg(self._trainers.pid, signal.SIGTERM)
                 try:
-                    self._trainers.wait(30)
+                    self._trainers.wait(HANG)
                 except subprocess.TimeoutExpired:
                     os.killpg(self._trainers.pid, signal.SIGKILL)
 
@@ -179,7 +179,7 @@ class Chaos:
         for worker in self._workers:
             self._recover(worker)
         for worker in self._workers:
-            code = worker.process.wait(90)
+            code = worker.process.wait(HANG)
             assert code == 0, f"{worker.name} ended with {code}\n" + self.output()
 
     # -- trainers ---------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Chaos:
         os.kill(pid, signal.SIGKILL)
         self._count(f"kill trainer {self._left[0][0]}", f"{when} (pid {pid} of {pids})")
         del self._left[0]
-        self._trainers.wait(90)
+        self._trainers.wait(HANG)
         names = [path.name for path in (self.folder / "checkpoints").glob("[0-9]*")]
         self.restarts.append(max((int(name) for name in names if name.isdigit()), default=0))
         self._start_trainers(f" after step {self.restarts[-1]}")
@@ -226,11 +226,12 @@ class Chaos:
         return self._known[1]
 
     def _await_first_step(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while self._last_step() < 1 or not any(worker.ready for worker in self._workers):
-            assert time.monotonic() < end and self._trainers.poll() is None, self.output()
+        def is_there():
+            assert self._trainers.poll() is None, self.output()
             self._look_at_workers()
-            time.sleep(0.1)
+            return self._last_step() >= 1 and any(worker.ready for worker in self._workers)
+
+        until(is_there, self.output, pause=0.1)
 
     # -- processes --------------------------------------------------------------------------------
 

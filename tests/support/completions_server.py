@@ -21,10 +21,11 @@ from distflow_jax.batch import Prompt
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
+from support.waiting import HANG, until
 
 FAULTS = (
     "break",  # the connection, in the middle of the answer
-    "hang",
+    "hang",  # until `let_go`
     "error",  # HTTP 500
     "truncated",  # JSON
     "wrong ids",
@@ -52,7 +53,7 @@ class CompletionsServer:
         self._handled = []
         self._numbers = itertools.count()
         self._work = queue.SimpleQueue()
-        self._closing = threading.Event()
+        self._closing, self._goes_on = threading.Event(), threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -95,13 +96,16 @@ class CompletionsServer:
         if self._closing.is_set():
             return
         self._closing.set()
+        self.let_go()
         self._http.shutdown()
         self._http.server_close()
         self._work.put(None)
-        self._threads[1].join(timeout=30)
-        end = time.monotonic() + 10  # as of a process that dies, its connections break before
-        while self._handled and time.monotonic() < end:
-            time.sleep(0.01)
+        self._threads[1].join(HANG)
+        until(lambda: not self._handled)  # as of a process that dies, its connections break before
+
+    def let_go(self):
+        """Ends the connections that hang, and those that will."""
+        self._goes_on.set()
 
     # -- the thread that samples --------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class CompletionsServer:
             done.set()
 
         self._work.put(swap)
-        assert done.wait(30)
+        assert done.wait(HANG)
         self.loaded.append(pathlib.Path(folder).name)
 
     # -- HTTP -------------------------------------------------------------------------------------
@@ -187,7 +191,8 @@ class CompletionsServer:
         except IndexError:
             fault = ""
         if fault == "hang":
-            self._closing.wait(20)
+            self._goes_on.wait(HANG)
+            handler.close_connection = True
             return None
         if fault == "error":
             return self._send(handler, {"error": "the device is lost"}, 500)
@@ -232,7 +237,7 @@ class CompletionsServer:
         if fault == "slow bytes":
             for i in range(len(content)):
                 handler.wfile.write(content[i : i + 1])
-                if self._closing.wait(0.1):
+                if self._closing.wait(0.2):
                     return
             return
         handler.wfile.write(content)

@@ -13,6 +13,7 @@ from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.serving.client import SamplerClient
 from support.tiny_model import TINY
 from support.tiny_sampler import TOKENIZER
+from support.waiting import HANG
 
 SEED = 3  # of all engines in tests
 
@@ -28,7 +29,7 @@ def folders_in(place):
 @contextlib.contextmanager
 def openai_scheduler(server, params, place, *, version=0, limits=None, **settings):
     """A scheduler over a CompletionsServer."""
-    settings = {"slots": 8, "try_seconds": 20.0} | settings
+    settings = {"slots": 8, "try_seconds": HANG} | settings
     engine = OpenAIEngine(
         OpenAISettings(HttpServer(server.url), **settings),
         folders_in(place),
@@ -44,7 +45,7 @@ def openai_scheduler(server, params, place, *, version=0, limits=None, **setting
 def sampler_scheduler(address, own, params, place, *, version=0, **changes):
     """A scheduler over a server of distflow.Sampler, whose engine is `own`."""
     client = SamplerClient(address)
-    engine = SamplerServerEngine(address, client, folders_in(place), try_seconds=30.0)
+    engine = SamplerServerEngine(address, client, folders_in(place), try_seconds=HANG)
     with contextlib.closing(engine):
         yield ForeignScheduler(engine, params, limits_of(own, **changes), version=version)
 

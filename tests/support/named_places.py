@@ -74,8 +74,17 @@ NAMED = {
     "no_variable": "$SURELY_NOT_SET/name{ending}",
     "no_braced_variable": "a${{SURELY_NOT_SET}}/name{ending}",
     "bytes": "{folder}/\udcff\udcfe{ending}",
+    "url": "s3://bucket/name{ending}",
 }
-NOTHING = {"blank", "no_user", "no_variable", "no_braced_variable", "bytes", "null_character"}
+NOTHING = {
+    "url",
+    "blank",
+    "no_user",
+    "no_variable",
+    "no_braced_variable",
+    "bytes",
+    "null_character",
+}
 LONG = {"long", "longer"}
 DEVICES = {"pipe", "null", "zero"}
 NO_FILE = {"folder", "folders", "loop", "dangling", "unreadable", "io_error"} | DEVICES
@@ -101,14 +110,14 @@ STARTS = {  # arguments of a subcommand before the flag
     "plan": [CONFIG, "--nocompile"],
     "report": ["--workdir={dir}"],
     "export": ["--source=random:llama", "--out={run}"],
-    "serve": [CONFIG, "--port=0", "--run={dir}/nowhere"],
+    "serve": [CONFIG, "--port=0", "--run={dir}"],
     "worker": [CONFIG, "--join_seconds=1", "--join=127.0.0.1:9"]
     + ["--config.flow.workers=True", "--config.flow.max_lag=1"],
 }
 MORE = {  # arguments that a flag needs beside it
     "engine_settings": ["--engine=openai:http://127.0.0.1:9"],
-    "tls_cert": ["--tls_key={dir}/plain"],
-    "tls_key": ["--tls_cert={dir}/plain"],
+    "tls_cert": ["--tls_key={dir}/pem"],
+    "tls_key": ["--tls_cert={dir}/pem"],
 }
 # flags of other kinds that may hold a path: (subcommand, flag, ending, kinds that are refused)
 OTHER_FLAGS = [
@@ -134,7 +143,7 @@ _SOURCE = REFUSED["file"] - {"blank"} | CONTENT | {"file"}
 # key -> [(ending, value, further assignments, kinds that are refused)]
 KEYS = {
     "dag": [(".yaml", "{}", [], _CODE), (".py", "{}:f", [], _CODE)],
-    "compilation_cache": [("", "{}", [], REFUSED["new_folder"])],
+    "compilation_cache": [("", "{}", [], REFUSED["new_folder"] - {"url"})],
     "model.source": [
         *((ending, "{}", [], _SOURCE) for ending in ("", ".gguf", ".safetensors")),
         ("", "random:{}", [], _SOURCE - {"file", "dangling", "missing"}),
@@ -190,7 +199,7 @@ def of_flags():
 
 def all_cases(folder):
     """Every flag and key x every kind that it must refuse."""
-    (folder / "plain").write_text("plain\n")
+    (folder / "pem").write_text("-----BEGIN CERTIFICATE-----\n")
     found = []
 
     def add(name, command, arguments, says):

@@ -8,7 +8,17 @@ import struct
 import subprocess
 import termios
 
+from distflow_jax.report.terminal import WAITS
+from support.waiting import HANG
+
+# of a log file, where the machine needs long for it
+_LONG_WAIT = re.compile(f".*(?:{'|'.join(WAITS.values())})(?: \\.\\.\\.|: done in .*)\n")
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+
+
+def without_waits(log):
+    """The text of a log without the lines that tell of long waits."""
+    return _LONG_WAIT.sub("", log)
 
 
 def run_on_terminal(command, *, columns=80, lines=50, **options):
@@ -25,7 +35,7 @@ def run_on_terminal(command, *, columns=80, lines=50, **options):
         pass
     finally:
         os.close(ours)
-    return process.wait(60), written.decode()
+    return process.wait(HANG), written.decode()
 
 
 def shown_lines(written):

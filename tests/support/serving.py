@@ -1,10 +1,10 @@
 """A tiny engine, and a server of it that runs in a thread beside the test."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import threading
-import time
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
@@ -16,6 +16,7 @@ from distflow_jax.serving.jetstream import door_config, prepare
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
+from support.waiting import HANG
 
 prepare()  # the import of JetStream's orchestrator has set the root logger to DEBUG
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
@@ -96,8 +97,27 @@ class Serving:
             raise FileNotFoundError(f"{path} holds no checkpoints/: is it the --workdir of a run?")
         return weights_of(int(path)), 10 * int(path)
 
-    def run(self, coroutine, timeout=60):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANG)
+
+    @contextlib.contextmanager
+    def held(self, rounds):
+        """A block in which the sampler stands still after so many rounds; yields what ends that."""
+        scheduler, goes_on, left = self.server.sampler.scheduler, threading.Event(), rounds
+        step = scheduler.step
+
+        def held_step():
+            nonlocal left
+            left -= 1
+            assert left >= 0 or goes_on.wait(HANG)
+            return step()
+
+        scheduler.step = held_step
+        try:
+            yield goes_on.set
+        finally:
+            goes_on.set()
+            del scheduler.step
 
     def begin_stop(self, hurry=False):
         """Starts to stop the server; a future of its end."""
@@ -113,20 +133,12 @@ class Serving:
 
     def __enter__(self):
         self._thread.start()
-        self.run(self.server.start(), timeout=300)
+        self.run(self.server.start())
         return self
 
     def __exit__(self, *exception):
         if not self._stopped:
             self.run(self.server.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30)
+        self._thread.join(HANG)
         self._loop.close()
-
-
-def wait_until(condition, seconds=30.0):
-    """Fails if `condition` does not come true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)

@@ -62,10 +62,10 @@ def assert_agree(got, wanted, *, atol=1e-4):
     assert compared > 0.8 * sum(len(r.tokens) for r in wanted.values())
 
 
-def drive(scheduler, most=1000):
+def drive(scheduler):
     """Steps until nothing is busy; {uid: response}."""
     found = []
-    for _ in range(most):
+    for _ in range(1000):
         if not scheduler.busy:
             break
         found += scheduler.step()

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 from distflow_jax.report.run_writer import read_metrics
 from support import haste
 from support.paths import ROOT
+from support.waiting import HANG, until
 
 PROMPTS, SAMPLES, STEPS = 8, 4, 5
 SMALL = (
@@ -52,7 +52,7 @@ class Process:
                 start_new_session=True,
             )
 
-    def end(self, seconds=300):
+    def end(self, seconds=HANG):
         """The exit code; it is killed after so long."""
         try:
             return self.process.wait(seconds)
@@ -68,12 +68,14 @@ class Process:
         """The end of what it wrote."""
         return self.log.read_text()[-4000:]
 
-    def await_ready(self, seconds=200):
+    def await_ready(self):
         """Waits until this worker has joined."""
-        end = time.monotonic() + seconds
-        while "ready: " not in self.log.read_text():
-            assert time.monotonic() < end and self.process.poll() is None, self.output()
-            time.sleep(0.02)
+
+        def is_ready():
+            assert self.process.poll() is None, self.output()
+            return "ready: " in self.log.read_text()
+
+        until(is_ready, self.output)
 
 
 def settings(flags):
@@ -105,19 +107,19 @@ def worker(
 
 def await_doors(folder):
     """Addresses of the trainers, once they have written them."""
-    end = time.monotonic() + 200
-    while not (folder / "doors.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until((folder / "doors.json").exists)
     return json.loads((folder / "doors.json").read_text())["homes"]
 
 
 def await_step(folder, step, process):
     """Waits until a step's row is written."""
-    path, end = folder / "metrics.jsonl", time.monotonic() + 300
-    while not path.exists() or max((r["step"] for r in read_metrics(path)), default=0) < step:
-        assert time.monotonic() < end and process.process.poll() is None, process.output()
-        time.sleep(0.02)
+    path = folder / "metrics.jsonl"
+
+    def is_written():
+        assert process.process.poll() is None, process.output()
+        return path.exists() and max((r["step"] for r in read_metrics(path)), default=0) >= step
+
+    until(is_written, process.output)
 
 
 def records(folder):

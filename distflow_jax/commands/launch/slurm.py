@@ -24,6 +24,7 @@ from distflow_jax.commands.launch import hosts, slurm_workers
 from distflow_jax.commands.launch.slurm_workers import worker_script
 from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.parallel import job
+from distflow_jax.parsing.paths import named_path
 
 # Longest time between the ends of two processes: srun's exit code is the highest of theirs, and the
 # code of a process that srun kills for being late would hide the 75 of the others.
@@ -86,7 +87,8 @@ def parse_arguments(
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.python = options.python or sys.executable
-    options.directory = options.directory or os.getcwd()
+    options.directory = str(named_path("--directory", options.directory or os.getcwd()))
+    options.log = str(named_path("--log", options.log))  # Slurm replaces %j and no ~
     options.command = hosts.python_command(options)
     check(options)
     options.worker = group_command(options)

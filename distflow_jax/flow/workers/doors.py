@@ -11,7 +11,6 @@ from distflow_jax.parsing.addresses import checked_address, listen
 from distflow_jax.parsing.paths import reading
 
 FILE = "doors.json"
-_MOST_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ def read_doors(folder: str | os.PathLike) -> Doors | None:
     path = pathlib.Path(folder) / FILE
     try:
         with reading(path) as file:
-            text = file.read(_MOST_BYTES)
+            text = file.read(1 << 24)
     except (OSError, ValueError):
         return None
     try:
