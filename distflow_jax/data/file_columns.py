@@ -129,7 +129,8 @@ def example_from_row(
         if isinstance(prompt, str):
             problem = "is for the chat template, and this prompt is text: leave it out"
             raise bad_value(place, next(c for c in VARIABLES if row.get(c)), problem)
-        prompt = Conversation(prompt, variables)
+        prompt = Conversation(prompt)
+        prompt.variables = variables
 
     return Example(
         prompt=prompt,
