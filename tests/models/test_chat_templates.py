@@ -234,7 +234,9 @@ def test_what_spells_no_token_is_encoded_as_ever(templates):
     tokenizer = templates("parses_think")
     for text in (*TURNS, "<|im_end", "|>", "<think", "user\n", ""):
         assert tokenizer.plain(text) == text
-        np.testing.assert_array_equal(tokenizer.encode(tokenizer.plain(text)), tokenizer.encode(text))
+        np.testing.assert_array_equal(
+            tokenizer.encode(tokenizer.plain(text)), tokenizer.encode(text)
+        )
     assert "\ufdd2" not in tokenizer.decode(tokenizer.encode(tokenizer.plain("\ufdd2a")))
 
 
@@ -246,14 +248,38 @@ def test_what_spells_no_token_is_encoded_as_ever(templates):
     [
         ("known_roles", [{"role": "human", "content": "Sum?"}], "leaves out a part of message 0"),
         ("known_roles", [{"role": "USER", "content": "a"}], "leaves out a part of message 0"),
-        ("known_roles", [*ASKED, {"role": "tool", "content": "5"}], "leaves out a part of message 1"),
-        ("plain", [*ASKED, {"role": "assistant", "content": "so", "tool_calls": [
-            {"function": {"name": "add", "arguments": {}}}]}, *ASKED], "leaves out a part of mess"),
+        (
+            "known_roles",
+            [*ASKED, {"role": "tool", "content": "5"}],
+            "leaves out a part of message 1",
+        ),
+        (
+            "plain",
+            [
+                *ASKED,
+                {
+                    "role": "assistant",
+                    "content": "so",
+                    "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+                },
+                *ASKED,
+            ],
+            "leaves out a part of mess",
+        ),
         ("no_system", PROMPTS["system"], "rejects the messages: no system turn"),
         ("plain", [{"role": "user"}], "message 0 must be a dict with role and content"),
         ("plain", ["Sum?"], "message 0 must be a dict with role and content"),
-        ("tool_calls", [*ASKED, {"role": "assistant", "tool_calls": [
-            {"function": {"name": "add", "arguments": {}}}]}], "has no text: add what follows it"),
+        (
+            "tool_calls",
+            [
+                *ASKED,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+                },
+            ],
+            "has no text: add what follows it",
+        ),
     ],
 )
 def test_messages_that_a_template_does_not_write(templates, name, messages, message):

@@ -45,8 +45,11 @@ TRAITS = {
     "opens_think": loop(_CUT, THINKS),
     "strips_think": loop(_CUT),
     "empty_think": loop(
-        "{% if m.role == 'assistant' and '<think>' not in m.content %}" + _HEAD
-        + "{{ '<think></think>' + m.content + '<|im_end|>\\n' }}{% else %}" + _TURN + "{% endif %}",
+        "{% if m.role == 'assistant' and '<think>' not in m.content %}"
+        + _HEAD
+        + "{{ '<think></think>' + m.content + '<|im_end|>\\n' }}{% else %}"
+        + _TURN
+        + "{% endif %}",
         THINKS,
     ),
     "thinking_switch": loop(
@@ -104,7 +107,8 @@ TRAITS = {
     ),
     "tool_calls": loop(
         "{% if 'tool_calls' in m %}{% if m.tool_calls | length > 2 %}"
-        "{{ raise_exception('two calls at most') }}{% endif %}" + _HEAD
+        "{{ raise_exception('two calls at most') }}{% endif %}"
+        + _HEAD
         + "{% for call in m.tool_calls %}{{ call.function.name ~ call.function.arguments | tojson }}"
         "{% endfor %}{{ '<|im_end|>\\n' }}{% else %}" + _TURN + "{% endif %}"
     ),
@@ -112,7 +116,9 @@ TRAITS = {
         "{{ '<|im_start|>system\\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}"
         + loop(_TURN)
     ),
-    "json": loop("{{ '<|im_start|>' }}{{ {'role': m.role, 'text': m.content} | tojson }}<|im_end|>"),
+    "json": loop(
+        "{{ '<|im_start|>' }}{{ {'role': m.role, 'text': m.content} | tojson }}<|im_end|>"
+    ),
     "only_parts": loop(
         _HEAD + "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
         "{% endif %}{% endfor %}{{ '<|im_end|>\\n' }}"
@@ -138,7 +144,12 @@ _QUESTIONS = [
 ]
 _ANSWERS = [
     *("Five.", "7", "", "<think>\n2+3 is 5\n</think>\n\nThe answer is 5.", " so ", "é\n"),
-    *("<think>7 has no divisor.</think>7", "thought\n</think>\n\nSeven.", '{"answer":', "<think>\n"),
+    *(
+        "<think>7 has no divisor.</think>7",
+        "thought\n</think>\n\nSeven.",
+        '{"answer":',
+        "<think>\n",
+    ),
 ]
 _TOOLS = [
     {"type": "function", "function": {"name": name, "description": "does <it>", "parameters": {}}}

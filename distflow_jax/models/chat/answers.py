@@ -81,7 +81,8 @@ def with_answer(prompt: Sequence[Mapping[str, Any]], turn: Mapping[str, Any]) ->
 
 
 def continued(messages: Sequence[Mapping[str, Any]], write: Callable[[list[Any]], str]) -> str:
-    """The text of messages, which `write` renders, as far as the last one's content, as transformers cuts it."""
+    """The text that `write` renders of messages, as far as the last content, where transformers
+    cuts it."""
     *before, last = messages
     if not isinstance(content := last.get("content"), str):
         raise ValueError("the last message is the assistant's and has no text: add what follows it")
