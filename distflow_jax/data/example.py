@@ -1,7 +1,8 @@
 """Example, one row of a data set, and the interface of data sets."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from distflow_jax.images.picture_files import ImageSource
@@ -12,16 +13,9 @@ Message = dict[str, Any]
 
 
 class Conversation(list[Message]):
-    """Messages, with variables of the chat template that their row gives.
+    """Messages, with variables of the chat template: {"tools": [...], "enable_thinking": False}."""
 
-    `variables`: {"tools": [{"type": "function", ...}], "enable_thinking": False}.
-    """
-
-    def __init__(
-        self, messages: Iterable[Message] = (), variables: Mapping[str, Any] | None = None
-    ):
-        super().__init__(messages)
-        self.variables = dict(variables or {})
+    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,13 @@ from typing import Any
 
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey, chosen_columns
 from distflow_jax.data.example import Conversation, Example, Message, instruction
-from distflow_jax.data.implicit_prompts import is_conversation, split_pair
-from distflow_jax.data.message_forms import VARIABLES, answer_of, last_turn, template_variables
+from distflow_jax.data.messages.implicit_prompts import is_conversation, split_pair
+from distflow_jax.data.messages.message_forms import (
+    VARIABLES,
+    answer_of,
+    last_turn,
+    template_variables,
+)
 from distflow_jax.data.pictures.image_columns import (
     IMAGE_COLUMNS,
     check_answers,
@@ -129,7 +134,8 @@ def example_from_row(
         if isinstance(prompt, str):
             problem = "is for the chat template, and this prompt is text: leave it out"
             raise bad_value(place, next(c for c in VARIABLES if row.get(c)), problem)
-        prompt = Conversation(prompt, variables)
+        prompt = Conversation(prompt)
+        prompt.variables = variables
 
     return Example(
         prompt=prompt,

@@ -18,7 +18,7 @@ from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import MOST_ROW_BYTES, TOO_LONG, JsonLinesReader, json_reader
-from distflow_jax.data.message_forms import MESSAGE_COLUMNS, VARIABLES, cleaned
+from distflow_jax.data.messages.message_forms import MESSAGE_COLUMNS, VARIABLES, without_nulls
 from distflow_jax.data.pictures.image_paths import image_folders
 from distflow_jax.did_you_mean import near_file
 from distflow_jax.parsing.missing_value import is_missing
@@ -174,8 +174,8 @@ class FileDataset:
 
     def _example(self, i: int, row: int, values: Any) -> Example:
         if isinstance(self._readers[i], TableReader):
-            columns = self._options["columns"]
-            values = cleaned(values, [columns.get(c, c) for c in (*MESSAGE_COLUMNS, *VARIABLES)])
+            names = [self._options["columns"].get(c, c) for c in (*MESSAGE_COLUMNS, *VARIABLES)]
+            values |= {name: without_nulls(values[name]) for name in names if name in values}
         return example_from_row(
             values,
             self._readers[i].place(row),

@@ -1,7 +1,7 @@
 """Prompts in a global order that is the same for any number of processes."""
 
 import dataclasses
-import datetime
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,14 +42,11 @@ class DataConfig:
     image_tokens: int = 256
     # folder of the images that files name; '': the data file's own, which no path may leave
     image_root: str = ""
-    # variables of the chat template for all rows: {'enable_thinking': False}; a row's own ones, of
-    # its column chat_template_kwargs, win
+    # variables of the chat template: {'enable_thinking': False}; a row's chat_template_kwargs win
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # the date that chat templates write (strftime_now), YYYY-MM-DD; '': that of the run's first
-    # start, in UTC
-    date: str = ""
-    # tokens of demonstrations that are learned: answer, or generation (what the chat template
-    # encloses in {% generation %}, in all turns of the assistant)
+    date: str = ""  # that chat templates write, YYYY-MM-DD; '': of the run's first start, in UTC
+    # tokens of demonstrations that are learned: answer, or generation (all that the chat template
+    # encloses in {% generation %})
     train_on: str = "answer"
 
     def __post_init__(self):
@@ -67,15 +64,8 @@ class DataConfig:
             raise ValueError(
                 f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {self.train_on!r}"
             )
-        if self.date and not _is_date(self.date):
+        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
             raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
-
-
-def _is_date(text: str) -> bool:
-    try:
-        return datetime.date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,12 +263,12 @@ class Loader:
         """(the prompt that a counter issues, the images that it still lacks)."""
         row = self.row(counter)
         example = self._dataset[row]
-        images, patch, masks = example.images, None, ()
+        images, patch = example.images, None
         if images:
             placed, cut = self._encoded.place(row).last(self._config.max_prompt_length)
             text, tokens, images = placed.text, placed.tokens, images[cut:]
             patch = placed.patch if images else None
-            answers = self._encoded.answers(row)
+            answers, masks = self._encoded.answers(row), ()
         else:
             text, tokens, answers, masks = self._encoded.tokens(row)
         prompt = Prompt(

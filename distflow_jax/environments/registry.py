@@ -107,7 +107,6 @@ class Environments:
         ValueError, in one line, if that raises, hangs, or gives something else than an observation.
         """
         if self.tokenizer.is_chat(prompt.text):
-            self.tokenizer.check_end()
             self.tokenizer.encode_turn(".")
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         with EnvironmentThread(self, answers) as thread:

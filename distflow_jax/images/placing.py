@@ -29,13 +29,18 @@ Prompted = str | Sequence[Mapping[str, Any]]
 
 
 class TextTokenizer(Protocol):
-    """The methods of a tokenizer that placing images calls."""
+    """The parts of a tokenizer that placing images and reading rows use."""
+
+    origin: str  # the file or folder of its chat template
 
     def render(self, prompt: Any) -> str:
         """The model's input text."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int32 [T]."""
+
+    def count(self, text: str, enough: int) -> int:
+        """Tokens of a text, or a bound of them that is at most `enough`."""
 
     def plain(self, text: str) -> str:
         """A text of others, of which `encode` makes no control token."""
@@ -45,6 +50,9 @@ class TextTokenizer(Protocol):
 
     def encode_answer(self, prompt: Any, answer: Any) -> np.ndarray:
         """Tokens of an answer with the end of its turn, int32 [T]."""
+
+    def encode_generated(self, prompt: Any) -> tuple[str, np.ndarray, np.ndarray]:
+        """Text before the assistant's first, tokens int32 [T], and which are its, bool [T]."""
 
     def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
         """Tokens of a rendered turn that follows the end of an answer, int32 [T]."""
@@ -93,10 +101,6 @@ class SeeingTokenizer:
     def __init__(self, tokenizer: TextTokenizer, layout: ImageLayout):
         self.layout, self.text = layout, tokenizer
         self._writes_parts = _writes_parts(tokenizer, layout.marker)
-
-    def encode_prompt(self, prompt: Prompted) -> tuple[str, np.ndarray]:
-        """The model's input text and the ids of a prompt without images, int32 [P]."""
-        return self.text.encode_prompt(prompt)
 
     def encode_answer(self, prompt: Prompted, answer: Any) -> np.ndarray:
         """Ids of an answer with the end of its turn, int32 [T]; the prompt may have images."""

@@ -14,22 +14,12 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from distflow_jax.data.example import Conversation
 from distflow_jax.images.placing import ANSWER, ANSWERED
 from distflow_jax.models import tokenizer_files
+from distflow_jax.models.chat import answers, contents
 from distflow_jax.models.chat import render as chat
-from distflow_jax.models.chat import thoughts
-from distflow_jax.models.chat.answers import (
-    answer_text,
-    in_text,
-    marked_end,
-    until_mark,
-    with_answer,
-)
-from distflow_jax.models.chat.contents import check_contents, left_out, squeezed
 from distflow_jax.models.chat.dialect import MARKS
 from distflow_jax.models.chat.message_parts import checked, in_parts
-from distflow_jax.models.chat.render import check_names
 
 Messages = Sequence[Mapping[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 
@@ -80,16 +70,6 @@ class Tokenizer:
         """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; higher ids are unused."""
         return cls(**tokenizer_files.byte_level(vocab_size))
 
-    def with_settings(self, variables: Mapping[str, Any], date: str) -> "Tokenizer":
-        """The same with data.template_kwargs and data.date. Raises ValueError for variables that
-        the chat template does not read."""
-        if variables:
-            try:
-                check_names(self.chat_template or "", variables)
-            except ValueError as error:
-                raise ValueError(f"data.template_kwargs={dict(variables)}: {error}") from None
-        return dataclasses.replace(self, variables=dict(variables), date=date)
-
     def encode(self, text: str) -> np.ndarray:
         """Text -> ids, int32 [T]; special tokens only where the text spells them.
 
@@ -107,15 +87,13 @@ class Tokenizer:
         return ids[[text[start:end] != _BREAK for start, end in encoding.offsets]]
 
     def plain(self, text: str) -> str:
-        """A text of others, of which `encode` makes no control token, whatever it spells.
-
-        Control tokens are the special ones and those that the chat template writes.
-        """
-        text = text.replace(_BREAK, "\ufffd")
-        return _control_tokens(self).sub(lambda found: f"{found[0][0]}{_BREAK}{found[0][1:]}", text)
+        """A text of others, of which `encode` makes no control token, whatever it spells: none of
+        the special ones, nor of those that the chat template writes."""
+        spelled = _control_tokens(self)
+        return spelled.sub(lambda t: t[0][0] + _BREAK + t[0][1:], text.replace(_BREAK, "\ufffd"))
 
     def count(self, text: str, enough: int) -> int:
-        """Tokens of a text, or a bound of them that is at most `enough`: a token has a byte."""
+        """Tokens of a text, or a bound of them that is at most `enough`."""
         most = 1 + len(text.encode("utf-8", "surrogatepass"))  # some put a token before the text
         # a normalizer may make several characters of one that is not ASCII
         if most <= enough and (text.isascii() or self.backend.normalizer is None):
@@ -133,29 +111,27 @@ class Tokenizer:
         prompt: str | Messages,
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The model's input text: a string unchanged, messages through the chat template.
 
-        A prompt that ends with the assistant's message is left open there. `tools`: JSON schemas of
-        functions, as in the variables of a Conversation. Raises ValueError for messages that the
-        template rejects or does not write in full, and without a template.
+        A prompt that ends with the assistant's message is left open there. `variables`: of the
+        template, {"tools": [...]}; None: those of a Conversation (data/example.py). Raises
+        ValueError without a template, and for messages that it rejects or leaves out.
         """
         if isinstance(prompt, str):
             return prompt
         messages = checked(prompt)
-        variables = {**getattr(prompt, "variables", {}), **({"tools": tools} if tools else {})}
-        last = messages[-1] if messages else {}
-        if goes_on := add_generation_prompt and last.get("role") == "assistant":
-            open_end = [*messages[:-1], marked_end(last)]
-            text = until_mark(self._written(open_end, variables, False), last)
+        variables = getattr(prompt, "variables", {}) if variables is None else variables
+        if add_generation_prompt and messages and messages[-1]["role"] == "assistant":
+            text = answers.continued(messages, lambda open: self._written(open, variables, False))
         else:
             text = self._written(messages, variables, add_generation_prompt)
-        check_contents(messages, variables.get("tools"), text)
+        contents.check_contents(messages, text)
         if all(message.keys() == {"role", "content"} for message in messages):
-            lost = _left_out(self, tuple(message["role"] for message in messages))
-            if lost is not None:
-                raise left_out(lost, messages[lost])
+            for i in _tried(self, tuple(message["role"] for message in messages))[0]:
+                if messages[i]["content"]:
+                    raise contents.left_out(i, messages[i])
         return text
 
     def _written(
@@ -163,21 +139,20 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         add_generation_prompt: bool,
-        *,
         marked: bool = False,
     ) -> str:
-        """What the chat template makes of messages."""
+        """The chat template's text of messages."""
         if self.chat_template is None:
             raise ValueError(
                 "the model has no chat template: use prompts that are strings, not messages, or "
                 "an instruction-tuned model"
             )
-        check_names(self.chat_template, variables)
+        own = {**self.variables, **variables}
+        chat.check_names(self.chat_template, own)
         given = {
             **{"tools": None, "documents": None},
             **self.special_tokens,
-            **self.variables,
-            **variables,
+            **own,
             "messages": in_parts(self.chat_template, messages),
             "add_generation_prompt": add_generation_prompt,
         }
@@ -192,82 +167,61 @@ class Tokenizer:
         """Ids of a reference answer, as the model would have sampled it, int32 [T].
 
         The last id ends the turn: by the chat template, or for a plain-text prompt by the end
-        token. An answer in messages is the last one, with its thought. See answers.answer_text.
+        token. An answer in messages is the last one, with its thought; see chat/answers.py.
         """
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[-1]
-        turn = checked([turn])[0]
         if isinstance(prompt, str):
-            return np.append(self.encode(in_text(turn)), np.int32(self.stop_ids[0]))
-
-        def whole(turn: Mapping[str, Any]) -> str:
-            turns = Conversation(with_answer(prompt, turn), getattr(prompt, "variables", {}))
-            return self.render(turns, add_generation_prompt=False)
-
-        def end() -> str:
-            behind = whole({"role": "assistant", "content": ANSWER}).partition(ANSWER)[2]
-            return self._until_stop(behind)
-
-        text = answer_text(self.render(prompt), whole(turn), turn, end)
-        ids = self.encode(text)
+            return np.append(self.encode(answers.in_text(turn)), np.int32(self.stop_ids[0]))
+        turns = answers.with_answer(prompt, turn)
+        given = getattr(prompt, "variables", {})
+        whole = self.render(turns, add_generation_prompt=False, variables=given)
+        end = self._until_stop(_tried(self, tuple(message["role"] for message in turns))[1])
+        ids = self.encode(answers.answer_text(self.render(prompt), whole, turn, end))
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if len(ends):
             return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
-        end()
-        spelled = {self.backend.id_to_token(end): end for end in self.stop_ids}
-        written = [id for token, id in spelled.items() if token and token in self.chat_template]
-        return np.append(ids, np.int32(written[-1] if written else self.stop_ids[-1]))
+        spelled = [e for e in self.stop_ids if self.backend.id_to_token(e) in self.chat_template]
+        return np.append(ids, np.int32((spelled or self.stop_ids)[-1]))
 
     def encode_generated(self, prompt: Messages) -> tuple[str, np.ndarray, np.ndarray]:
-        """A conversation whose assistant's turns are learned, with the marks of its template.
+        """A conversation of which the text within {% generation %} is learned.
 
-        Returns (the text before the first of {% generation %}, ids int32 [T], bool [T] within
-        these). Raises ValueError for a template without them.
+        Returns (the text before the first of it, ids int32 [T], whether each is learned, bool [T]).
+        Raises ValueError for a template that marks none, or no end token.
         """
+        given = getattr(prompt, "variables", {})
+        pieces = re.split(
+            "|".join(MARKS), self._written(checked(prompt), given, False, marked=True)
+        )
         text = self.render(prompt, add_generation_prompt=False)
-        variables = getattr(prompt, "variables", {})
-        marked = self._written(checked(prompt), variables, False, marked=True)
-        pieces = re.split("|".join(MARKS), marked)
-        if len(pieces) < 2 or "".join(pieces) != text:
-            raise ValueError(
-                "the chat template marks no text of this conversation by {% generation %}: give "
-                "the model one that does, or use data.train_on=answer"
-            )
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids, (starts, ends) = np.array(encoding.ids, np.int32), np.array(encoding.offsets).T
-        bounds = np.cumsum([len(piece) for piece in pieces])
-        within = [
-            (starts < b) & (ends > a) for a, b in zip(bounds[::2], bounds[1::2], strict=False)
-        ]
-        mask = np.any(within, axis=0)
-        if mask[:1].any() or not np.isin(ids[within[-1]], self.stop_ids).any():
+        at = np.cumsum([len(piece) for piece in pieces])
+        within = [(starts < b) & (ends > a) for a, b in zip(at[::2], at[1::2], strict=False)]
+        if "".join(pieces) != text or not pieces[0] or not within:
             raise ValueError(
-                "the chat template's {% generation %} begins the conversation, or marks no end "
-                "token of the last answer: mend the template, or use data.train_on=answer"
+                "the chat template marks nothing behind a prompt by {% generation %}: give the "
+                "model one that does, or use data.train_on=answer"
             )
-        return pieces[0], ids, mask
+        if not np.isin(ids[within[-1]], self.stop_ids).any():
+            raise ValueError("the chat template's {% generation %} has no end token of an answer")
+        return pieces[0], ids, np.any(within, axis=0)
 
     def _until_stop(self, behind: str) -> str:
         """The text behind an answer as far as the token that ends it; "" without one.
 
-        Raises ValueError if another control token ends it.
+        Raises ValueError if it is another control token than one that ends a response.
         """
-        ids, token = self.encode(behind), _control_tokens(self).search(behind)
-        for end in [self.backend.id_to_token(id) for id in ids if id in self.stop_ids][:1]:
-            return behind[: behind.index(end) + len(end)]
-        if token:
+        spelled = _control_tokens(self).findall(behind)
+        for token in spelled:
+            if self.backend.token_to_id(token) in self.stop_ids:
+                return behind[: behind.index(token) + len(token)]
+        if spelled:
             raise ValueError(
-                f"the chat template ends an answer with {token[0]!r}, which is no end token of the "
-                "model: add its id to eos_token_id of generation_config.json"
+                f"the chat template ends an answer with {spelled[0]!r}, which ends no response: "
+                "add its id to eos_token_id of generation_config.json"
             )
         return ""
-
-    def check_end(self) -> None:
-        """Raises ValueError if the template ends an answer with a token that ends no response."""
-        try:
-            whole = self.render(ANSWERED, add_generation_prompt=False)
-        except ValueError:
-            return  # it writes other conversations
-        self._until_stop(whole.partition(ANSWER)[2])
 
     def is_chat(self, text: str) -> bool:
         """Whether a rendered prompt is a conversation: it has the end of a user's message."""
@@ -275,7 +229,7 @@ class Tokenizer:
             behind = self.render([{"role": "user", "content": ANSWER}]).partition(ANSWER)[2]
         except ValueError:  # no template, or one of other conversations
             return False
-        behind = behind.removesuffix(thoughts.begun(behind))
+        behind = behind.removesuffix(answers.begun(behind))
         return bool(behind.strip()) and behind in text
 
     def encode_turn(
@@ -283,14 +237,12 @@ class Tokenizer:
     ) -> np.ndarray:
         """Ids of a turn of `role` that follows the model's own, int32 [T].
 
-        They are appended to the sampled end token: the template's text after it, the turn, and the
-        start of the model's next turn. No control token is made of `text`. `variables`: of the
-        chat template, as those of a Conversation. Raises ValueError if the template cannot
-        render such a turn.
+        They are appended to the sampled end token: the template's text after it, the turn, in which
+        `text` makes no control token, and the start of the model's next turn. `variables` as of
+        render. Raises ValueError if the template cannot render such a turn.
         """
         turn = {"role": role, "content": self.plain(text)}
-        whole = self.render(Conversation([*ANSWERED, turn], variables))
-        return self.encode_behind_answer(whole, role)
+        return self.encode_behind_answer(self.render([*ANSWERED, turn], variables=variables), role)
 
     def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
         """Ids of what follows the end token of an answer, int32 [T].
@@ -310,27 +262,29 @@ class Tokenizer:
 
 @functools.lru_cache(maxsize=16)
 def _control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """The spellings of special tokens, and of added ones in the chat template, like <think>."""
-    added = tokenizer.backend.get_added_tokens_decoder().values()
-    template = tokenizer.chat_template or ""
-    spelled = [t.content for t in added if t.special or _is_tag(t.content, template)]
-    return re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True))) or r"(?!)")
-
-
-def _is_tag(token: str, template: str) -> bool:
-    """Whether a template writes an added token that is no word and no space."""
-    return token in template and len(token.strip()) > 2 and not token[0].isalnum()
+    """The spellings of special tokens, and of tags like <think> that the chat template writes."""
+    written, tag = tokenizer.chat_template or "", re.compile(r"\W\S+\W")
+    tokens = [
+        token.content
+        for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+        if token.special
+        or id in tokenizer.stop_ids
+        or (tag.fullmatch(token.content) and token.content in written)
+    ]
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 @functools.lru_cache(maxsize=256)
-def _left_out(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """The first message that the template leaves out of a conversation of these roles.
+def _tried(tokenizer: Tokenizer, roles: tuple[str, ...]) -> tuple[tuple[int, ...], str]:
+    """(messages that the template leaves out of a conversation of these roles, text behind it).
 
     Found by contents that occur nowhere else: "5" may be in the text of another message.
     """
-    messages = [{"role": role, "content": f"zq{i}qz"} for i, role in enumerate(roles)]
+    words = [f"zq{i}qz" for i in range(len(roles))]
+    messages = [{"role": r, "content": word} for r, word in zip(roles, words, strict=True)]
     try:
-        text = squeezed(tokenizer._written(messages, {}, False))
-    except ValueError:
-        return None
-    return next((i for i in range(len(roles)) if f"zq{i}qz" not in text), None)
+        text = tokenizer._written(messages, {}, False)
+    except ValueError:  # it writes other conversations
+        return (), ""
+    lost = (i for i, word in enumerate(words) if word not in contents.squeezed(text))
+    return tuple(lost), text.partition(words[-1])[2]

@@ -344,24 +344,25 @@ def open_configured(
     Raises ValueError or FileNotFoundError.
     """
     source = open_source(config.model.source, **config.model.options())
-    tokenizer = source.tokenizer.with_settings(config.data.template_kwargs, config.data.date)
+    variables, date = config.data.template_kwargs, config.data.date
+    if variables and source.tokenizer.chat_template is None:
+        raise ValueError(f"data.template_kwargs={variables}: the model has no chat template")
+    tokenizer = dataclasses.replace(source.tokenizer, variables=variables, date=date)
     return dataclasses.replace(source, tokenizer=tokenizer)
 
 
 def _dated(run: RunPlan, recorded: str) -> RunPlan:
-    """The plan with the date that its chat template writes, if it does: that of the run's first
-    start, or today's. Collective."""
-    if run.config.data.date or "strftime_now" not in (run.source.tokenizer.chat_template or ""):
+    """The plan with the date of the run's first start, or today's, if its chat template writes one.
+    Collective."""
+    tokenizer, data = run.source.tokenizer, run.config.data
+    if data.date or "strftime_now" not in (tokenizer.chat_template or ""):
         return run
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    today = str(datetime.datetime.now(datetime.UTC).date())
     date = processes.all_gather_json(recorded or today)[0]
-    tokenizer = dataclasses.replace(run.source.tokenizer, date=date)
-    data = dataclasses.replace(run.config.data, date=date)
-    return dataclasses.replace(
-        run,
-        config=dataclasses.replace(run.config, data=data),
-        source=dataclasses.replace(run.source, tokenizer=tokenizer),
-    )
+    run.config = dataclasses.replace(run.config, data=dataclasses.replace(data, date=date))
+    tokenizer = dataclasses.replace(tokenizer, date=date)
+    run.source = dataclasses.replace(run.source, tokenizer=tokenizer)
+    return run
 
 
 def prepare(
@@ -393,8 +394,6 @@ def prepare(
         check_listen("flow.listen", config.flow.listen)
     with shown("open_data"):
         loader = open_loader(run, dataset)
-        if source.tokenizer.is_chat(loader.prompt(0).text):
-            source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
         if config.flow.worker_nodes:

@@ -93,7 +93,7 @@ def test_a_prompt_without_images_is_as_without_a_tower(template, marker):
     tokenizer = tokenizer_of(template)
     seeing = SeeingTokenizer(tokenizer, PlainLayout(marker=marker))
     messages = [{"role": "user", "content": f"{PROSE} {marker}"}]
-    text, tokens = seeing.encode_prompt(messages)
+    text, tokens = tokenizer.encode_prompt(messages)
     assert (PROSE + " " + marker) in text
     np.testing.assert_array_equal(tokens, tokenizer.encode(text))
     placed = seeing.place(messages, [])

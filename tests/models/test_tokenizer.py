@@ -368,4 +368,4 @@ def test_templates_with_tools(tmp_path):
         '<|im_start|>system\n{"function": {"description": "a < b", "name": "add"}, '
         '"type": "function"}\n<|im_end|>\n'
     )
-    assert tokenizer.render(messages, tools=[schema]) == told + conversation
+    assert tokenizer.render(messages, variables={"tools": [schema]}) == told + conversation

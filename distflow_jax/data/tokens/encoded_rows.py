@@ -3,39 +3,16 @@
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from distflow_jax.data.example import Dataset, Example, Message
+from distflow_jax.data.example import Dataset
 from distflow_jax.did_you_mean import nearest
-from distflow_jax.images.placing import Placed, SeeingTokenizer, size_in_layout
+from distflow_jax.images.placing import Placed, SeeingTokenizer, TextTokenizer, size_in_layout
 
+PromptEncoder = TextTokenizer | SeeingTokenizer
 TRAIN_ON = ("answer", "generation")
-
-
-class PromptEncoder(Protocol):
-    """The methods of a tokenizer that the loader calls."""
-
-    @property
-    def origin(self) -> str:
-        """The file or folder of its chat template, for messages."""
-
-    def render(self, prompt: str | list[Message]) -> str:
-        """Text as the model sees it. Raises ValueError if the chat template loses a part of it."""
-
-    def count(self, text: str, enough: int) -> int:
-        """Tokens of a text, or a bound of them that is at most `enough`."""
-
-    def encode_prompt(self, prompt: str | list[Message]) -> tuple[str, np.ndarray]:
-        """Text as the model sees it, and its tokens, int32 [P]."""
-
-    def encode_answer(self, prompt: str | list[Message], answer: str | list[Message]) -> np.ndarray:
-        """Tokens of an answer with the end of its turn, int32 [T]."""
-
-    def encode_generated(self, prompt: list[Message]) -> tuple[str, np.ndarray, np.ndarray]:
-        """Text before the first text of the assistant's, tokens int32 [T], and whether each is of
-        the assistant's, bool [T]."""
 
 
 class RowLengths(NamedTuple):
@@ -52,14 +29,14 @@ class RowTokens(NamedTuple):
     text: str
     prompt: np.ndarray  # int32 [P]
     answers: tuple[np.ndarray, ...]  # int32 [T] each
-    masks: tuple[np.ndarray, ...]  # bool [T] each; (): all tokens of the answers are learned
+    masks: tuple[np.ndarray, ...] = ()  # bool [T] each: what is learned; (): all
 
 
 class EncodedRows:
     """A data set as a model reads it. ValueErrors name file and row.
 
     `answers`: answers read from each row (1: `chosen`; 2: `rejected` too). `train_on`: of
-    demonstrations the `answer`, or what the template marks as `generation` (one of TRAIN_ON).
+    demonstrations the `answer`, or what the chat template marks as `generation`.
     """
 
     def __init__(
@@ -71,18 +48,17 @@ class EncodedRows:
 
     def tokens(self, row: int) -> RowTokens:
         """The tokens of a row without images."""
-        example = self.dataset[row]
         if self._generation:
-            return self._generated(row, example)
-        with self._named(row, example):
-            text, prompt = self._text.encode_prompt(example.prompt)
-        return RowTokens(text, prompt, self.answers(row), ())
+            return self._generated(row)
+        with self._named(row):
+            text, prompt = self._text.encode_prompt(self.dataset[row].prompt)
+        return RowTokens(text, prompt, self.answers(row))
 
     def place(self, row: int) -> Placed:
         """The tokens of a prompt with images. Raises ValueError for a model without a tower."""
         example, tokenizer = self.dataset[row], self._seeing(row)
         sizes = [size_in_layout(source, tokenizer.layout) for source in example.images]
-        with self._named(row, example):
+        with self._named(row):
             return tokenizer.place(example.prompt, sizes)
 
     def answers(self, row: int) -> tuple[np.ndarray, ...]:
@@ -90,80 +66,61 @@ class EncodedRows:
         if not self.num_answers:
             return ()
         example = self.dataset[row]
-        with self._named(row, example):
-            return tuple(
-                np.asarray(self._tokenizer.encode_answer(example.prompt, answer))
-                for answer in self._given(row, example)
-            )
-
-    def check(self, row: int) -> None:
-        """Raises ValueError for a row that the chat template does not write in full."""
-        example = self.dataset[row]
-        if self.num_answers or example.images:
-            self.lengths(row)
-        else:
-            with self._named(row, example):
-                self._text.render(example.prompt)
+        named = {"chosen": example.chosen, "rejected": example.rejected}
+        encoded = []
+        for column, answer in list(named.items())[: self.num_answers]:
+            if answer is None:
+                near = nearest(column, example.extra_info)
+                raise ValueError(
+                    f"{self.dataset.place(row)}: has no {column!r} answer, which this dag trains "
+                    "on; give rows with prompt and completion or messages (one answer), or with "
+                    "prompt, chosen and rejected (a pair)"
+                    + (f"; did you mean data.columns={{{column!r}: {near!r}}}?" if near else "")
+                )
+            with self._named(row):
+                encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
+        return tuple(encoded)
 
     def lengths(self, row: int, enough: int = 0) -> RowLengths:
-        """Tokens of a row, whose prompt is encoded if it may have more than `enough`."""
+        """Tokens of a row; of a prompt that has at most `enough` perhaps a bound (see count)."""
         example = self.dataset[row]
         if self._generation:
-            found = self._generated(row, example)
+            found = self._generated(row)
             return RowLengths(len(found.prompt), 0, len(found.answers[0]))
         answer = max((len(a) for a in self.answers(row)), default=0)
         if example.images:
             placed = self.place(row)
             return RowLengths(len(placed.tokens), placed.image_tokens, answer)
-        with self._named(row, example):
+        with self._named(row):
             text = self._text.render(example.prompt)
             return RowLengths(self._text.count(text, enough), 0, answer)
 
-    def _given(self, row: int, example: Example) -> list[str | list[Message]]:
-        """The answers of a row."""
-        named = {"chosen": example.chosen, "rejected": example.rejected}
-        given = []
-        for column, answer in list(named.items())[: self.num_answers]:
-            if answer is None:
-                near = nearest(column, example.extra_info)
-                raise ValueError(
-                    f"has no {column!r} answer, which this dag trains on; give rows with prompt "
-                    "and completion or messages (one answer), or with prompt, chosen and rejected "
-                    "(a pair)"
-                    + (f"; did you mean data.columns={{{column!r}: {near!r}}}?" if near else "")
-                )
-            given.append(answer)
-        return given
-
-    def _generated(self, row: int, example: Example) -> RowTokens:
-        """A demonstration from the first token that its template marks to the last."""
-        with self._named(row, example):
+    def _generated(self, row: int) -> RowTokens:
+        """A demonstration: its answer goes from the first token that the template marks to the
+        last."""
+        example = self.dataset[row]
+        with self._named(row):
             if isinstance(example.prompt, str) or example.images:
-                raise ValueError(
-                    "data.train_on=generation needs messages without images: use data.train_on="
-                    "answer for this row's"
-                )
+                raise ValueError("data.train_on=generation needs messages, and no images")
             whole, last = copy.copy(example.prompt), example.chosen
             if last is not None:
-                turn = {"role": "assistant", "content": last} if isinstance(last, str) else last[0]
-                whole.append(turn)
+                whole += [{"role": "assistant", "content": last}] if isinstance(last, str) else last
             text, ids, mask = self._text.encode_generated(whole)
-        marked = np.flatnonzero(mask)
-        first, end = marked[0], marked[-1] + 1
+        first, end = np.flatnonzero(mask)[[0, -1]] + [0, 1]
         return RowTokens(text, ids[:first], (ids[first:end],), (mask[first:end],))
 
     @contextlib.contextmanager
-    def _named(self, row: int, example: Example) -> Iterator[None]:
-        """Puts file and row before the message of an error."""
+    def _named(self, row: int) -> Iterator[None]:
+        """Puts file and row before the message of an error, and names the chat template."""
         try:
             yield
         except ValueError as error:
-            problem = f"{self.dataset.place(row)}: {error}"
-            if "chat template" in str(error):
-                problem += f" (chat template of {self._text.origin})"
-                if not isinstance(example.prompt, str) and example.prompt[0]["role"] == "system":
-                    problem += "; data.system_prompt adds the system message of a question"
-            raise ValueError(problem) from None
+            line, prompt = f"{self.dataset.place(row)}: {error}", self.dataset[row].prompt
+            if "chat template" in line:
+                line += f" (template of {self._text.origin})"
+                if not isinstance(prompt, str) and prompt[0]["role"] == "system":
+                    line += "; data.system_prompt adds a system message to questions"
+            raise ValueError(line) from None
 
     def _seeing(self, row: int) -> SeeingTokenizer:
         if isinstance(self._tokenizer, SeeingTokenizer):

@@ -1,5 +1,6 @@
 """Agreement of a worker with the trainers: on config, code and tokenizer."""
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 
@@ -51,8 +52,8 @@ def shared_tables(
     `config`: all keys as JSON; `code`: digests of files.
     """
     shared = {key: value for key, value in config.items() if not _is_own(key)}
-    # a worker writes no prompts: it has neither the variables nor the date of the trainers' template
-    tokenizer = tokenizer.with_settings({}, "2000-01-01")
+    # a worker writes no prompts: it has neither the variables nor the date of the trainers
+    tokenizer = dataclasses.replace(tokenizer, variables={}, date="2000-01-01")
     _, tokens = tokenizer.encode_prompt([{"role": "user", "content": _PROBE}])
     digest = hashlib.sha256(bytes(str((sorted(tokenizer.stop_ids), tokens.tolist())), "utf-8"))
     return {

@@ -2,50 +2,43 @@
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow_jax.models.chat import thoughts
 from distflow_jax.parsing.one_line import shown
 
+OPEN, CLOSE = "<think>", "</think>"  # around an assistant's thought
 
-def check_contents(messages: Sequence[Mapping[str, Any]], tools: Any, text: str) -> None:
-    """Raises ValueError unless `text`, the rendered messages, has every content, every call of a
-    tool and every tool.
+
+def check_contents(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raises ValueError for a message with a content, or a call of a tool, that is not in `text`,
+    the rendered messages.
 
     Space, the case of letters and escapes may differ, and an assistant's thought may be left out.
     """
     for index, message in enumerate(messages):
-        for piece in texts(message):
-            if piece not in text and not is_written(piece, text, message["role"]):
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        for piece in (*texts(message), *(str(call["name"]) for call in calls if "name" in call)):
+            if not is_written(piece, text, message["role"]):
                 raise left_out(index, message)
-        for name in _names(message.get("tool_calls")):
-            if name not in text:
-                raise ValueError(
-                    f"the chat template leaves out the call of {name!r} in message {index}: use a "
-                    "model whose template writes tool_calls, or write the call into the content"
-                )
-    for name in _names(tools):
-        if name not in text:
-            raise ValueError(
-                f"the chat template does not write the tool {name!r}: leave out 'tools', or use a "
-                "model whose template lists them"
-            )
 
 
 def left_out(index: int, message: Mapping[str, Any]) -> ValueError:
-    """The error for a message whose content is not in the text."""
+    """The error for a message that is not in the text."""
     return ValueError(
-        f"the chat template leaves out message {index} of {message['role']!r}, "
-        f"{shown(message.get('content'))}: use a role that it knows, or leave the message out"
+        f"the chat template leaves out a part of message {index}, {shown(message)}: use a role "
+        "and keys that it writes, or leave the message out"
     )
 
 
-def is_written(piece: str, text: str, role: str = "assistant") -> bool:
-    """Whether a text has a content, perhaps in another form; of an assistant's what follows its
-    thought."""
-    found = squeezed(text)
-    return any(squeezed(form) in found for form in _forms(piece, role))
+def is_written(piece: str, text: str, role: str) -> bool:
+    """Whether a content of a role's is in a text, perhaps in another form or without a thought."""
+    if piece in text:
+        return True
+    piece = split_thought(piece)[1] if role == "assistant" else piece
+    escaped = json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]
+    found = squeezed(f"{text}\0{html.unescape(text)}")
+    return any(squeezed(form) in found for form in (piece, *escaped))
 
 
 def squeezed(text: str) -> str:
@@ -53,29 +46,13 @@ def squeezed(text: str) -> str:
     return "".join(text.casefold().split())
 
 
+def split_thought(answer: str) -> tuple[str, str]:
+    """(thought without its tags, what follows it) of an answer; ("", answer) without a thought."""
+    thought, _, final = answer.rpartition(CLOSE)
+    return thought.strip().removeprefix(OPEN).strip(), final
+
+
 def texts(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message's content."""
-    content = message.get("content", "")
-    if isinstance(content, str):
-        return [content]
-    return [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
-
-
-def _forms(piece: str, role: str) -> Iterator[str]:
-    yield piece
-    if role == "assistant":
-        piece = thoughts.split(piece)[1]
-        yield piece
-    yield json.dumps(piece, ensure_ascii=False)[1:-1]
-    yield json.dumps(piece)[1:-1]
-    yield html.escape(piece)
-
-
-def _names(tools: Any) -> list[str]:
-    """The names of tools, or of calls: {"name": ...} or {"function": {"name": ...}} each."""
-    found = [
-        tool["function"] if isinstance(tool.get("function"), Mapping) else tool
-        for tool in tools or ()
-        if isinstance(tool, Mapping)
-    ]
-    return [one["name"] for one in found if isinstance(one.get("name"), str)]
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]

@@ -17,8 +17,8 @@ _READS_TYPES = ("['type']", '["type"]', ".type")
 
 
 def checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages without keys that are null, as transformers drops them; a thought under the
-    names of all templates. Raises ValueError for what is no message."""
+    """The messages without keys that are null, and with a thought under the names of all templates,
+    as transformers gives them. Raises ValueError for others."""
     found = []
     for index, given in enumerate(messages):
         message = (

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from distflow_jax.data.example import Message
-from distflow_jax.data.message_forms import answer_of
+from distflow_jax.data.messages.message_forms import answer_of
 from distflow_jax.data.row_checks import bad_value, checked_prompt
 
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")

@@ -1,0 +1,1 @@
+"""Messages of rows: their forms, and the prompts of pairs without one."""

@@ -1,0 +1,103 @@
+"""Other forms of messages than a list of role and content, and variables of the chat template."""
+
+import json
+import re
+from typing import Any
+
+from distflow_jax.data.example import Message
+from distflow_jax.data.row_checks import bad_value
+from distflow_jax.parsing.one_line import shown
+
+MESSAGE_COLUMNS = ("prompt", "messages", "conversations", "chosen", "rejected", "completion")
+VARIABLES = ("tools", "chat_template_kwargs")
+# ShareGPT's `from` and those after its example -> role
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"} | {
+    **{"function_call": "assistant", "function_response": "tool", "observation": "tool"},
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+}
+_OWN_KEYS = ("reasoning_content", "thinking", "reasoning", "tool_calls")
+_MESSAGES = re.compile(
+    r"""\s*(array\()?[\[(]?\s*\{\s*(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)""",
+    re.DOTALL,
+)
+_PROSE = re.compile(r"[\])}](?!, *dtype=\w+\)\s*\Z)[^\])}]*[^\s\])}][^\])}]*\Z")  # behind a value
+
+
+def read_messages(value: Any, place: str, column: str) -> Any:
+    """`value` as {"role", "content"} each, if it holds messages, ShareGPT's, or JSON text of them.
+
+    Other values stay. Raises ValueError for a repr of messages, and for unknown roles.
+    """
+    if isinstance(value, str) and _MESSAGES.match(value):
+        try:
+            found = json.loads(value)
+            value = [found] if isinstance(found, dict) and "role" in found else found
+        except (ValueError, RecursionError) as error:
+            if "Extra data" not in str(error) and not _PROSE.search(value):
+                problem = f"text of messages that is no JSON ({error}): write a list, or JSON"
+                raise bad_value(place, column, problem) from None
+    if not isinstance(value, list):
+        return value
+    return [_message(message, f"message {i}", place, column) for i, message in enumerate(value)]
+
+
+def _message(message: Any, which: str, place: str, column: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role")
+    if role is None and "value" in message:
+        if (name := str(message.get("from")).lower()) not in _ROLES:
+            raise bad_value(place, column, f"{which} is from {name!r}, not {', '.join(_ROLES)}")
+        others = {key: x for key, x in message.items() if key not in ("from", "value", "role")}
+        return {"role": _ROLES[name], "content": message["value"], **others}
+    if role in ("human", "gpt", "chatgpt"):
+        problem = f"{which} has ShareGPT's role {role!r} without from and value: write"
+        raise bad_value(place, column, f"{problem} {_ROLES[role]!r}")
+    return message
+
+
+def answer_of(message: Message) -> str | list[Message]:
+    """An assistant's message as an answer: its text, or itself if it has a thought or calls."""
+    return [message] if any(message.get(key) for key in _OWN_KEYS) else message["content"]
+
+
+def last_turn(prompt: Any, answer: Any, place: str, column: str) -> tuple[Any, Any]:
+    """(prompt, answer) of one message; those before it, if they do not repeat the prompt, belong to
+    the prompt. Raises ValueError for an answer that does not end with the assistant."""
+    if not isinstance(answer, list):
+        return prompt, answer
+    *before, last = answer
+    if last["role"] != "assistant" or (before and isinstance(prompt, str)):
+        problem = "must be messages that end with the assistant's, and one where the prompt is text"
+        raise bad_value(place, column, problem)
+    return ([*prompt, *before] if before and before != prompt else prompt), answer_of(last)
+
+
+def template_variables(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """Variables of the chat template in a row, whose JSON text is parsed there. ValueError."""
+    found: dict[str, Any] = {}
+    for column, kind in zip(VARIABLES, (list, dict), strict=True):
+        if row.get(column) in (None, "", [], {}):
+            continue
+        try:
+            value = _parsed(row[column])
+            value = [_parsed(tool) for tool in value] if isinstance(value, list) else value
+        except (ValueError, RecursionError) as error:
+            raise bad_value(place, column, f"not valid JSON: {error}") from None
+        if not isinstance(value, kind) or not all(isinstance(x, dict | str) for x in value):
+            problem = f"expected {'JSON schemas' if kind is list else 'an object'}, or JSON of it"
+            raise bad_value(place, column, f"{problem}, got {shown(value)}")
+        row[column] = value
+        found |= {column: value} if kind is list else without_nulls(value)
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys of its dicts that are null: a table gives each dict those of all."""
+    if isinstance(value, dict):
+        return {key: without_nulls(x) for key, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, list) else value
