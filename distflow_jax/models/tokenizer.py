@@ -175,8 +175,8 @@ class Tokenizer:
         turns = answers.with_answer(prompt, turn)
         given = getattr(prompt, "variables", {})
         whole = self.render(turns, add_generation_prompt=False, variables=given)
-        end = self._until_stop(_tried(self, tuple(message["role"] for message in turns))[1])
-        ids = self.encode(answers.answer_text(self.render(prompt), whole, turn, end))
+        self._check_end(_tried(self, tuple(message["role"] for message in turns))[1])
+        ids = self.encode(answers.answer_text(self.render(prompt), whole, turn))
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if len(ends):
             return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
@@ -207,21 +207,14 @@ class Tokenizer:
             raise ValueError("the chat template's {% generation %} has no end token of an answer")
         return pieces[0], ids, np.any(within, axis=0)
 
-    def _until_stop(self, behind: str) -> str:
-        """The text behind an answer as far as the token that ends it; "" without one.
-
-        Raises ValueError if it is another control token than one that ends a response.
-        """
+    def _check_end(self, behind: str) -> None:
+        """Raises ValueError if control tokens stand behind an answer, and none ends a response."""
         spelled = _control_tokens(self).findall(behind)
-        for token in spelled:
-            if self.backend.token_to_id(token) in self.stop_ids:
-                return behind[: behind.index(token) + len(token)]
-        if spelled:
+        if spelled and not {self.backend.token_to_id(t) for t in spelled} & set(self.stop_ids):
             raise ValueError(
                 f"the chat template ends an answer with {spelled[0]!r}, which ends no response: "
                 "add its id to eos_token_id of generation_config.json"
             )
-        return ""
 
     def is_chat(self, text: str) -> bool:
         """Whether a rendered prompt is a conversation: it has the end of a user's message."""

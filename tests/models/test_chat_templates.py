@@ -124,7 +124,13 @@ def test_thoughts_of_answers_are_neither_lost_nor_doubled(templates, name, kind,
         ("opens_think", "a</think>b", "a</think>b<|im_end|>"),
         ("strips_think", "<think>\na\n</think>\n\nb", "<think>\na\n</think>\n\nb<|im_end|>"),
         ("strips_think", "b", "b<|im_end|>"),
-        ("empty_think", "b", "\n</think>\n\nb<|im_end|>"),
+        ("plain", "<think>\n\n</think>\n\nb", "<think>\n\n</think>\n\nb<|im_end|>"),
+        ("strips_think", "<think>\n\n</think>\n\nb", "<think>\n\n</think>\n\nb<|im_end|>"),
+        ("opens_think", "<think>\n\n</think>\n\nb", "\n</think>\n\nb<|im_end|>"),
+        ("strips_think", "<think>5</think>5", "<think>5</think>5<|im_end|>"),
+        ("strips_think", "<think>a</think>", "<think>a</think><|im_end|>"),
+        ("strips_think", "a</think>b", "a</think>b<|im_end|>"),
+        ("empty_think", "b", "</think>b<|im_end|>"),
         ("empty_think", "<think>\na</think>b", "a</think>b<|im_end|>"),
         ("parses_think", "b", "<think>\n\n</think>\n\nb<|im_end|>"),
         ("parses_think", "<think>a</think>b", "<think>\na\n</think>\n\nb<|im_end|>"),
@@ -137,6 +143,18 @@ def test_answers_in_full(templates, name, answer, text):
     tokenizer = templates(name)
     ids = tokenizer.encode_answer(ASKED, answer)
     assert tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_a_thought_that_a_template_writes_otherwise_is_not_repeated(templates):
+    template = (
+        "{% for m in messages %}{% if m.thinking %}{{ '<s>analysis ' + m.thinking + '</s>' }}"
+        "{% endif %}{{ '<s>' + m.role + ' ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    ids = tokenizer.encode_answer(ASKED, ANSWERS["key"])
+    wanted = f"analysis {THOUGHT}</s><s>assistant {FINAL}<|im_end|>"
+    assert tokenizer.decode(ids, skip_special=False) == wanted
 
 
 def test_a_prompt_that_closes_a_thought_takes_answers_without_one(templates):

@@ -109,16 +109,15 @@ TRAITS = {
         "{% if 'tool_calls' in m %}{% if m.tool_calls | length > 2 %}"
         "{{ raise_exception('two calls at most') }}{% endif %}"
         + _HEAD
-        + "{% for call in m.tool_calls %}{{ call.function.name ~ call.function.arguments | tojson }}"
+        + "{% for call in m.tool_calls %}{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}"
         "{% endfor %}{{ '<|im_end|>\\n' }}{% else %}" + _TURN + "{% endif %}"
     ),
     "date": (
         "{{ '<|im_start|>system\\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}"
         + loop(_TURN)
     ),
-    "json": loop(
-        "{{ '<|im_start|>' }}{{ {'role': m.role, 'text': m.content} | tojson }}<|im_end|>"
-    ),
+    "json": loop("<|im_start|>{{ {'role': m.role, 'text': m.content} | tojson }}<|im_end|>"),
     "only_parts": loop(
         _HEAD + "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
         "{% endif %}{% endfor %}{{ '<|im_end|>\\n' }}"

@@ -7,7 +7,6 @@ from typing import Any
 from distflow_jax.models.chat.contents import (
     CLOSE,
     OPEN,
-    is_written,
     left_out,
     split_thought,
     squeezed,
@@ -16,31 +15,34 @@ from distflow_jax.models.chat.contents import (
 from distflow_jax.models.chat.message_parts import THOUGHT_KEYS
 from distflow_jax.parsing.one_line import shown
 
+_EMPTY = re.compile(rf"\A\s*{OPEN}\s*{CLOSE}\s*")
 _BEGUN = re.compile(rf"{OPEN}\s*(?:{CLOSE}\s*)?\Z")
 _OPEN_END = "\ufdd3"  # behind the content of a message that is continued; no text has it
 
 
-def answer_text(start: str, whole: str, turn: Mapping[str, Any], end: str) -> str:
+def answer_text(start: str, whole: str, turn: Mapping[str, Any]) -> str:
     """The text that follows a prompt for an answer.
 
-    `start` and `whole` are prompt, and prompt with answer, as a template renders them; `end` is its
-    text behind an answer. It is the template's own text where that goes on from `start` and has
-    the thought; else the answer as it is, whose thought joins one that the prompt opens. Raises
-    ValueError if the template begins answers in two ways, or adds half of a thought or a second.
+    `start` and `whole` are prompt, and prompt with answer, as a template renders them. It is the
+    template's own text, and before it the thought if the template cuts that; a thought joins one
+    that the prompt opens. Raises ValueError if the template begins answers in two ways, or adds
+    half of a thought or a second one.
     """
     answer, opening = in_text(turn), begun(start)
-    rest, parts = whole.removeprefix(start), split_thought(answer)
-    goes_on = whole.startswith(start) and (not opening or CLOSE in opening + rest)
-    if goes_on and all(is_written(part, rest, "") for part in parts):
-        text = rest
-    elif whole.startswith(start.removesuffix(opening)):
-        text = _joined(opening, answer) + end
-    else:
+    (thought, final), base = split_thought(answer), start.removesuffix(opening)
+    if not whole.startswith(base):
         at = next((i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), 0)
         raise ValueError(
             f"the chat template begins an answer in a conversation with {shown(whole[at:])}, and "
             f"its generation prompt ends with {shown(start[at:])}: make them alike"
         )
+    rest = whole.removeprefix(start if whole.startswith(start) else base)
+    if CLOSE in answer:
+        rest = _EMPTY.sub("", rest) if thought else rest
+        written = squeezed(rest)
+        if squeezed(thought or CLOSE) not in written[: written.rfind(squeezed(final))]:
+            rest = answer.removesuffix(final.lstrip()) + rest.lstrip()
+    text = _joined(opening, rest)
     opens, closes = ((opening + text).count(tag) for tag in (OPEN, CLOSE))
     own = answer.count(OPEN)
     if opens > max(1, own) or opens - closes not in (0, own - answer.count(CLOSE)):
@@ -58,6 +60,7 @@ def begun(prompt: str) -> str:
 
 
 def _joined(opening: str, answer: str) -> str:
+    """An answer behind a prompt that ends with a thought, whose thought joins that or closes it."""
     if not opening or CLOSE in opening:
         return answer
     if answer.lstrip().startswith(OPEN):
