@@ -102,6 +102,7 @@ def test_a_repr_of_messages_is_refused(tmp_path, text):
         '{"role" and "content" are keys} of it',
         '{"a": {"role": "x", "content": "y"}}',
         '[["role", {"role": 1, "content": 2}]]',
+        '[{"role": "user", "content": "a"}, 5]',
         "{'role': 'user', 'content': 'a'} is a dict.",
         "[{'role': 'user', 'content': 'a'}], or not?",
     ],

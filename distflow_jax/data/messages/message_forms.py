@@ -31,7 +31,8 @@ def read_messages(value: Any, place: str, column: str) -> Any:
         try:
             found = json.loads(value)
             found = found if isinstance(found, list) else [found]
-            value = found if all("role" in m or "from" in m for m in found) else value
+            named = (isinstance(m, dict) and {"role", "from"} & m.keys() for m in found)
+            value = found if all(named) else value
         except (ValueError, RecursionError) as error:
             end = value.rfind("}" if value.lstrip()[0] == "{" else "]") + 1
             prose = re.search(r"\w", value[end:].replace("dtype=object", "")) if end else None
