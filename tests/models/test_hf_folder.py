@@ -230,7 +230,7 @@ def test_what_is_no_model_is_not_overwritten(tmp_path):
     (tmp_path / "notes" / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="not a model folder .it holds the folder checkpoints"):
         check_new_folder(tmp_path / "notes", overwrite=True, needed=1)
-    with pytest.raises(ValueError, match="thesis.txt is a file"):
+    with pytest.raises(ValueError, match="thesis.txt is no folder"):
         check_new_folder(tmp_path / "notes" / "thesis.txt", overwrite=True, needed=1)
 
 

@@ -17,6 +17,7 @@ from support.serving import TOKENIZER, Serving, engine, expected, weights_of
 from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
+from distflow_jax.parsing.addresses import listen
 from distflow_jax.rollout.scheduling.sequences import Group
 from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 from distflow_jax.serving.client import SamplerClient
@@ -481,7 +482,7 @@ def test_a_swap_that_fails_tells_who_waits_for_it():
 def test_an_address_that_is_taken_is_an_error(serving, flag):
     port = serving.server.port
     config = ServerConfig(**({"port": 0} | {flag: port}))
-    with pytest.raises(ValueError, match=f"127.0.0.1:{port} .*choose another --{flag} or --host"):
+    with pytest.raises(ValueError, match=f"--{flag}: cannot listen on 127.0.0.1:{port} .Address"):
         check_addresses(config)
 
 
@@ -489,6 +490,16 @@ def test_a_host_that_is_not_this_machine_is_an_error():
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:9000"):
         check_addresses(ServerConfig(host="no.such.host.invalid"))
     check_addresses(ServerConfig(host="[::1]", port=0))
+    for host in ("", " ", "[]", "a b", "127.0.0.1:80"):
+        with pytest.raises(ValueError, match="--port"):
+            check_addresses(ServerConfig(host=host, port=0))
+
+
+def test_both_ports_of_a_server_differ():
+    with listen("a test", "127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ValueError, match=f"--metrics_port: cannot listen on 127.0.0.1:{port} "):
+        check_addresses(ServerConfig(port=port, metrics_port=port))
 
 
 def test_metrics():

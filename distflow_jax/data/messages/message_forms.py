@@ -20,7 +20,6 @@ _MESSAGES = re.compile(
     r"""\s*(array\()?[\[(]?\s*\{\s*(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)""",
     re.DOTALL,
 )
-_PROSE = re.compile(r"[\])}](?!, *dtype=\w+\)\s*\Z)[^\])}]*[^\s\])}][^\])}]*\Z")  # behind a value
 
 
 def read_messages(value: Any, place: str, column: str) -> Any:
@@ -31,9 +30,13 @@ def read_messages(value: Any, place: str, column: str) -> Any:
     if isinstance(value, str) and _MESSAGES.match(value):
         try:
             found = json.loads(value)
-            value = [found] if isinstance(found, dict) and "role" in found else found
+            found = found if isinstance(found, list) else [found]
+            named = (isinstance(m, dict) and {"role", "from"} & m.keys() for m in found)
+            value = found if all(named) else value
         except (ValueError, RecursionError) as error:
-            if "Extra data" not in str(error) and not _PROSE.search(value):
+            end = value.rfind("}" if value.lstrip()[0] == "{" else "]") + 1
+            prose = re.search(r"\w", value[end:].replace("dtype=object", "")) if end else None
+            if "Extra data" not in str(error) and not prose:
                 problem = f"text of messages that is no JSON ({error}): write a list, or JSON"
                 raise bad_value(place, column, problem) from None
     if not isinstance(value, list):

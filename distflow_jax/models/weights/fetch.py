@@ -40,7 +40,7 @@ _RECORD_HASHES = ("sha256", "sha384", "sha512")
 
 def default_cache() -> Path:
     """Folder of the cache: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
-    return named_path("cache", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
+    return named_path("DISTFLOW_CACHE", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
 
 
 def from_hub(spec: str, *, weights: bool = True) -> Path:
