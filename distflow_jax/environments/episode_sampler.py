@@ -75,14 +75,11 @@ class EpisodeSampler:
         environments: Environments | None = None,
         on_response: Callable[[Response], None] | None = None,
         start: Callable[[SamplerState], Any] | None = None,
-        form: Callable[[Any], Any] = lambda params: params,
     ):
         """`state`: donated. `on_response` is called as soon as a response has ended. `start`: makes
-        a scheduler with this state, over another engine; None: a Scheduler over `engine`. `form`:
-        brings weights that `load` is given into the engine's form."""
+        a scheduler with this state, over another engine; None: a Scheduler over `engine`."""
         self._start = start or functools.partial(_start_own, engine)
         self._engine, self._environments, self._on_response = engine, environments, on_response
-        self._form = form
         self.in_turns = environments is not None
         self._state = state
         self._open: dict[Key, _Request] = {}
@@ -165,7 +162,6 @@ class EpisodeSampler:
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two decode calls, see Scheduler.load."""
-        params = self._form(params)
         self._state = dataclasses.replace(self._state, params=params, version=version)
         if self._scheduler is not None:
             self._scheduler.load(params, version, cache=cache)

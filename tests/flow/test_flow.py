@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import threading
 import time
 import types
@@ -12,9 +13,11 @@ from support.plain_flow import BATCH, SAMPLES, TOKENS, owned, plain_flow
 from support.waiting import HANG
 
 from distflow_jax.flow import flow as flow_module
+from distflow_jax.flow import sampling_thread
 from distflow_jax.flow.evaluations import Evaluator
 from distflow_jax.flow.flow import ALL
 from distflow_jax.flow.ledger import Ledger
+from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -187,3 +190,60 @@ def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
     flow.evaluated(0)
     assert notes == ["evaluation of step 0"]
     flow.close()
+
+
+@contextlib.contextmanager
+def eager_threads():
+    """A block in which threads switch at each chance."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("swap", ["in_flight", "boundary"])
+def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, swap):
+    """With an order too: the arrays of the sampler are those of the thread that rests it."""
+    resting, caught, begun, whole = threading.Event(), [], threading.Event(), Producer.round
+
+    def round(self):
+        begun.set()
+        time.sleep(0.002)
+        caught.extend([1] if resting.is_set() else [])
+        return whole(self)
+
+    monkeypatch.setattr(Producer, "round", round)
+    with eager_threads():
+        flow = plain_flow(tmp_path, owned(), own_devices=True, lag=9, swap=swap)
+        assert begun.wait(60)
+        for _ in range(4):  # amid 80 rounds
+            with flow.at_rest(0):
+                resting.set()
+                time.sleep(0.02)  # for ten rounds of one that does not rest
+                resting.clear()
+    flow.close()
+    assert not caught
+
+
+def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
+    """It has the sampler's arrays as long as it is amid a round."""
+    begun, goes_on, closed, whole = threading.Event(), threading.Event(), [], Producer.round
+
+    def round(self):
+        begun.set()
+        assert goes_on.wait(60)
+        return whole(self)
+
+    monkeypatch.setattr(Producer, "round", round)
+    monkeypatch.setattr(sampling_thread, "JOIN_SECONDS", 0.0)
+    flow = plain_flow(tmp_path, owned(), own_devices=True)
+    monkeypatch.setattr(flow.producer.sampler, "close", lambda: closed.append(True))
+    assert begun.wait(60)
+    flow.close()
+    assert not closed
+    goes_on.set()
+    monkeypatch.setattr(sampling_thread, "JOIN_SECONDS", 60.0)
+    flow.close()
+    assert closed

@@ -62,3 +62,16 @@ def test_what_a_program_gives_is_handed_on_and_only_what_is_watched_waited_for(f
     found = follow.times.follow("update", ["a"], lambda: (gone, there), lambda pair: pair[1])
     assert found == (gone, there)
     assert follow.times.take() == {"update": 2}
+
+
+def test_a_result_that_cannot_be_waited_for_costs_no_later_time(follow):
+    class Deleted:
+        def block_until_ready(self):
+            raise RuntimeError("Array has been deleted")
+
+    follow.call("reference", "a", start=10.0, end=12.0)
+    follow.times.follow("update", ["a"], Deleted)
+    with pytest.raises(RuntimeError, match="deleted"):
+        follow.times.take()
+    follow.call("update", "a", start=20.0, end=21.0)
+    assert follow.times.take() == {"update": 1}

@@ -30,7 +30,7 @@ LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
 
 log = logging.getLogger("distflow_jax")
 
-Pull = Callable[[Links, int], Any]  # the weights of a version, by a thread that runs no program
+Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices of the sampler
 
 
 @dataclasses.dataclass(frozen=True)

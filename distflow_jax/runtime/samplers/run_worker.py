@@ -27,8 +27,8 @@ from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
-from distflow_jax.parallel import host_memory, processes
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes
@@ -231,21 +231,17 @@ def _own_engine(config: Config, graph: Graph, source: ModelSource, relay: Relay 
     """An engine on this machine's devices."""
     own, sizes = own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
-    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor), relay)
+    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor), relay)
 
-    # in the thread that samples: it alone issues programs, so that all devices have one order
-    def form(params: Any) -> Any:
-        formed = jax.block_until_ready(sync(params))
-        host_memory.delete(params)
-        return formed
+    def pull(links: Links, version: int) -> Any:
+        return jax.block_until_ready(sync(pull_trained(links, version)))
 
     def sampler(
         weights: Any, version: int, on_response: Callable[[Response], None]
     ) -> EpisodeSampler:
-        formed = form(weights)
-        engine.compile(formed)
-        state = SamplerState(formed, version, engine.init_decode_state())
-        return EpisodeSampler(engine, state, on_response=on_response, form=form)
+        engine.compile(weights)
+        state = SamplerState(weights, version, engine.init_decode_state())
+        return EpisodeSampler(engine, state, on_response=on_response)
 
     return _Opened(sizes.engine.slots, pull, sampler)
 
