@@ -18,18 +18,23 @@ from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.answers.normal_form import normal_form, plain_text
 
 _DIGITS = 60  # of constants that are compared; irrational ones are equal if all but 10 are
+_LONGEST = 4000  # characters of an expression that is parsed
+_LONGEST_CHOICE = 40  # characters of a truth like "(B) 12"
 _MOST_RELATIVE = 2e-4  # of a decimal truth: four significant digits
 _MARKED = re.compile(r"boxed|fbox|####|<answer>|\banswer\b|(?<!\\)\$|\\[(\[]", re.IGNORECASE)
 _ONE_FORMULA = re.compile(r"\s*(?:\\f?boxed\s*\{.*\}|\$+[^$]*\$+)\s*", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _TEXT = re.compile(r"[^\W\d_][^\d\\=<>+*/^_{}|]*|\([a-z]\)[^\d\\=<>+*/^_{}|]*")
 _MATH_WORDS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|pi|and|or|inf|infinity)\b")
-_CHOICE = re.compile(r"\(\s*([a-z])\s*\)\s*(.*)|([a-z])(?:[.):]\s*(.*))?", re.DOTALL)
+_CHOICE = re.compile(r"(?s)(?:option |choice )?(?:\( ?([a-z]) ?\) ?(.*)|([a-z])(?:[.):] ?(.*))?)")
 _CLOCK_OR_RATIO = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*(?:([ap])\.?\s?m\.?)?")
 _TO_BASE = re.compile(r"([0-9][0-9a-z]*|[0-9a-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _PERCENT = re.compile(r"\\%")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|(?:\\text\s*\{)?\s*degrees?\b\s*\}?")
-_UNIT = re.compile(r"(?<=[\d}])\s+[A-Za-z]{2,}(?:/[A-Za-z]+)?$|(?<=\d)\s*[A-Za-z]+/[A-Za-z]+$")
+_DEGREES = re.compile(r"\^\\circ|\\text ?\{ ?degrees? ?\}|\bdegrees?\b")
+_UNIT = re.compile(r"(?<=[\d}]) [A-Za-z]{2,}(?:/[a-z]+|\^\{?[23]\}?)?$|(?<=\d) ?[A-Za-z]+/[a-z]+$")
+_UNIT_INITIAL = re.compile(
+    r"(?i)[\d}] ?\\(?:text|mathrm) ?\{ ?(?:square |cubic )?(?!and\b|or\b)([a-z])|\d ([a-z])[a-z]+$"
+)
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
 
 
@@ -51,10 +56,9 @@ class Equality:
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._limit = timeout_seconds if in_main_thread else None
         self._truth = _final(str(truth).strip())
-        self._text = plain_text(self._truth)
-        if not normal_form(self._truth) and not self._text:
-            raise ValueError(f"math cannot parse the ground truth {truth!r}")
-        if not _is_text(self._text) and not self._parsed(normal_form(self._truth)):
+        self._normal, self._text = normal_form(self._truth), plain_text(self._truth)
+        readable = self._text if _is_text(self._text) else self._parsed(self._normal)
+        if not readable:
             raise ValueError(f"math cannot parse the ground truth {truth!r}")
 
     def holds(self, answer: str) -> bool:
@@ -62,23 +66,23 @@ class Equality:
         if not answer.strip():
             return False
         given, text = normal_form(answer), plain_text(answer)
-        if (given and given == normal_form(self._truth)) or (text and text == self._text):
+        if (given and given == self._normal) or (text and text == self._text):
             return True
+        units = [m and (m[1] or m[2]) for m in map(_UNIT_INITIAL.search, (self._normal, given))]
+        if all(units) and units[0].lower() != units[1].lower():
+            return False
         if (choice := _same_choice(self._text, text)) is not None:
             if isinstance(choice, bool):
                 return choice
             truth, given = choice
             return Equality(truth, self._limit).holds(given)
         for pattern in (_CLOCK_OR_RATIO, _TO_BASE):
-            found = [pattern.fullmatch(x.strip("()")) for x in (self._text, text)]
+            found = [pattern.fullmatch(re.sub(r"[()]", "", x)) for x in (self._text, text)]
             if any(found):
                 return all(found) and _written_alike(*found)
-        if _is_text(self._text):
+        if _is_text(self._text) or _is_text(text):
             return False
-        return any(
-            self._same_value(one, other)
-            for one, other in _readings(normal_form(self._truth), given)
-        )
+        return any(self._same_value(*pair) for pair in _readings(self._normal, given))
 
     def _same_value(self, truth: str, given: str) -> bool:
         gold, answer = self._parsed(truth), self._parsed(given)
@@ -103,26 +107,29 @@ def _sympy_errors() -> tuple[type[Exception], ...]:
 
 def _final(truth: str) -> str:
     """The answer in a truth, which may be a whole solution with the answer at its end."""
-    if not _MARKED.search(truth):
+    choice = len(truth) < _LONGEST_CHOICE and _CHOICE.fullmatch(plain_text(truth))
+    if choice or not _MARKED.search(truth):
         return truth
     answer = final_answer(truth)
-    if answer and not _ONE_FORMULA.fullmatch(truth):
+    if answer and ", " not in answer and not _ONE_FORMULA.fullmatch(truth):
         answer = answer.rsplit("=", 1)[-1].strip() or answer  # of "so $n^2=144$" the last side
     return answer or truth
 
 
 @functools.lru_cache(maxsize=64)
 def _parse(text: str, limit: int | None) -> list[Any]:
+    if len(text) > _LONGEST or "{cases}" in text:
+        return [text]
     found = load().parse(f"\\boxed{{{text}}}", parsing_timeout=limit)
     return [x for x in found if not isinstance(x, str)] or found
 
 
 def _readings(truth: str, given: str) -> list[tuple[str, str]]:
-    """Both texts, and without a percent sign, a degree sign or a unit that only one of them has."""
+    """Both texts, and both without a percent sign, a degree sign or a unit."""
     pairs = [(truth, given)]
     for sign in (_PERCENT, _DEGREES, _UNIT):
         bare = sign.sub(" ", truth).strip(), sign.sub(" ", given).strip()
-        if (bare[0] == truth) != (bare[1] == given) and all(bare):
+        if bare != (truth, given) and all(bare):
             pairs.append(bare)
     return pairs
 
@@ -148,7 +155,7 @@ def _is_text(text: str) -> bool:
 
 def _written_alike(one: re.Match, other: re.Match) -> bool:
     parts = [[part.lstrip("0") or "0" for part in re.split(r"\s*:\s*", m[1])] for m in (one, other)]
-    return parts[0] == parts[1] and one[2] == other[2]
+    return parts[0] == parts[1] and one[2] in (None, other[2])
 
 
 def _same_expression(truth: Any, given: Any, written: str) -> bool:
@@ -195,9 +202,12 @@ def _exact(expression: Any, sympy: ModuleType) -> Any:
     same |= {x: sympy.Symbol(x.name, real=True) for x in expression.atoms(sympy.Symbol)}
     same |= {x: sympy.I for x in same if str(x) == "i"}
     expression = expression.xreplace(same)
-    if isinstance(expression, sympy.FiniteSet) and len(expression.free_symbols) == 1:
-        if all(isinstance(x, sympy.Rel) and not isinstance(x, sympy.Eq) for x in expression.args):
-            return sympy.Union(*(x.as_set() for x in expression.args))
+    parts = expression.args if isinstance(expression, sympy.FiniteSet) else ()
+    related = all(isinstance(x, sympy.Rel | sympy.And) for x in parts)
+    if related and len(expression.free_symbols) == 1:
+        if not all(isinstance(x, sympy.Eq) for x in parts):
+            sets = [x.as_set() for x in parts]
+            return sympy.Intersection(*sets) or sympy.Union(*sets)
     return expression.doit() if isinstance(expression, sympy.Expr) else expression
 
 

@@ -9,7 +9,8 @@ places below the last one in the text is the answer:
 - an anchored phrase, "the answer is ANSWER" or "Answer: ANSWER".
 
 Without any of these it is a formula that closes the response, or the whole response if that is an
-expression. A number that merely occurs is no answer.
+expression. A number that merely occurs is no answer, nor is a premise ("let x = 5"), a doubt
+("perhaps the answer is 5"), a question or what the next words take back ("but that is wrong").
 """
 
 import re
@@ -21,28 +22,38 @@ _OPENED = rf"<{_THOUGHT}>|\[THINK\]|◁think▷"
 _OPENS_THOUGHT = re.compile(_OPENED, re.IGNORECASE)
 _ENDS_OPEN = re.compile(rf"(?:{_OPENED})\s*\Z", re.IGNORECASE)
 _CLOSES_THOUGHT = re.compile(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", re.IGNORECASE)
-_LONGEST_TAG = 64  # characters of a prompt's end in which an opening tag is looked for
+_NEAR = 64  # characters around a place in which a rule looks for what belongs to it
 
 _ANSWER_TAG = re.compile(r"<(/?)(?:final_)?answer>", re.IGNORECASE)
+_OPENS_ANSWER = re.compile(r"<(?:final_)?answer>|box(?:ed)?\s*\{", re.IGNORECASE)
 _HASHES = re.compile(r"(?<!#)####(?!#)[^\S\n]*([^\n]*)")
-# \boxed{, also with two backslashes or with the \b that JSON makes a backspace of; \boxed 5
+# \boxed{, also with other numbers of backslashes or with the \b that JSON makes a backspace of
 _BOX_OR_BRACE = re.compile(
-    r"(?P<box>(?:\\+b|\x08)oxed\s*\{|\\+f(?:rame)?box\s*\{)"
-    r"|\\+boxed\s+(?P<bare>[-\w.,/]+)|\\.|[{}]",
+    r"(?P<box>(?:\\?(?<![A-Za-z])[bB]|\x08)oxed\s*\{|\\f(?:rame)?box\s*\{)"
+    r"|\\boxed(?P<bare>\s+[-\w.,/]+|\d[\d.,/]*)|\\.|[{}]",
     re.DOTALL,
 )
-_HEADING = r"^[#*_\s]*(?:the\s+)?(?:final\s+|correct\s+)?answers?[*_:\s]*\n\s*"
+_HEADING = r"^[#*_ \t]*(?:the\s+)?(?:final\s+|correct\s+)?answers?[*_: \t]*\n\s*"
 _PHRASE = re.compile(
     r"\banswers?\s+are\b\s*:?\s*"
-    r"|(?<![</_])\banswer\b(?!>)[^\n.:=<]{0,60}?(?:\s(?:is|was|equals|(?:would|should|must|will)\s+be)\b"
-    r"(?:\s+(?:therefore|thus|simply|just|exactly|indeed|equal\s+to))?\s*:?|\**\s*[:=])\s*"
+    r"|(?P<doubt>(?:\b(?:if|whether|unless|perhaps|maybe)|(?:\bnot|n['’]t|\bcannot)\s+(?:think|say"
+    r"|believe|sure|certain|clear)(?:\s+that)?)\W+(?:(?:the|my|final|correct)\s+)*)?"
+    r"(?<![</_])(?<!\bto )\b(?:answer|(?:correct|right)\s+(?:option|choice))\b(?!>)"
+    r"(?:[^\n.:=<]{0,60}?\s(?:is|was|equals|(?:would|should|must|will)\s+be)\b"
+    r"(?:\s+(?:therefore|thus|simply|just|exactly|indeed|about|approximately|equal\s+to))?\s*:?"
+    r"|(?:\s*\([^\n()]{0,40}\)|,?\s+(?:to|of|for|in|as|rounded)\b[^\n.:=<]{0,60})?\**\s*[:=])\s*"
     rf"|{_HEADING}",
     re.IGNORECASE | re.MULTILINE,
 )
+_TAKEN_BACK = re.compile(  # after an answer
+    r"(?i)\W*(?:(?:but|however|no|wait|actually|hmm|oh)\b\W*)*(?:that|this|it|which)"
+    r"(?:['’]s|\s+(?:is|was|seems))\s+(?:not\s+(?:right|correct)|wrong|incorrect|a\s+mistake)\b"
+)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKUP = re.compile(r"[\s*_`]*")
 _FORMULA = re.compile(
     r"\$\$(?P<a>(?:\\.|[^$\\])+?)\$\$|(?<!\\)\$(?P<b>(?:\\.|[^$\\\n])+?)\$"
-    r"|\\\[(?P<c>(?:\\(?!\])|[^\\])+?)\\\]|\\\((?P<d>(?:\\(?!\))|[^\\])+?)\\\)",
+    r"|\\\[(?P<c>(?:\\[^\[\]]|[^\\])+?)\\\]|\\\((?P<d>(?:\\[^()]|[^\\])+?)\\\)",
     re.DOTALL,
 )
 _JOIN = re.compile(
@@ -51,7 +62,7 @@ _JOIN = re.compile(
 )
 _DELIMITERS = re.compile(r"\\[()\[\],;!]|\\q?quad\b|[$*~]")
 _PERCENT = re.compile(r"\s*(?:\\?%|percent\b)", re.IGNORECASE)
-_WORDS = "and|or|pi|sqrt|sin|cos|tan|cot|ln|log|exp|mod|inf|infinity|percent|degrees?"
+_WORDS = "and|or|pi|sqrt|sin|cos|tan|cot|ln|log|exp|mod|inf|infinity|percent|degrees?|[ap]\\.?m"
 _TOKEN = re.compile(  # of an expression outside a formula's delimiters
     rf"\s*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{{[^{{}}]*\}}|\\[A-Za-z]+|\\[^A-Za-z\s(\[]"
     r"|[0-9]+(?:[.,:'][0-9]+)*(?:e[-+]?[0-9]+)?|\.[0-9]+"
@@ -60,9 +71,12 @@ _TOKEN = re.compile(  # of an expression outside a formula's delimiters
     re.IGNORECASE,
 )
 _OPERAND = re.compile(r"[0-9½]|\\[A-Za-z]|[π∞√]")
-_SENTENCE = re.compile(r"(?:[.!?](?=\s|$)|\n)")
-_TRAILING = " \t\n.,;:!?*_`"
-_UNFINISHED = ("$", "\\(", "\\[", "<")  # begin a formula or a tag, which has no end
+_SENTENCE = re.compile(r"([.!?](?=\s|$)|\n)")
+_TRAILING = " \t\n.,;:!?*_`(-"
+_PREMISE = re.compile(r"(?i)\b(?:let|suppose|assume|if|given|since|because)\s+(?:that\s+)?\W*\Z")
+_GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")
+# an unfinished formula or tag, "not 5", an equation in a sentence
+_NO_TEXT_ANSWER = re.compile(r"(?i)[$<]|\\[(\[]|not\b|.*=")
 _CLOSING_WORDS = 3  # words that may follow the formula with which a response closes
 _TEXT_WORDS = 12  # words of an answer that is text
 
@@ -84,14 +98,12 @@ def final_answer(response: str, prompt: str = "") -> str:
     '-2, 5'
     """
     text = after_thought(response, prompt)
-    boxes, open_box = _boxes(text)
-    tags, open_tag = _tagged(text)
-    unfinished = max(open_box, open_tag)
-    whole = [*tags, *_joined(text, boxes), *_after_hashes(text), *_phrases(text)]
+    boxes = _joined(text, _boxes(text))
+    whole = [*_tagged(text), *boxes, *_after_hashes(text), *_phrases(text)]
     if whole:
         place = max(whole, key=lambda place: place.start)
-        return place.answer if place not in tags else _inside(place.answer)
-    return "" if unfinished >= 0 else _without_a_mark(text)
+        return "" if _TAKEN_BACK.match(text, place.end) else _inside(place.answer)
+    return "" if _OPENS_ANSWER.search(text) else _without_a_mark(text)
 
 
 def after_thought(response: str, prompt: str = "") -> str:
@@ -100,7 +112,7 @@ def after_thought(response: str, prompt: str = "") -> str:
     The thought is opened in the response or by the end of the prompt.
     """
     closed = [tag.end() for tag in _CLOSES_THOUGHT.finditer(response)]
-    if not closed and _ENDS_OPEN.search(prompt[-_LONGEST_TAG:]):
+    if not closed and _ENDS_OPEN.search(prompt[-_NEAR:]):
         return ""
     text = response[closed[-1] :] if closed else response
     opened = _OPENS_THOUGHT.search(text)
@@ -109,36 +121,32 @@ def after_thought(response: str, prompt: str = "") -> str:
 
 def boxed(text: str) -> str | None:
     r"""The content of the last whole `\boxed{}` or list of these in a text; None without one."""
-    joined = _joined(text, _boxes(text)[0])
+    joined = _joined(text, _boxes(text))
     return joined[-1].answer if joined else None
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the last whole `\boxed{}` of a text; None without one."""
-    boxes = _boxes(text)[0]
+    boxes = _boxes(text)
     return boxes[-1].answer if boxes else None
 
 
 def is_expression(text: str) -> bool:
     """Whether a text begins with a mathematical expression and has at most two words after it."""
-    start = _MARKUP.match(text).end()
-    found = _formula(text, start) or _plain(text, start)
-    if found is None or not found.answer:
+    found = _expression(text, 0)
+    if found is None:
         return False
     rest = text[found.end :].strip(_TRAILING)
     return "\n" not in rest and len(rest.split()) <= 2
 
 
-def _boxes(text: str) -> tuple[list[_Place], int]:
-    """(whole boxes in order, the start of an unfinished one behind these or -1), in linear time.
-
-    Of boxes in each other the outermost whole one is taken.
-    """
+def _boxes(text: str) -> list[_Place]:
+    """Whole boxes in order, in linear time; of boxes in each other the outermost one."""
     opened: list[tuple[int, int]] = []  # (start of the box or -1, start of the content)
     found: list[_Place] = []
     for brace in _BOX_OR_BRACE.finditer(text):
         if brace["bare"]:
-            found.append(_Place(brace.start(), brace.end(), brace["bare"].strip(_TRAILING)))
+            found.append(_Place(brace.start(), brace.end(), _stripped(brace["bare"])))
         elif brace["box"]:
             opened.append((brace.start(), brace.end()))
         elif brace[0] == "{":
@@ -149,8 +157,7 @@ def _boxes(text: str) -> tuple[list[_Place], int]:
                 while found and found[-1].start > start:
                     found.pop()
                 found.append(_Place(start, brace.end(), text[begin : brace.start()].strip()))
-    unfinished = max((start for start, _ in opened), default=-1)
-    return found, unfinished if not found or unfinished > found[-1].start else -1
+    return found
 
 
 def _joined(text: str, places: list[_Place]) -> list[_Place]:
@@ -158,7 +165,7 @@ def _joined(text: str, places: list[_Place]) -> list[_Place]:
     joined: list[_Place] = []
     for place in places:
         before = joined[-1] if joined else None
-        if before and place.start - before.end < _LONGEST_TAG and before.answer:
+        if before and place.start - before.end < _NEAR and 0 < len(before.answer) < 4000:
             between = _DELIMITERS.sub(" ", text[before.end : place.start]).strip()
             if _JOIN.fullmatch(between):
                 joined[-1] = _Place(before.start, place.end, f"{before.answer}, {place.answer}")
@@ -167,21 +174,18 @@ def _joined(text: str, places: list[_Place]) -> list[_Place]:
     return joined
 
 
-def _tagged(text: str) -> tuple[list[_Place], int]:
-    """(whole answer tags, the start of an unfinished one behind these or -1)."""
-    found, opened = [], None
+def _tagged(text: str) -> Iterator[_Place]:
+    """Whole answer tags."""
+    opened = None
     for tag in _ANSWER_TAG.finditer(text):
-        if not tag[1]:
-            opened = tag
-        elif opened is not None:
+        if tag[1] and opened is not None:
             content = text[opened.end() : tag.start()].strip()
-            found.append(_Place(opened.start(), tag.end(), content))
-            opened = None
-    return found, -1 if opened is None else opened.start()
+            yield _Place(opened.start(), tag.end(), content)
+        opened = None if tag[1] else tag
 
 
 def _inside(content: str) -> str:
-    """The answer in an answer tag: what the content marks as such, or else all of it."""
+    """The answer in a tag or a box: what the content marks as such, or else all of it."""
     if not content or is_expression(content):
         return content
     return _without_a_mark(content) or content
@@ -195,24 +199,21 @@ def _after_hashes(text: str) -> Iterator[_Place]:
 
 
 def _phrases(text: str) -> Iterator[_Place]:
-    """Anchored phrases that an expression follows."""
+    """Anchored phrases that an expression follows, which is no question."""
     for phrase in _PHRASE.finditer(text):
-        start = _MARKUP.match(text, phrase.end()).end()
-        found = _formula(text, start) or _plain(text, start)
-        if found is not None and found.answer:
+        found = None if phrase["doubt"] else _expression(text, phrase.end())
+        if found is not None and text[found.end : found.end + 1] != "?":
             yield _Place(phrase.start(), found.end, found.answer)
 
 
 def _without_a_mark(text: str) -> str:
     """The answer of a text without a tag, a box, `####` or a phrase with an expression."""
-    phrases = list(_PHRASE.finditer(text))
+    phrases = [phrase for phrase in _PHRASE.finditer(text) if not phrase["doubt"]]
     if phrases:
         after = text[phrases[-1].end() :].strip(" \t*_`")
-        if after.startswith(_UNFINISHED):
-            return ""
-        after = _stripped(_SENTENCE.split(after, maxsplit=1)[0])
-        negated = after.lower().startswith("not ")
-        return after if len(after.split()) <= _TEXT_WORDS and not negated else ""
+        after, *end = _SENTENCE.split(after, maxsplit=1)
+        none = "?" in end or _NO_TEXT_ANSWER.match(after) or len(after.split()) > _TEXT_WORDS
+        return "" if none else _stripped(after)
     closing = _closing_formula(text)
     if closing:
         return closing
@@ -223,18 +224,26 @@ def _without_a_mark(text: str) -> str:
 
 def _closing_formula(text: str) -> str:
     """The formulas with which a text ends, apart from punctuation and a few words; "" if none."""
-    formulas = _joined(
-        text,
-        [_Place(f.start(), f.end(), (f["a"] or f["b"] or f["c"] or f["d"]).strip())
-         for f in _FORMULA.finditer(text)],
-    )  # fmt: skip
-    if not formulas:
+    found = [_Place(f.start(), f.end(), f[f.lastgroup].strip()) for f in _FORMULA.finditer(text)]
+    if not (formulas := _joined(text, found)):
         return ""
-    rest = text[formulas[-1].end :]
-    percent = "%" if _PERCENT.match(rest) else ""
-    rest = rest.strip(_TRAILING)
-    ends = len(rest.split()) <= _CLOSING_WORDS and not _SENTENCE.search(rest)
-    return formulas[-1].answer + percent if ends else ""
+    start, end, answer = formulas[-1]
+    percent = _PERCENT.match(text, end)
+    rest = text[percent.end() if percent else end :].strip(" \t\n*_`")
+    words = re.match(r"[^.,;:!?\n]*", rest)[0]
+    ends = len(words.split()) <= _CLOSING_WORDS and not re.search(r"\w", rest[len(words) :])
+    before = text[max(0, start - _NEAR) : start]
+    if not ends or rest.startswith("?") or _GOES_ON.match(words) or _PREMISE.search(before):
+        return ""
+    return answer + ("%" if percent else "")
+
+
+def _expression(text: str, at: int) -> _Place | None:
+    """The expression behind white space and markup at a place; None without a whole one."""
+    start = _MARKUP.match(text, at).end()
+    found = _formula(text, start) or _plain(text, start)
+    braces = _BRACE.findall(found.answer) if found else []
+    return found if found and found.answer and braces.count("{") == braces.count("}") else None
 
 
 def _formula(text: str, start: int) -> _Place | None:
@@ -242,11 +251,11 @@ def _formula(text: str, start: int) -> _Place | None:
     found: list[_Place] = []
     formula = _FORMULA.match(text, start)
     while formula:
-        content = (formula["a"] or formula["b"] or formula["c"] or formula["d"]).strip()
+        content = formula[formula.lastgroup].strip()
         found = _joined(text, [*found, _Place(formula.start(), formula.end(), content)])
         if len(found) > 1:  # it is not joined to the first one
             break
-        formula = _FORMULA.search(text, formula.end(), formula.end() + _LONGEST_TAG)
+        formula = _FORMULA.search(text, formula.end(), formula.end() + _NEAR)
     if not found:
         return None
     percent = _PERCENT.match(text, found[0].end)
@@ -262,8 +271,8 @@ def _plain(text: str, start: int) -> _Place | None:
             break
         end = token.end()
     run = text[start:end]
-    answer = run.strip(_TRAILING)
-    follows = re.match(r"\s+([A-Za-z]+)", text[end:])
+    answer = _stripped(run)
+    follows = re.match(r"\s+[A-Za-z]", text[end : end + _NEAR])
     if "$" in answer and not re.match(r"[-(]?\$\s?[0-9.]", answer):
         return None  # a formula that does not end
     if not _OPERAND.search(answer):
@@ -277,4 +286,4 @@ def _plain(text: str, start: int) -> _Place | None:
 
 
 def _stripped(text: str) -> str:
-    return text.strip().strip(_TRAILING).strip()
+    return text.strip(" \t\n*_`").rstrip(_TRAILING)
