@@ -38,6 +38,11 @@ CASES = {
         ("B", "<answer>(B)</answer>", 1),
         ("B", "<answer>C</answer>", 0),
         ("Paris", "<answer>Paris</answer>", 1),
+        ("B", "<answer>Option B</answer>", 1),
+        ("7/2", "<answer>3 1/2</answer>", 1),
+        ("42", "<answer>42 cm²</answer>", 1),
+        (r"[1,2)\cup(3,4]", "<answer>[1, 2) U (3, 4]</answer>", 1),
+        ("0.5", "<answer>.5</answer>", 1),
     ],
     "no final answer": [
         ("42", "<think>\nOkay the answer is 42.", 0),
@@ -86,6 +91,25 @@ CASES = {
         ("1250", "The answer is $1,250.", 1),
         ("1250", "The answer is $1,250.00", 1),
         ("5", "The answer is 5 because 2+3=5", 1),
+        ("42", r"So the total is $7 \cdot 6 = 42$, but wait", 0),
+        ("42", r"So the total is $7 \cdot 6 = 42$. Now we", 0),
+        ("42", "Let $x = 42$", 0),
+        ("42", "Hence $x=42$. ∎", 1),
+        ("42", "Therefore Tom has $42$ apples.", 1),
+        ("42", r"The answer is $\boxed{42$", 0),
+        ("42", r"The answer is \boxed{42 \text{ apples}", 0),
+        ("42", r"I first got \boxed{42} but that is wrong.", 0),
+        ("42", "I do not think the answer is 42.", 0),
+        ("42", "It is not hard to see that the answer is 42.", 1),
+        ("42", "We check whether the answer is 42.", 0),
+        ("42", "Perhaps the answer is 42. Let me check 42 again and", 0),
+        ("42", "The answer is 42? Let me check", 0),
+        ("42", "I cannot determine the answer from what is given: 42 people came.", 0),
+        ("5", "The answer is .5", 0),
+        ("0.5", "#### .5", 1),
+        ("42", "The answer is 42 (since 6 * 7 = 42).", 1),
+        ("A", "The answer is a prime number.", 0),
+        ("10:30 AM", "The answer is 10:30 a.m.", 1),
     ],
     "several boxes": [
         ("2", r"Either \boxed{1} or \boxed{2}", 0),
@@ -132,6 +156,12 @@ CASES = {
         ("-12345", B("-12,345"), 1),
         ("12345", B("-12,345"), 0),
         (r"\{1,2\}", B("1,2"), 1),
+        ("1234567", B("1’234’567"), 1),
+        ("1234567.89", B("1.234.567,89"), 1),
+        (r"\frac{1000}{3}", B(r"\frac{1{,}000}{3}"), 1),
+        ("1234", B(r"\text{1,234}"), 1),
+        ("10000", B(r"\text{10,000 people}"), 1),
+        ("3.141592", B(r"3.141\,592"), 1),
     ],
     "upright e and i": [
         ("2i", B("2i"), 1),
@@ -147,6 +177,9 @@ CASES = {
         (r"\ln(2)", B(r"\ln 2"), 1),
         ("3-4i", B(r"3 - 4\mathrm{i}"), 1),
         ("3-4i", B("3+4i"), 0),
+        (r"\arctan 2", B(r"\operatorname{arctan} 2"), 1),
+        ("e^{1/2}", B(r"\sqrt{\mathrm{e}}"), 1),
+        ("e", B(r"{\rm e}"), 1),
     ],
     "intervals": [
         (r"[2,\infty)", B("x ≥ 2"), 1),
@@ -178,6 +211,14 @@ CASES = {
         ("x>2", B("x<2"), 0),
         ("y > 2", B(r"(2,\infty)"), 1),
         (r"\{1,2,3\}", B(r"\{3,2,1\}"), 1),
+        ("(-1,4)", B(r"\{x \mid -1 < x < 4\}"), 1),
+        ("(0,5)", B(r"x > 0 \text{ and } x < 5"), 1),
+        (r"x>0, x \ne 1", B(r"(0,1)\cup(1,\infty)"), 1),
+        (r"x>0, x \ne 1", B(r"(0,\infty)"), 0),
+        (r"(-\infty,1)\cup(3,\infty)", B(r"(-\infty, 1) \text{ or } (3, \infty)"), 1),
+        (r"(-\infty,2]\cup[3,\infty)", B(r"]-\infty, 2] \cup [3, +\infty["), 1),
+        ("[2,5)", B("[2;5)"), 1),
+        (r"\mathbb{R}\setminus\{2\}", B(r"x \ne 2"), 1),
     ],
     "bases, clocks, words and letters": [
         ("110_5", B("110_5"), 1),
@@ -215,6 +256,15 @@ CASES = {
         ("A", B("B. 12"), 0),
         ("blue", B("The answer"), 0),
         ("red", B("red"), 1),
+        ("110_5", B("(110)_5"), 1),
+        ("12:00", B(r"12:00\text{ PM}"), 1),
+        ("12:00 PM", B("12:00"), 0),
+        ("10:30", B("10{:}30"), 1),
+        ("B", B(r"\text{Option B}"), 1),
+        ("B", "The correct choice is (B).", 1),
+        ("n", B("n!"), 0),
+        ("odd", B(r"\text{\textbf{odd}}"), 1),
+        (r"p \land q", B(r"p \lor q"), 0),
     ],
     "tolerance": [
         (r"1.6\times 10^{-19}", B(r"9.1\times 10^{-31}"), 0),
@@ -279,6 +329,11 @@ CASES = {
         ("5", r"\boxed{\textbf{5}}", 1),
         ("5", r"\boxed{\mathbf{5.0}}", 1),
         ("5", r"\fbox{$5$}", 1),
+        ("5", r"\boxed5", 1),
+        ("5", "The answer is boxed{5}.", 1),
+        ("5", r"\boxed{\boldsymbol{5}}", 1),
+        ("5", r"\boxed{\text{5 cm}}", 1),
+        ("5", r"\boxed{Answer: 5}", 1),
     ],
     "truths that are solutions": [
         ("So $x=7$.\n\n#### 7", B("7"), 1),
@@ -291,6 +346,10 @@ CASES = {
         (r"\text{(C)}", B("C"), 1),
         (r"(E)\ 5", B("5"), 1),
         ("We find that $n=12$, therefore $n^2=144$.", B("144"), 1),
+        (r"(D) $24$", B("D"), 1),
+        ("$x=3$ or $x=5$", B("3, 5"), 1),
+        ("$x=3$ or $x=5$", B("5"), 0),
+        ("$(x,y)=(1,2)$", B("(1,2)"), 1),
     ],
     "percent, degrees and units": [
         (r"28\%", B("28"), 1),
@@ -318,6 +377,13 @@ CASES = {
         ("5", B(r"5\text{ cm}^3"), 1),
         ("20", B("€20"), 1),
         ("20", B("20 €"), 1),
+        (r"5\text{ cm}", B(r"5\text{ m}"), 0),
+        (r"5\text{ hours}", B(r"5\text{ minutes}"), 0),
+        (r"5\text{ hours}", B(r"5\text{ h}"), 1),
+        ("3", B(r"3\,\text{m}^2"), 1),
+        ("5", B(r"5\text{ apples and }3\text{ pears}"), 0),
+        ("60", B(r"60\degree"), 1),
+        ("10", B(r"10^\circ\text{C}"), 1),
     ],
     "forms of expressions": [
         (r"\frac{1}{2}", B(r"\frac12"), 1),
@@ -369,8 +435,30 @@ CASES = {
         ("(1,2),(3,4)", B("(1,2), (3,4)"), 1),
         (r"4\sqrt{13}", B(r"4 \sqrt{13}"), 1),
         ("x^2-1", B("(x-1)(x+1)"), 1),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", B(r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}"), 0),
+        (
+            r"\begin{pmatrix} 1 \\ \frac12 \end{pmatrix}",
+            B(r"\begin{pmatrix} 1 \\ 1/2 \end{pmatrix}"),
+            1,
+        ),
+        ("x=1, y=2", B(r"\begin{cases} x=1 \\ y=2 \end{cases}"), 1),
+        (r"\frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}", B(r"\frac{1 \pm \sqrt{5}}{2}"), 1),
+        (r"4\sqrt(2)", B(r"4\sqrt{2}"), 1),
+        ("7", B("7 = x"), 1),
+        ("x^2-1", B("x**2 - 1"), 1),
+        ("5,7", B(r"\text{5 and 7}"), 1),
+        ("5, 7", B("5; 7"), 1),
     ],
 }
+
+
+# a function by cases is compared as it is written: one of its pieces is not the function
+_PIECES = r"\begin{cases} x, & x>0 \\ %s, & x\le 0 \end{cases}"
+
+
+@pytest.mark.parametrize("given, right", [("-x", 1), ("x", 0)])
+def test_all_pieces_of_a_function_count(given, right):
+    assert math("", B(_PIECES % given), _PIECES % "-x") == right
 
 
 @pytest.mark.parametrize("kind", CASES)

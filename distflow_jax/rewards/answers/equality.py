@@ -18,6 +18,7 @@ from distflow_jax.rewards.answers.normal_form import normal_form, plain_text
 
 _DIGITS = 60  # of constants that are compared; irrational ones are equal if all but 10 are
 _LONGEST = 4000  # characters of an expression that is parsed
+_LONGEST_CHOICE = 40  # characters of a truth like "(B) 12"
 _MOST_RELATIVE = 2e-4  # of a decimal truth: four significant digits
 _MARKED = re.compile(r"boxed|fbox|####|<answer>|\banswer\b|(?<!\\)\$|\\[(\[]", re.IGNORECASE)
 _ONE_FORMULA = re.compile(r"\s*(?:\\f?boxed\s*\{.*\}|\$+[^$]*\$+)\s*", re.DOTALL)
@@ -98,10 +99,11 @@ def _sympy_errors() -> tuple[type[Exception], ...]:
 
 def _final(truth: str) -> str:
     """The answer in a truth, which may be a whole solution with the answer at its end."""
-    if not _MARKED.search(truth) or _CHOICE.fullmatch(plain_text(truth)):
+    choice = len(truth) < _LONGEST_CHOICE and _CHOICE.fullmatch(plain_text(truth))
+    if choice or not _MARKED.search(truth):
         return truth
     answer = final_answer(truth)
-    if answer and "," not in answer and not _ONE_FORMULA.fullmatch(truth):
+    if answer and ", " not in answer and not _ONE_FORMULA.fullmatch(truth):
         answer = answer.rsplit("=", 1)[-1].strip() or answer  # of "so $n^2=144$" the last side
     return answer or truth
 

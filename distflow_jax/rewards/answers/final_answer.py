@@ -41,7 +41,7 @@ _PHRASE = re.compile(
     r"(?<![</_])(?<!\bto )\b(?:answer|(?:correct|right)\s+(?:option|choice))\b(?!>)"
     r"(?:[^\n.:=<]{0,60}?\s(?:is|was|equals|(?:would|should|must|will)\s+be)\b"
     r"(?:\s+(?:therefore|thus|simply|just|exactly|indeed|about|approximately|equal\s+to))?\s*:?"
-    r"|(?:\s*\([^\n()]{0,40}\)|\s+(?:to|of|for|in)\b[^\n.:=<]{0,60})?\**\s*[:=])\s*"
+    r"|(?:\s*\([^\n()]{0,40}\)|,?\s+(?:to|of|for|in|as|rounded)\b[^\n.:=<]{0,60})?\**\s*[:=])\s*"
     rf"|{_HEADING}",
     re.IGNORECASE | re.MULTILINE,
 )
