@@ -136,7 +136,8 @@ class SamplingThread:
         """
         with self._lock:
             newest = max(self._inbox, default=None)
-            takes = newest is not None and self._takes(newest)
+            busy = self._producer.sampler.busy
+            takes = newest is not None and (not busy or self._inbox[newest].ready)
         if takes:
             self._take_newest()
         if self._wanted is not None and self._producer.sampler.version >= self._wanted:
@@ -148,10 +149,6 @@ class SamplingThread:
         with self._lock:
             self._idle()
         return False
-
-    def _takes(self, version: int) -> bool:
-        """Whether weights that have left are taken now; under the lock."""
-        return not self._producer.sampler.busy or self._inbox[version].ready
 
     def _work_in_order(self) -> bool:
         """A round of the present step's groups, or the beginning of what comes next."""
