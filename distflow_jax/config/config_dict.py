@@ -248,7 +248,9 @@ def _former_key(path: str) -> str | None:
     """One line for a key of an earlier release, "a.b.c"; None for any other."""
     if new := RENAMED.get(path):
         return f"config.{path} is now called config.{new}: write that"
-    return f"config.{path} is gone and needs nothing in its place" if path in REMOVED else None
+    if path in REMOVED:
+        return f"config.{path} is gone and needs nothing in its place: take it out"
+    return None
 
 
 def _convert_union(value: Any, annotation: Any, path: str) -> Any:

@@ -181,8 +181,8 @@ SIZES = [
         "flow.order=longst",
         "flow.order='longst' is unknown (did you mean 'longest'? known: ",
     ),
-    ("flow.stagger=2", "config.flow.stagger is gone and needs nothing in its place"),
-    (f"{_OWN} ; flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place"),
+    ("flow.stagger=2", "config.flow.stagger is gone and needs nothing in its place: take it out"),
+    (f"{_OWN} ; flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place: "),
     (
         "flow.divergence=-0.5",
         "flow.divergence must be finite and not negative, got -0.5; 0: weights go to the samplers",
