@@ -175,7 +175,7 @@ class Tokenizer:
         turns = answers.with_answer(prompt, turn)
         given = getattr(prompt, "variables", {})
         whole = self.render(turns, add_generation_prompt=False, variables=given)
-        self._check_end(_tried(self, tuple(message["role"] for message in turns))[1])
+        self.check_end(message["role"] for message in turns)
         ids = self.encode(answers.answer_text(self.render(prompt), whole, turn))
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if len(ends):
@@ -190,9 +190,8 @@ class Tokenizer:
         Raises ValueError for a template that marks none, or no end token.
         """
         given = getattr(prompt, "variables", {})
-        pieces = re.split(
-            "|".join(MARKS), self._written(checked(prompt), given, False, marked=True)
-        )
+        marked = self._written(checked(prompt), given, False, marked=True)
+        pieces = re.split("|".join(MARKS), marked)
         text = self.render(prompt, add_generation_prompt=False)
         encoding = self.backend.encode(text, add_special_tokens=False)
         ids, (starts, ends) = np.array(encoding.ids, np.int32), np.array(encoding.offsets).T
@@ -207,9 +206,10 @@ class Tokenizer:
             raise ValueError("the chat template's {% generation %} has no end token of an answer")
         return pieces[0], ids, np.any(within, axis=0)
 
-    def _check_end(self, behind: str) -> None:
-        """Raises ValueError if control tokens stand behind an answer, and none ends a response."""
-        spelled = _control_tokens(self).findall(behind)
+    def check_end(self, roles: Iterable[str] = ("user", "assistant")) -> None:
+        """Raises ValueError if the template ends an answer, the last of a conversation of such
+        roles, with control tokens of which none ends a response."""
+        spelled = _control_tokens(self).findall(_tried(self, tuple(roles))[1])
         if spelled and not {self.backend.token_to_id(t) for t in spelled} & set(self.stop_ids):
             raise ValueError(
                 f"the chat template ends an answer with {spelled[0]!r}, which ends no response: "
@@ -279,5 +279,6 @@ def _tried(tokenizer: Tokenizer, roles: tuple[str, ...]) -> tuple[tuple[int, ...
         text = tokenizer._written(messages, {}, False)
     except ValueError:  # it writes other conversations
         return (), ""
-    lost = (i for i, word in enumerate(words) if word not in contents.squeezed(text))
-    return tuple(lost), text.partition(words[-1])[2]
+    found = contents.squeezed(text)
+    lost = tuple(i for i, word in enumerate(words) if word not in found)
+    return lost, text.partition(words[-1])[2]

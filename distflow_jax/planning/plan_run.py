@@ -394,6 +394,8 @@ def prepare(
         check_listen("flow.listen", config.flow.listen)
     with shown("open_data"):
         loader = open_loader(run, dataset)
+        if source.tokenizer.is_chat(loader.prompt(0).text):
+            source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
         if config.flow.worker_nodes:

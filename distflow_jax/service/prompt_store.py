@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow_jax.data.example import Example
+from distflow_jax.data.messages.message_forms import read_messages
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.json_text import parse_json
 
@@ -99,7 +100,7 @@ def _example(row: Any, place: str) -> Example:
     for key in row:
         if key not in KEYS:
             raise ValueError(f"{place}: unknown key {key!r} ({hint(str(key), KEYS)})")
-    prompt = row.get("prompt")
+    prompt = read_messages(row.get("prompt"), place, "prompt")
     if not isinstance(prompt, str | list) or not prompt:
         raise ValueError(f"{place}: 'prompt' must be a text or a list of messages, got {prompt!r}")
     return Example(

@@ -28,7 +28,7 @@ def config_of(tmp_path):
     """A config with a random model whose template has a trait."""
 
     def of(trait, *assignments):
-        folder = write_tokenizer(tmp_path / trait, TRAITS.get(trait, trait))
+        folder = write_tokenizer(tmp_path / trait[:20], TRAITS.get(trait, trait))
         (folder / "config.json").write_text(json.dumps(hf_settings(TINY)))
         rows = [[SAID[0], SAID[1] | {"content": f"It is {'1' * n}."}] for n in range(9)]
         lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
@@ -108,3 +108,10 @@ def test_variables_of_all_rows(config_of):
         prepare(config_of("plain", choice))
     with pytest.raises(ValueError, match="the model has no chat template"):
         plan_run(config_of("", choice), Machine.current())
+
+
+def test_responses_that_would_never_end_are_found_before_step_1(config_of):
+    text = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<s>' }}"
+    text += "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    with pytest.raises(ValueError, match="ends an answer with '<s>', which ends no response"):
+        prepare(config_of(text))
