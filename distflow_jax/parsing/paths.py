@@ -7,6 +7,7 @@ FileNotFoundError where there is nothing, and else ValueError.
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,7 @@ def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "
     """The path of a name, with ~ at its start and $VARIABLES replaced as shells do.
 
     A relative one begins in `folder`, "" is the working folder. Raises ValueError for a name that
-    cannot be looked up: empty, not UTF-8, too long, a circle of links, no such variable or user,
-    and for a URL, whose folders would be made here.
+    cannot be looked up: empty, a URL, too long, a circle of links, a variable that is not set.
     """
     given = os.fspath(text)
     if not given.strip():
@@ -37,7 +37,8 @@ def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "
             os.stat(found)
     except (OSError, ValueError) as error:
         raise ValueError(_said(name, given, "cannot be looked up", error)) from error
-    if ("$" in found or given[0] == found[0] == "~") and not os.path.lexists(found):
+    left = re.search(r"\$[\w{]", found) or given[0] == found[0] == "~"
+    if left and not os.path.lexists(found):
         raise ValueError(_said(name, given, "has a ~ or $ that stands for nothing: write it out"))
     return Path(found)
 

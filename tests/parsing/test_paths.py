@@ -59,6 +59,7 @@ def test_tildes_and_variables(tmp_path, monkeypatch):
         "a~b/~": "a~b/~",
         "./~": "./~",
         "5%/{x}": "5%/{x}",
+        "5$/x$": "5$/x$",
         " x": " x",
     }.items():
         assert named_path("--flag", text) == pathlib.Path(path)

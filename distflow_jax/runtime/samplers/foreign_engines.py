@@ -112,8 +112,7 @@ class EngineChoice:
 
     @property
     def _key(self) -> str:
-        file = self.settings.key_file
-        return read_secret("key_file", file) if file else ""
+        return read_secret("key_file", self.settings.key_file) if self.settings.key_file else ""
 
     def _http(self) -> OpenAISettings:
         settings, steps = self.settings, VLLM_LOAD
