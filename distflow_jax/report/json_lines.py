@@ -49,7 +49,8 @@ def json_value(value: Any) -> Any:
 
 def json_line(record: Any) -> str:
     """A record as a line of JSON, without its end; see `json_value`."""
-    return json.dumps(json_value(record), ensure_ascii=False)
+    text = json.dumps(json_value(record), ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()  # halves of characters as JSON has them
 
 
 def metrics_row(line: str) -> dict[str, int | float]:

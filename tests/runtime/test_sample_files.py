@@ -20,7 +20,7 @@ from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.stages.evaluate import Scored
 
 BYTES = Tokenizer.byte_level(300)
-ODD = 'a\nb\r\u2028"\\ü\x00{'  # ends of lines, of a kind
+ODD = 'a\nb\r\u2028"\\ü\x00{\ud83d'  # ends of lines, of a kind; half of a character
 
 
 class Job:
