@@ -74,6 +74,7 @@ _OPERAND = re.compile(r"[0-9½]|\\[A-Za-z]|[π∞√]")
 _SENTENCE = re.compile(r"([.!?](?=\s|$)|\n)")
 _TRAILING = " \t\n.,;:!?*_`(-"
 _PREMISE = re.compile(r"(?i)\b(?:let|suppose|assume|if|given|since|because)\s+(?:that\s+)?\W*\Z")
+_END_OF_PROOF = re.compile(r"\${0,2}\\(?:blacksquare|square|Box|qed)(?![A-Za-z])\${0,2}")
 _GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")
 # an unfinished formula or tag, "not 5", an equation in a sentence
 _NO_TEXT_ANSWER = re.compile(r"(?i)[$<]|\\[(\[]|not\b|.*=")
@@ -218,12 +219,13 @@ def _without_a_mark(text: str) -> str:
     if closing:
         return closing
     text = text.strip()
-    short = "\n" not in text and len(text.split()) <= _CLOSING_WORDS
-    return _stripped(text) if is_expression(text) or (short and "$" not in text) else ""
+    short = len(text.split()) <= _CLOSING_WORDS and not re.search(r"\n|\$|\\[(\[]", text)
+    return _stripped(text) if short or is_expression(text) else ""
 
 
 def _closing_formula(text: str) -> str:
     """The formulas with which a text ends, apart from punctuation and a few words; "" if none."""
+    text = _END_OF_PROOF.sub("", text)
     found = [_Place(f.start(), f.end(), f[f.lastgroup].strip()) for f in _FORMULA.finditer(text)]
     if not (formulas := _joined(text, found)):
         return ""
@@ -265,10 +267,7 @@ def _formula(text: str, start: int) -> _Place | None:
 def _plain(text: str, start: int) -> _Place | None:
     """The expression without delimiters that begins at a place; None without one."""
     end = start
-    while token := _TOKEN.match(text, end):
-        line_ends = "\n" in token[0]
-        if line_ends and end > start:
-            break
+    while (token := _TOKEN.match(text, end)) and not ("\n" in token[0] and end > start):
         end = token.end()
     run = text[start:end]
     answer = _stripped(run)
