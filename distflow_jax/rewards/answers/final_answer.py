@@ -226,13 +226,13 @@ def _without_a_mark(text: str) -> str:
 def _closing_formula(text: str) -> str:
     """The formulas with which a text ends, apart from punctuation and a few words; "" if none."""
     text = _END_OF_PROOF.sub("", text)
-    found = [_Place(f.start(), f.end(), f[f.lastgroup].strip()) for f in _FORMULA.finditer(text)]
+    found = [_Place(*f.span(), f[f.lastgroup or 0].strip()) for f in _FORMULA.finditer(text)]
     if not (formulas := _joined(text, found)):
         return ""
     start, end, answer = formulas[-1]
     percent = _PERCENT.match(text, end)
     rest = text[percent.end() if percent else end :].strip(" \t\n*_`")
-    words = re.match(r"[^.,;:!?\n]*", rest)[0]
+    words = re.split(r"[.,;:!?\n]", rest, maxsplit=1)[0]
     ends = len(words.split()) <= _CLOSING_WORDS and not re.search(r"\w", rest[len(words) :])
     before = text[max(0, start - _NEAR) : start]
     if not ends or rest.startswith("?") or _GOES_ON.match(words) or _PREMISE.search(before):
@@ -253,7 +253,7 @@ def _formula(text: str, start: int) -> _Place | None:
     found: list[_Place] = []
     formula = _FORMULA.match(text, start)
     while formula:
-        content = formula[formula.lastgroup].strip()
+        content = formula[formula.lastgroup or 0].strip()
         found = _joined(text, [*found, _Place(formula.start(), formula.end(), content)])
         if len(found) > 1:  # it is not joined to the first one
             break
