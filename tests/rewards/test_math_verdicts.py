@@ -95,6 +95,8 @@ CASES = {
         ("42", r"So the total is $7 \cdot 6 = 42$. Now we", 0),
         ("42", "Let $x = 42$", 0),
         ("42", "Hence $x=42$. ∎", 1),
+        ("42", r"Hence $x=42$. $\blacksquare$", 1),
+        ("42", r"\( 42", 0),
         ("42", "Therefore Tom has $42$ apples.", 1),
         ("42", r"The answer is $\boxed{42$", 0),
         ("42", r"The answer is \boxed{42 \text{ apples}", 0),
@@ -459,6 +461,14 @@ _PIECES = r"\begin{cases} x, & x>0 \\ %s, & x\le 0 \end{cases}"
 @pytest.mark.parametrize("given, right", [("-x", 1), ("x", 0)])
 def test_all_pieces_of_a_function_count(given, right):
     assert math("", B(_PIECES % given), _PIECES % "-x") == right
+
+
+# patterns that begin anew at every character would need hours here
+@pytest.mark.parametrize(
+    "unit", ["\n", "\n*", "\\", r"\(", r"\[", "$", "{", " ", "1", "answer is ", "<answer>"]
+)
+def test_a_long_response_takes_linear_time(unit):
+    assert math("", unit * (300_000 // len(unit)), "5") == 0
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -60,8 +60,8 @@ class Equality:
         given, text = normal_form(answer), plain_text(answer)
         if (given and given == self._normal) or (text and text == self._text):
             return True
-        units = [m and (m[1] or m[2]) for m in map(_UNIT_INITIAL.search, (self._normal, given))]
-        if all(units) and units[0].lower() != units[1].lower():
+        units = [_UNIT_INITIAL.search(x) for x in (self._normal, given)]
+        if len({(unit[1] or unit[2]).lower() for unit in units if unit}) == 2:
             return False
         if (choice := _same_choice(self._text, text)) is not None:
             if isinstance(choice, bool):

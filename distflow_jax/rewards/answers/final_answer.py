@@ -74,6 +74,7 @@ _OPERAND = re.compile(r"[0-9½]|\\[A-Za-z]|[π∞√]")
 _SENTENCE = re.compile(r"([.!?](?=\s|$)|\n)")
 _TRAILING = " \t\n.,;:!?*_`(-"
 _PREMISE = re.compile(r"(?i)\b(?:let|suppose|assume|if|given|since|because)\s+(?:that\s+)?\W*\Z")
+_END_OF_PROOF = re.compile(r"\${0,2}\\(?:blacksquare|square|Box|qed)(?![A-Za-z])\${0,2}")
 _GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")
 # an unfinished formula or tag, "not 5", an equation in a sentence
 _NO_TEXT_ANSWER = re.compile(r"(?i)[$<]|\\[(\[]|not\b|.*=")
@@ -218,19 +219,20 @@ def _without_a_mark(text: str) -> str:
     if closing:
         return closing
     text = text.strip()
-    short = "\n" not in text and len(text.split()) <= _CLOSING_WORDS
-    return _stripped(text) if is_expression(text) or (short and "$" not in text) else ""
+    short = len(text.split()) <= _CLOSING_WORDS and not re.search(r"\n|\$|\\[(\[]", text)
+    return _stripped(text) if short or is_expression(text) else ""
 
 
 def _closing_formula(text: str) -> str:
     """The formulas with which a text ends, apart from punctuation and a few words; "" if none."""
-    found = [_Place(f.start(), f.end(), f[f.lastgroup].strip()) for f in _FORMULA.finditer(text)]
+    text = _END_OF_PROOF.sub("", text)
+    found = [_Place(*f.span(), f[f.lastgroup or 0].strip()) for f in _FORMULA.finditer(text)]
     if not (formulas := _joined(text, found)):
         return ""
     start, end, answer = formulas[-1]
     percent = _PERCENT.match(text, end)
     rest = text[percent.end() if percent else end :].strip(" \t\n*_`")
-    words = re.match(r"[^.,;:!?\n]*", rest)[0]
+    words = re.split(r"[.,;:!?\n]", rest, maxsplit=1)[0]
     ends = len(words.split()) <= _CLOSING_WORDS and not re.search(r"\w", rest[len(words) :])
     before = text[max(0, start - _NEAR) : start]
     if not ends or rest.startswith("?") or _GOES_ON.match(words) or _PREMISE.search(before):
@@ -251,7 +253,7 @@ def _formula(text: str, start: int) -> _Place | None:
     found: list[_Place] = []
     formula = _FORMULA.match(text, start)
     while formula:
-        content = formula[formula.lastgroup].strip()
+        content = formula[formula.lastgroup or 0].strip()
         found = _joined(text, [*found, _Place(formula.start(), formula.end(), content)])
         if len(found) > 1:  # it is not joined to the first one
             break
@@ -265,10 +267,7 @@ def _formula(text: str, start: int) -> _Place | None:
 def _plain(text: str, start: int) -> _Place | None:
     """The expression without delimiters that begins at a place; None without one."""
     end = start
-    while token := _TOKEN.match(text, end):
-        line_ends = "\n" in token[0]
-        if line_ends and end > start:
-            break
+    while (token := _TOKEN.match(text, end)) and not ("\n" in token[0] and end > start):
         end = token.end()
     run = text[start:end]
     answer = _stripped(run)

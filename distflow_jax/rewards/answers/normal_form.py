@@ -6,6 +6,7 @@ Every rule joins spellings of the same thing and keeps values apart: `12\,345` i
 
 import re
 import unicodedata
+from typing import Any
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _SUPERSCRIPT = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
@@ -30,7 +31,7 @@ _SEPARATOR = r"(?:\\[,!;: ]|~|\{,\}|,\\!|['’]|\{\\,\}| )"
 _FUNCTIONS = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|ln|log|exp"
 _UPRIGHT = r"\\(?:math(?:rm|it|bf|sf)|boldsymbol|bm|[mh]box|emph|text[a-z]*|operatorname)\s*"
 _ENDS = r"[^\[\](),;]++[,;][^\[\](),;]++"  # of an interval
-_RULES = [
+_RULES: list[tuple[re.Pattern, Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         # what only sets the formula
