@@ -122,7 +122,7 @@ class Environments:
                 thread.step(self.tokenizer.encode(_TRIAL))
                 with contextlib.suppress(queue.Empty):  # it may take long to answer
                     outcome = answers.get(timeout=self.seconds).outcome
-                    if isinstance(outcome, Failure) and _TEMPLATE not in outcome.error:
+                    if _TEMPLATE not in getattr(outcome, "error", "").split("\n")[0]:
                         return  # it may not take such a turn
         if isinstance(outcome, Failure):
             summary = outcome.error.split("\n")[0]

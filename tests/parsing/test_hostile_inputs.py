@@ -18,7 +18,8 @@ from distflow_jax.dag.graph_yaml import read_graph
 from distflow_jax.data.files import FileDataset, find_files
 from distflow_jax.models.chat import dialect, render
 from distflow_jax.models.chat.render import is_plain
-from distflow_jax.models.tokenizer import CHATML, Tokenizer
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.models.tokenizer_files import CHATML
 from distflow_jax.models.weights.safetensors_file import open_safetensors
 from distflow_jax.parsing.bounded_child import BoundedChild
 from distflow_jax.parsing.one_line import one_line, shown
