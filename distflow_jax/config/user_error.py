@@ -6,8 +6,8 @@ from distflow_jax.parsing.one_line import one_line
 
 EXIT_USAGE = 2  # exit code of user errors: a flag, a file, a size
 # of the system: something else is at a name than a file or folder that can be used
-NAME_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-NAME_ERRORS += (PermissionError,)
+NAME_ERRORS: tuple[type[OSError], ...] = (FileNotFoundError, FileExistsError, PermissionError)
+NAME_ERRORS += (NotADirectoryError, IsADirectoryError)
 
 
 def user_error(message: str) -> int:
