@@ -217,7 +217,7 @@ def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, swap):
     monkeypatch.setattr(Producer, "round", round)
     with eager_threads():
         flow = plain_flow(tmp_path, owned(), own_devices=True, lag=9, swap=swap)
-        assert begun.wait(60)
+        assert begun.wait(HANG)
         for _ in range(4):  # amid 80 rounds
             with flow.at_rest(0):
                 resting.set()
@@ -233,14 +233,14 @@ def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
 
     def round(self):
         begun.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG)
         return whole(self)
 
     monkeypatch.setattr(Producer, "round", round)
     monkeypatch.setattr(sampling_thread, "JOIN_SECONDS", 0.0)
     flow = plain_flow(tmp_path, owned(), own_devices=True)
     monkeypatch.setattr(flow.producer.sampler, "close", lambda: closed.append(True))
-    assert begun.wait(60)
+    assert begun.wait(HANG)
     flow.close()
     assert not closed
     goes_on.set()

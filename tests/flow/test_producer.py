@@ -8,7 +8,7 @@ import types
 
 import pytest
 from support.tiny_model import prompt_of
-from support.waiting import until
+from support.waiting import HANG, until
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts
@@ -151,7 +151,7 @@ def test_responses_under_way_go_on_until_the_weights_are_there():
     weights.ready = True
     until(lambda: sampler.version == 1)
     sampler.busy = False
-    assert idle.wait(20)
+    assert idle.wait(HANG)
     thread.deliver(types.SimpleNamespace(ready=False, version=2), 2)
     until(lambda: sampler.version == 2)
     thread.close()

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.images.data_uris import small_uri
@@ -28,7 +29,7 @@ class Job:
 
     def __init__(self, count):
         self._count, self._here = count, threading.local()
-        self._met, self._values = threading.Barrier(count, timeout=60), [None] * count
+        self._met, self._values = threading.Barrier(count, timeout=HANG), [None] * count
 
     def run(self, function):
         """The results of function(process), in their order."""
