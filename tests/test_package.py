@@ -24,6 +24,7 @@ JETSTREAM = "google-jetstream==0.2.2"
 DISTRIBUTIONS = {
     **{"absl": "absl-py", "grpc": "grpcio", "orbax": "orbax-checkpoint"},
     **{"yaml": "pyyaml", "PIL": "pillow"},
+    **dict.fromkeys(["sympy", "latex2sympy2_extended"], "math-verify"),  # its values are theirs
 }
 # imported where it is needed: an optional package, or one that a notebook has
 OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}

@@ -20,7 +20,7 @@ def options_of(folder, settings, chosen=(), **flags):
 
 def test_evaluate(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate_command, "join_job", lambda options: None)
-    with pytest.raises(ValueError, match="--out .* is a folder"):  # checked after the data's name
+    with pytest.raises(FileNotFoundError, match="data file own.jsonl does not exist"):
         evaluate_command.main(options_of(tmp_path, "eval.dataset: own.jsonl", out=str(tmp_path)))
     with pytest.raises(ValueError, match="eval.dataset is empty"):
         evaluate_command.main(options_of(tmp_path, "eval.dataset: own.jsonl", ["eval.dataset="]))

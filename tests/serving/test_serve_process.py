@@ -116,9 +116,9 @@ def test_mistakes_take_one_line():
         taken.listen()
         port = taken.getsockname()[1]
         expected = {
-            f"--port={port}": rf"cannot listen on 127.0.0.1:{port} \(.*\); choose another --port",
-            f"--metrics_port={port}": "choose another --metrics_port",
-            "--run=nowhere": "nowhere holds no checkpoints/: is it the --workdir of a run?",
+            f"--port={port}": rf"--port: cannot listen on 127.0.0.1:{port} \(.*\); name an address",
+            f"--metrics_port={port}": rf"--metrics_port: cannot listen on .*:{port} .*; name an address",
+            "--run=nowhere": "--run=nowhere does not exist",
             "--top_p=0": "--top_p must be above 0",
         }
         started = {flag: start("scripts/serve.py", *SMALL, "--port=0", flag) for flag in expected}
