@@ -121,12 +121,14 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     home, thread, after = waiting
     after(0.0)
     assert len(home.ask("w", 0, 100, 0.0)) == 4
-    (line,) = after(LEASE)
-    assert line.startswith("worker w has brought nothing of its groups for a lease, which are for")
+    assert after(LEASE / 2) == []
+    home.heard("w", after.clock.now)
+    (line,) = after(LEASE / 2)
+    assert line.startswith("worker w is stalled: it brought nothing of its groups for a lease")
     for _ in range(30):
         home.ask("w", 0, 100, after.clock.now)
         lines = after(LEASE / 2)
-        assert home.workers
+        assert home.workers.heard
     assert thread.starved == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3

@@ -152,9 +152,9 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
     with home_with(tmp_path, ours) as home:
         with pytest.raises(ValueError, match="tokenizer of the model is .* at this worker and"):
             Joining(str(tmp_path), "w", other).first(HANG)
-        assert not home.workers
+        assert not home.workers.heard
         Joining(str(tmp_path), "w", ours).first(HANG).close()
-        assert "w" in home.workers
+        assert "w" in home.workers.heard
 
 
 def test_doors_are_written_whole_and_read_back(tmp_path):
@@ -289,7 +289,7 @@ def tables_of(trainers):
     """Entries of every table of a home and its door, by owner and name."""
     sampler, answers = trainers.samplers[0], trainers.answers[0]
     home, tasks = sampler.home, sampler.tasks
-    owners = [answers, sampler, home, home.fleet, home.standings, tasks, tasks.standings]
+    owners = [answers, sampler, home, home.fleet, home.workers, tasks, tasks.workers]
     kinds = (dict, set, list)
     return [{n: len(v) for n, v in vars(one).items() if isinstance(v, kinds)} for one in owners]
 
@@ -311,7 +311,6 @@ def joined(folder, count):
         for late in (0.0, 2 * HANG, 100 * HANG):  # of leases of HANG seconds
             sampler.home.expire(now + late)
             sampler.tasks.expire(now + late)
-        sampler.home.standings.lapsed.clear()  # the home's thread tells of them
     assert tables_of(trainers) == before
     settle(lambda: trainers.doors[0].peers, 0)
     trainers.close()

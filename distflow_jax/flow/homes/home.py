@@ -4,8 +4,9 @@ A worker asks a home for work and gets groups with a lease. It brings back respo
 of those under way. A lease that ends puts its group back, with the tokens that are known; with
 `exact` versions no token of an unfinished response is kept, so such a response begins anew. The
 first result of a response counts; a second one is dropped and counted. The rule of lag_rule.py says
-which group may begin, by the version that the asking worker holds. How much a worker may hold
-follows from what it has brought: dispatch/standings.py.
+which group may begin, by the version that the asking worker holds. A worker holds at most twice as
+many responses as it has slots. One that brought nothing for a whole lease is stalled: until it
+brings something it gets one group at a time, the last one, and does not count as a worker at work.
 
 Nothing here communicates, reads a clock, or looks into a token.
 """
@@ -16,12 +17,12 @@ from typing import Any
 
 from distflow_jax.flow.dispatch.dispatch_rule import Offer
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.standings import Standings
+from distflow_jax.flow.homes.leases import Workers
 from distflow_jax.flow.homes.open_group import Begun, Key, OpenGroup, Piece
 from distflow_jax.flow.lag_rule import Rule
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
-SLOTS_TIMES = 2  # so many responses for each slot: some have ended, and are on their way
+QUOTA = 2  # responses of a worker for each of its slots: some have ended, and are on their way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Home:
       newest: version of the newest weights that workers can get.
       given_up: prompts that no worker can answer, with the last failure of each; the caller takes
         them out.
-      workers: those that were heard of within a lease's time, and when.
-      standings: which of them give what they got.
+      workers: those that live.
     """
 
     def __init__(
@@ -79,13 +79,12 @@ class Home:
         self.newest = version
         self._rule, self._exact, self._oldest = rule, exact, version
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
-        self.standings = Standings(lease_seconds)
         self._differs = differs
         self._open: dict[Key, OpenGroup] = {}
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
         self.given_up: dict[int, str] = {}
         self.differing: list[tuple[Key, int, Any]] = []
-        self.workers: dict[str, float] = {}
+        self.workers = Workers(lease_seconds)
 
     # -- the trainer's side -----------------------------------------------------------------------
 
@@ -157,21 +156,20 @@ class Home:
         given: list[Work] = []
         if room <= 0:
             return given
-        giving, groups = self.standings.giving(self.workers), self._open.values()
-        others, size = giving - {worker}, 0
-        most = self.standings.most(worker, sum(one.lacks for one in groups), len(others), now)
-        if report is not None and report.slots:
-            most = min(most, SLOTS_TIMES * report.slots)
+        groups, stalled, size = self._open.values(), worker in self.workers.stalled, 0
+        slots = report.slots if report is not None else 0
+        most = 1 if stalled else QUOTA * slots if slots else room
         room = min(room, most - sum(one.lacks for one in groups if one.worker == worker))
         if room <= 0:
             return given
+        at_work = self.workers.at_work()
+        others = at_work - {worker}
         steps = {step for step in {one.group.step for one in groups} if self._may(held, step)}
         free = [one for one in groups if not one.worker and one.group.step in steps]
-        gives = self.standings.gives(worker)
-        waiting = [one for one in free if one.suits(worker, others, gives=gives)]
-        waiting.sort(key=_priority, reverse=bool(others) and worker not in giving)
+        waiting = [one for one in free if one.suits(worker, others, stalled=stalled)]
+        waiting.sort(key=_priority, reverse=bool(others) and stalled)
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
-        chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, giving)
+        chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, at_work)
         for one in waiting[:chosen]:
             pieces = one.sent()
             size += one.group.size + sum(piece.size for piece in pieces.values())
@@ -209,6 +207,8 @@ class Home:
         one = self._open.get(key)
         if one is None:
             self.counts.unknown += 1
+            if any(piece.tokens for piece in pieces.values()):
+                self.workers.stalled.discard(worker)
             return False
         lacked, brought = one.lacks, sum(piece.tokens for piece in {**one.ended, **pieces}.values())
         for sample, piece in pieces.items():
@@ -216,11 +216,11 @@ class Home:
         has = one.worker == worker
         lost = not one.worker and worker in one.silent
         if one.lacks < lacked or ((has or lost) and brought > one.brought):
-            self.standings.note(worker, lacked - one.lacks, now)
+            self.workers.stalled.discard(worker)
             one.brought, one.moved = max(brought, one.brought), now
         if self._end_if_complete(one):
             return False
-        if goes_on and (has or (lost and self.standings.gives(worker))):
+        if goes_on and (has or (lost and worker not in self.workers.stalled)):
             one.lease(worker, now, self._lease_seconds)
             return True
         if has:
@@ -231,13 +231,7 @@ class Home:
         """Notes that a worker cannot answer a group, once of each lease, which may have ended."""
         self.heard(worker, now)
         one = self._open.get(key)
-        if one is None or (one.worker != worker and worker not in one.silent):
-            return
-        one.silent.discard(worker)
-        if one.worker == worker:
-            one.free()
-        one.failures[worker] = one.failures.get(worker, 0) + 1
-        if sum(one.failures.values()) >= self._max_tries:
+        if one is not None and one.fail(worker) and one.tries >= self._max_tries:
             counter = key[0]
             self.given_up[counter] = why
             for other in [k for k in self._open if k[0] == counter]:
@@ -246,31 +240,20 @@ class Home:
 
     def heard(self, worker: str, now: float) -> None:
         """Notes that a worker lives."""
-        self.workers[worker] = now
+        self.workers.heard[worker] = now
 
     def leave(self, worker: str) -> None:
         """Notes that a worker has gone: its groups are for others at once."""
-        self.workers.pop(worker, None)
-        self.fleet.keep(self.workers)
-        for one in self._open.values():
-            if one.worker == worker:
-                one.free()
+        self.workers.leave(worker, self._open.values())
+        self.fleet.keep(self.workers.heard)
 
-    def expire(self, now: float) -> None:
-        """Ends the leases whose time is over, and forgets workers that are gone."""
-        ended: dict[str, float] = {}
-        for one in self._open.values():
-            if one.worker and now >= one.until:
-                self.counts.expired += 1
-                since = one.until - self._lease_seconds
-                ended[one.worker] = max(since, ended.get(one.worker, since))
-                one.silent.add(one.worker)
-                one.free()
-        for worker, since in ended.items():
-            self.standings.end(worker, since, now)
-        self.workers = {w: t for w, t in self.workers.items() if now < t + self._lease_seconds}
-        self.standings.keep(self.workers, now)
-        self.fleet.keep(self.workers)
+    def expire(self, now: float) -> Sequence[str]:
+        """Ends the leases whose time is over, and forgets workers that are gone; returns those that
+        live and have stalled by it."""
+        expired, stalled = self.workers.expire(self._open.values(), now)
+        self.counts.expired += expired
+        self.fleet.keep(self.workers.heard)
+        return stalled
 
     # -- one group --------------------------------------------------------------------------------
 

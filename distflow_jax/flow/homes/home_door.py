@@ -75,7 +75,10 @@ class HomeDoor:
             self.ended = True
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
-                if self._told >= {*self._sampler.home.workers, *self._sampler.tasks.workers}:
+                if self._told >= {
+                    *self._sampler.home.workers.heard,
+                    *self._sampler.tasks.workers.heard,
+                }:
                     return
                 self._lock.wait(left)
 
@@ -128,7 +131,7 @@ class HomeDoor:
             task = tasks.find(key)
         result = None if task is None else task.read(frame)
         with self._lock:
-            tasks.bring(worker, key, result, time.monotonic())
+            tasks.bring(worker, key, result)
             self._lock.notify_all()
             return Frame(self._state(worker))
 

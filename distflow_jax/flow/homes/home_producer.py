@@ -47,9 +47,7 @@ class HomeProducer(Producer):
         """Workers of this home, and what became of their results since it began; under `lock`."""
         home, tasks = self.sampler.home, self.sampler.tasks
         found = {
-            "alive": len(
-                home.standings.giving(home.workers) | tasks.standings.giving(tasks.workers)
-            ),
+            "alive": len(home.workers.at_work() | tasks.workers.at_work()),
             "expired": home.counts.expired + tasks.counts.expired,
             "second": home.counts.second + tasks.counts.second,
         }

@@ -13,6 +13,10 @@ from distflow_jax.flow.homes.home_producer import HomeProducer
 IDLE_SECONDS = 0.05  # between two looks at leases
 JOIN_SECONDS = 60.0
 TELL_SECONDS = 60.0  # between two words on a missing worker
+STALLED = (
+    "it brought nothing of its groups for a lease, which are for others now; until it brings "
+    "something it gets one at a time"
+)
 
 log = logging.getLogger("distflow_jax")
 
@@ -97,10 +101,13 @@ class HomeThread:
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    self._home.expire(time.monotonic())
-                    self._tasks.expire(time.monotonic())
-                    self._tell_of_lapses()
+                    stalled = {
+                        *self._home.expire(time.monotonic()),
+                        *self._tasks.expire(time.monotonic()),
+                    }
                     news = self._producer.sampler.has_news
+                for worker in sorted(stalled):
+                    log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
                     self._round()
             self._look_for_workers()
@@ -108,25 +115,14 @@ class HomeThread:
                 if not self._producer.sampler.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
 
-    def _tell_of_lapses(self) -> None:
-        """Names workers that have lapsed, each once; under the lock."""
-        for standings in (self._home.standings, self._tasks.standings):
-            for worker in standings.lapsed:
-                log.warning(
-                    "worker %s has brought nothing of its groups for a lease, which are for others "
-                    "now; until it brings something it gets one at a time, and ever later",
-                    worker,
-                )
-            standings.lapsed.clear()
-
     def _unserved(self) -> list[str]:
-        """Nodes that groups wait for, and no worker runs that gives what it got; under the lock.
+        """Nodes that groups wait for, and no worker at work runs; under the lock.
 
         Groups whose prompts are missing wait too: nobody is there who would put them.
         """
         home = self._home
         waiting = home.num_open > 0 or self._producer.lacks_prompts
-        sampling = waiting and not home.standings.giving(home.workers)
+        sampling = waiting and not home.workers.at_work()
         return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
 
     def _look_for_workers(self) -> None:

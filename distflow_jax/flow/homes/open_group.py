@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from distflow_jax.flow.homes.leases import Leased
+
 PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 
@@ -35,25 +37,17 @@ class Begun:
 
 
 @dataclasses.dataclass(eq=False)
-class OpenGroup:
+class OpenGroup(Leased):
     """A group of a home whose responses have not all ended."""
 
     group: Begun
     floor: int  # lowest version that its tokens may have
     ended: dict[int, Piece] = dataclasses.field(default_factory=dict)
     under_way: dict[int, Piece] = dataclasses.field(default_factory=dict)
-    worker: str = ""  # that has a lease; "": none
-    until: float = 0.0  # end of the lease
     last: str = ""  # worker that had the last lease
     brought: int = 0  # tokens that this one has shown
     moved: float = 0.0  # when these became more, or the lease began
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
-    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
     told: set[int] = dataclasses.field(default_factory=set)  # samples of which results differed
-
-    def free(self) -> None:
-        """Ends the lease."""
-        self.worker, self.until = "", 0.0
 
     def lease(self, worker: str, now: float, seconds: float) -> None:
         """Begins a lease, or prolongs it."""
@@ -62,13 +56,6 @@ class OpenGroup:
         if self.worker != worker:
             self.worker, self.moved = worker, now
         self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
-
-    def suits(self, worker: str, others: set[str], *, gives: bool) -> bool:
-        """Whether a worker should answer it, and none of the others that give what they get;
-        `gives`: whether it does so."""
-        if worker in self.silent and others and not gives:
-            return False
-        return worker not in self.failures or not others - self.failures.keys()
 
     def sent(self) -> dict[int, Piece]:
         """Known responses that a worker gets, those that have ended first; ones beyond PIECES_BYTES

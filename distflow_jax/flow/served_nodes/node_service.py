@@ -15,14 +15,13 @@ from typing import Any
 
 from distflow_jax.dag.plan import Unit
 from distflow_jax.flow.served_nodes.node_frames import NodeWork, result_frame, work_of_task
-from distflow_jax.flow.served_nodes.node_tasks import Key
+from distflow_jax.flow.served_nodes.node_tasks import QUOTA, Key
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.frames import Frame
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
 from distflow_jax.layout import Metrics
 
-AHEAD = 2  # tasks at a time: one that runs, and one that is next
 ASK_SECONDS = 0.05  # between two questions that were answered by nothing
 
 log = logging.getLogger("distflow_jax")
@@ -103,7 +102,7 @@ class NodeService:
         callers = list(self._links.callers)
         self._first = (self._first + 1) % len(callers)
         for caller in callers[self._first :] + callers[: self._first]:
-            room = AHEAD - len(self._running)
+            room = QUOTA - len(self._running)
             answer = self._call(caller, "ask", {"room": room}, stopped)
             if answer is None:
                 return True

@@ -3,16 +3,19 @@
 A task is open from the moment that all fields which the node reads are there. A worker that serves
 the node gets it with a lease; the first result counts, whoever brings it and whether its lease has
 ended or not. A second one is dropped and counted. No weights are involved, so any worker may run
-any task, again too. How many a worker may hold follows from its results: dispatch/standings.py.
+any task, again too. A worker holds at most QUOTA tasks. One of which a lease has ended is stalled:
+until it brings a result it gets one task at a time, and does not count as a worker at work.
 
 Nothing here communicates, reads a clock, or looks into a result.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from distflow_jax.flow.dispatch.standings import Standings
+from distflow_jax.flow.homes.leases import Leased, Workers
+
+QUOTA = 2  # tasks of a worker: one that runs, and one that is next
 
 Key = tuple[int, str]  # counter of the prompt, id of the node
 
@@ -28,18 +31,10 @@ class NodeTask:
 
 
 @dataclasses.dataclass(eq=False)
-class _Open:
+class _Open(Leased):
     """A task without a result."""
 
     task: NodeTask
-    worker: str = ""  # that has a lease; "": none
-    until: float = 0.0  # end of the lease
-    failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
-    silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
-
-    def free(self) -> None:
-        """Ends the lease."""
-        self.worker, self.until = "", 0.0
 
 
 @dataclasses.dataclass
@@ -52,14 +47,6 @@ class TaskCounts:
     unknown: int = 0  # results of groups that nobody waits for (any more)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Server:
-    """A worker that serves nodes."""
-
-    nodes: frozenset[str]
-    heard: float
-
-
 class NodeTasks:
     """The tasks of one process, from their beginning until their results are taken.
 
@@ -67,8 +54,7 @@ class NodeTasks:
       served: ids of the nodes that workers run; () where trainers run all of them.
       given_up: prompts that no worker can run a node on, with the last failure of each; the caller
         takes them out.
-      workers: those that were heard of within a lease's time.
-      standings: which of them give what they got.
+      workers: those that live.
     """
 
     def __init__(
@@ -79,9 +65,9 @@ class NodeTasks:
         self.served = frozenset(served)
         self.counts = TaskCounts()
         self.given_up: dict[int, str] = {}
-        self.workers: dict[str, _Server] = {}
+        self.workers = Workers(lease_seconds)
+        self._nodes: dict[str, frozenset[str]] = {}  # that they serve
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
-        self.standings = Standings(lease_seconds)
         self._open: dict[Key, _Open] = {}
         self._results: list[tuple[NodeTask, Any]] = []
         self._done: set[Key] = set()  # of groups that are not forgotten
@@ -118,9 +104,8 @@ class NodeTasks:
         return bool(self._results or self.given_up)
 
     def unserved(self) -> list[str]:
-        """Nodes that tasks wait for and no worker serves that gives what it got."""
-        giving = self.standings.giving(self.workers)
-        served = {node for worker in giving for node in self.workers[worker].nodes}
+        """Nodes that tasks wait for and no worker at work serves."""
+        served = {node for worker in self.workers.at_work() for node in self._nodes[worker]}
         return sorted({node for _, node in self._open} - served)
 
     def num_open(self, node: str) -> int:
@@ -136,31 +121,30 @@ class NodeTasks:
         able = [one for key, one in self._open.items() if key[1] in nodes]
         others = {
             name
-            for name in self.standings.giving(self.workers)
-            if name != worker and not self.workers[name].nodes.isdisjoint(nodes)
+            for name in self.workers.at_work()
+            if name != worker and not self._nodes[name].isdisjoint(nodes)
         }
-        most = self.standings.most(worker, len(able), len(others), now)
-        if sum(one.worker == worker for one in able) >= most:
+        stalled = worker in self.workers.stalled
+        if sum(one.worker == worker for one in able) >= (1 if stalled else QUOTA):
             return None
-        waiting = [one for one in able if not one.worker and self._fits(one, worker, others)]
+        waiting = [one for one in able if not one.worker and self._suits(one, worker, others)]
         if not waiting:
             return None
-        last = bool(others) and not self.standings.gives(worker)
-        one = (max if last else min)(waiting, key=lambda entry: entry.task.key)
+        one = (max if others and stalled else min)(waiting, key=lambda entry: entry.task.key)
         one.worker, one.until = worker, now + self._lease_seconds
         self.counts.given += 1
         return one.task
 
-    def bring(self, worker: str, key: Key, result: Any, now: float) -> bool:
+    def bring(self, worker: str, key: Key, result: Any) -> bool:
         """Takes the result of a task from a worker; whether it counts."""
         one = self._open.pop(key, None)
+        self.workers.stalled.discard(worker)
         if one is None:
             if key in self._done:
                 self.counts.second += 1
             else:
                 self.counts.unknown += 1
             return False
-        self.standings.note(worker, 1, now)
         self._done.add(key)
         self._results.append((one.task, result))
         return True
@@ -168,48 +152,28 @@ class NodeTasks:
     def fail(self, worker: str, key: Key, why: str) -> None:
         """Notes that a worker cannot run a task, once of each lease, which may have ended."""
         one = self._open.get(key)
-        if one is None or (one.worker != worker and worker not in one.silent):
-            return
-        one.silent.discard(worker)
-        if one.worker == worker:
-            one.free()
-        one.failures[worker] = one.failures.get(worker, 0) + 1
-        if sum(one.failures.values()) >= self._max_tries:
+        if one is not None and one.fail(worker) and one.tries >= self._max_tries:
             self.forget([key[0]])
             self.given_up[key[0]] = why
 
     def heard(self, worker: str, nodes: Collection[str], now: float) -> None:
         """Notes that a worker lives, and which nodes it serves."""
-        self.workers[worker] = _Server(frozenset(nodes), now)
+        self.workers.heard[worker], self._nodes[worker] = now, frozenset(nodes)
 
     def leave(self, worker: str) -> None:
         """Notes that a worker has gone: its tasks are for others at once."""
-        self.workers.pop(worker, None)
-        for one in self._open.values():
-            if one.worker == worker:
-                one.free()
+        self.workers.leave(worker, self._open.values())
+        self._nodes.pop(worker, None)
 
-    def expire(self, now: float) -> None:
-        """Ends the leases whose time is over, and forgets workers that are gone."""
-        ended: dict[str, float] = {}
-        for one in self._open.values():
-            if one.worker and now >= one.until:
-                self.counts.expired += 1
-                since = one.until - self._lease_seconds
-                ended[one.worker] = max(since, ended.get(one.worker, since))
-                one.silent.add(one.worker)
-                one.free()
-        for worker, since in ended.items():
-            self.standings.end(worker, since, now)
-        end = now - self._lease_seconds
-        self.workers = {name: one for name, one in self.workers.items() if one.heard > end}
-        self.standings.keep(self.workers, now)
+    def expire(self, now: float) -> Sequence[str]:
+        """Ends the leases whose time is over, and forgets workers that are gone; returns those that
+        live and have stalled by it."""
+        expired, stalled = self.workers.expire(self._open.values(), now)
+        self.counts.expired += expired
+        self._nodes = {name: self._nodes[name] for name in self.workers.heard}
+        return stalled
 
-    def _fits(self, one: _Open, worker: str, others: set[str]) -> bool:
-        """Whether a worker should run a task: one that failed on it, or gave nothing, only if none
-        of the others that give what they get could."""
-        node = one.task.key[1]
-        able = {name for name in others if node in self.workers[name].nodes}
-        if worker in one.silent and able and not self.standings.gives(worker):
-            return False
-        return worker not in one.failures or not able - one.failures.keys()
+    def _suits(self, one: _Open, worker: str, others: set[str]) -> bool:
+        """Whether a worker should run a task, and no other one at work that serves its node."""
+        able = {name for name in others if one.task.key[1] in self._nodes[name]}
+        return one.suits(worker, able, stalled=worker in self.workers.stalled)

@@ -218,6 +218,7 @@ def test_fault_costs_one_try(server, tmp_path, caplog, fault):
 def test_engine_that_is_killed_gets_its_weights_again(sampler, tmp_path, caplog):
     with CompletionsServer(sampler.engine, OTHER) as first:
         with openai_scheduler(first, FIRST, tmp_path, slots=4) as scheduler:
+            first.faults.append("hang")  # however late the kill, one response is under way
             fill(scheduler)
             found = by_uid(scheduler.step())
             first.kill()
