@@ -19,7 +19,6 @@ from distflow_jax.batch import Rows, Samples, TokenColumn
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.field_store import FieldStore, Value
-from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.layout import (
     ADVANTAGE,
     KEEP,
@@ -29,6 +28,7 @@ from distflow_jax.layout import (
     Edge,
     Layout,
     Metrics,
+    Parts,
     move_between,
     overlaps,
 )
@@ -256,3 +256,26 @@ def _mean(entry: Any, mask: np.ndarray) -> float | None:
     """A number, or the mean of numbers per token [T] where `mask` [T] is true."""
     chosen = np.asarray(entry, np.float64)[mask] if np.ndim(entry) else np.float64(entry)
     return float(chosen.mean()) if chosen.size else None
+
+
+def merge_parts(metrics: Metrics) -> Metrics:
+    """The metrics, with what follows from Parts in their place. Collective if there are any.
+
+    Raises ValueError for a name that a stage reports and another one too.
+    """
+    parts = {name: value for name, value in metrics.items() if isinstance(value, Parts)}
+    if not parts:
+        return metrics
+    merged = {name: value for name, value in metrics.items() if name not in parts}
+    # as text: a function may return other numbers for other rows, so that names differ
+    gathered = processes.all_gather_json({name: value.values for name, value in parts.items()})
+    for name, value in parts.items():
+        of_all = [one for theirs in gathered for one in theirs.get(name, ())]
+        found = value.merge(of_all) if of_all else {}
+        if twice := sorted(merged.keys() & found.keys()):
+            raise ValueError(
+                f"node {name!r}: reports metrics that another node of this step reports: {twice}; "
+                "rename them"
+            )
+        merged |= found
+    return merged

@@ -4,16 +4,20 @@ import base64
 import binascii
 import io
 import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from distflow_jax.images import pillow
+from distflow_jax.images.record import Image
 from distflow_jax.parsing.one_line import shown
 
 _URI = re.compile(r"data:(?P<kind>[^,;]*)(?P<options>(;[^,;]*)*),", re.IGNORECASE)
 _MOST_START = 256  # characters before the content
 _SMALL = 160  # pixels of a side of a picture for people
 _QUALITY = 80  # of its JPEG
+_MOST_PICTURES = 4  # of a prompt in the record of a sample
+_MOST_PROMPTS = 64  # of a file of samples; a page shows fewer
 
 
 def bytes_of_uri(uri: str, place: str) -> bytes:
@@ -42,3 +46,19 @@ def small_uri(pixels: np.ndarray) -> str:
         picture.save(out, kind, **options)
         found.append(f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}")
     return min(found, key=len)
+
+
+def first_of_prompts(uids: Iterable[list[int]]) -> list[list[int]]:
+    """The records of a file that show pictures: each prompt's first, of the first prompts.
+
+    `uids`: [prompt counter, sample] of records whose prompts have images.
+    """
+    first: dict[int, list[int]] = {}
+    for uid in sorted(uids):
+        first.setdefault(uid[0], uid)
+    return list(first.values())[:_MOST_PROMPTS]
+
+
+def pictures(images: Sequence[Image]) -> list[str]:
+    """Data URIs of a prompt's first images."""
+    return [small_uri(image.pixels) for image in images[:_MOST_PICTURES]]

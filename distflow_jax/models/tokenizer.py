@@ -80,7 +80,8 @@ class Tokenizer:
                 f"half of a character (the lone surrogate {half[0]!r}) at character "
                 f"{half.start() + 1} of a text: write the whole character, or leave it out"
             )
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        # a batch leaves the interpreter to other threads, the watchdog's among them
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         if _BREAK not in text:
             return ids

@@ -38,8 +38,9 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.observed_pictures import Sight
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
-from distflow_jax.flow.flow_checks import check_flow
+from distflow_jax.flow.flow_checks import check_flow, check_waves
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.served_nodes.node_checks import check_workers
 from distflow_jax.flow.served_nodes.node_frames import prompt_facts
 from distflow_jax.flow.waves.recordings import Recording
 from distflow_jax.flow.waves.streamed_nodes import (
@@ -48,10 +49,8 @@ from distflow_jax.flow.waves.streamed_nodes import (
     streamed_nodes,
     streamed_units,
 )
-from distflow_jax.flow.waves.wave_checks import check_waves
 from distflow_jax.flow.wire.tls import read_wire_tls
 from distflow_jax.flow.workers.doors import check_listen
-from distflow_jax.flow.workers.worker_checks import check_workers
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.vision.image_layout import image_layout

@@ -1,12 +1,12 @@
 """Rewards for mathematical answers: the rule of this package, verl's and TRL's."""
 
+import contextlib
 import importlib
-import threading
 from typing import Any
 
 from distflow_jax.parsing.missing_value import is_missing
 from distflow_jax.rewards.answers.boxed_only import same_after_cleaning
-from distflow_jax.rewards.answers.equality import Equality, load
+from distflow_jax.rewards.answers.equality import Equality, bounded, load
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 
 
@@ -23,8 +23,8 @@ def math(
 
     answers/final_answer.py says what the answer is, answers/equality.py when two are equal. The
     truth may be LaTeX, plain text, or a solution with the answer at its end. A parse or comparison
-    that takes longer than `timeout_seconds` counts as wrong. `prompt`: the text that the model was
-    given, which may have opened its thought.
+    that takes longer than `timeout_seconds` of processor time counts as wrong. `prompt`: the text
+    that the model was given, which may have opened its thought.
 
     Raises:
       ValueError: the ground truth is missing or cannot be parsed.
@@ -80,9 +80,8 @@ def math_verify_anchored(
     Raises:
       ValueError: the ground truth cannot be parsed.
     """
-    package = load()
     normal = importlib.import_module("latex2sympy2_extended").NormalizationConfig(units=True)
-    config = package.LatexExtractionConfig(
+    config = load().LatexExtractionConfig(
         normalization_config=normal, boxed_match_priority=0, try_extract_without_anchor=False
     )
     options = {"extraction_config": [config], "extraction_mode": "first_match"}
@@ -90,13 +89,14 @@ def math_verify_anchored(
 
 
 def _verified(solution: str, truth: Any, timeout_seconds: int, **options: Any) -> float:
-    # alarm signals exist in main threads alone
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    limit = timeout_seconds if in_main_thread else None
     package, text = load(), str(truth)
-    gold = package.parse(text, parsing_timeout=limit) if "$" in text or "boxed" in text else []
-    gold = gold or package.parse(f"\\boxed{{{text}}}", parsing_timeout=limit)
+    with bounded(timeout_seconds):
+        gold = package.parse(text, parsing_timeout=None) if "$" in text or "boxed" in text else []
+        gold = gold or package.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     if is_missing(truth) or not gold:
         raise ValueError(f"math cannot parse the ground truth {truth!r}")
-    answer = package.parse(solution, parsing_timeout=limit, **options)
-    return float(package.verify(gold, answer, timeout_seconds=limit))
+    with bounded(timeout_seconds):
+        answer = package.parse(solution, parsing_timeout=None, **options)
+    with bounded(timeout_seconds), contextlib.suppress(package.errors.TimeoutException):
+        return float(package.verify(gold, answer, timeout_seconds=None))
+    return 0.0

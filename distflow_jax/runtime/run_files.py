@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.config.config_dict import REMOVED, RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
-from distflow_jax.images.shown_pictures import first_of_prompts, pictures
+from distflow_jax.images.data_uris import first_of_prompts, pictures
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.coordinator.host_metrics import merge_parts
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.layout import Parts
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from distflow_jax.coordinator.host_metrics import merge_parts
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan

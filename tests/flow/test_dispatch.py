@@ -6,10 +6,9 @@ import sys
 import pytest
 from support.paths import ROOT
 
-from distflow_jax.flow.dispatch.decode_pace import DecodePace, step_seconds
-from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES, Load, Offer, choose
+from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES, Load, Offer, choose, step_seconds
 from distflow_jax.flow.dispatch.fleet import Fleet, Report
-from distflow_jax.flow.dispatch.slot_times import SlotTimes
+from distflow_jax.flow.dispatch.slot_times import DecodePace, SlotTimes
 from distflow_jax.flow.homes.home import Begun, Home, Piece
 from distflow_jax.flow.lag_rule import Rule
 

@@ -8,8 +8,8 @@ import pytest
 from support.waiting import HANG
 
 from distflow_jax.config.run_config import Config
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan_walker import make_runner

@@ -13,8 +13,8 @@ from support.seeing import MODELS, seeing_prompt
 from support.tiny_model import prompt_of
 from support.waiting import HANG, until
 
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.host_metrics import merge_parts
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
@@ -351,7 +351,7 @@ def test_groups_have_what_the_trainers_would_have_given_them(tmp_path, home, ser
 
 
 def test_a_worker_that_keeps_a_task_loses_it_and_its_late_result_is_dropped(tmp_path, home):
-    homes, go = home(["score"]), threading.Event()
+    homes, go = home(["score"], lease=1.0), threading.Event()
 
     def slow(state, fields, options):
         go.wait(HANG)
@@ -360,8 +360,6 @@ def test_a_worker_that_keeps_a_task_loses_it_and_its_late_result_is_dropped(tmp_
     with serving(tmp_path, "score", stages={"score": slow}) as (kept, _):
         groups = homes.begin([5])
         until(lambda: homes.tasks.counts.given)
-        with homes.lock:
-            homes.tasks.expire(time.monotonic() + HANG)
         with serving(tmp_path, "score") as (other, _):
             homes.finish(groups)
         go.set()

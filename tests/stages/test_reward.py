@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.batch import Prompt
-from distflow_jax.coordinator.host_metrics import merge_parts
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import uid_column
 from distflow_jax.models.tokenizer import Tokenizer

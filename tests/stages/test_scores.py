@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from distflow_jax.coordinator.host_metrics import merge_parts
+from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.combine import build_weighted_sum
 from distflow_jax.stages.pairs import build_choose_pairs

@@ -16,10 +16,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from distflow_jax.flow.dispatch.decode_pace import Pace, step_seconds
-
 DISPATCHES = ("longest", "paced")
 NEAR = 1.01  # ends that differ by less count as equal: then more is given
+
+Pace = Sequence[tuple[float, float]]  # (active slots, seconds of a decode step), by slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,23 @@ class Load:
     def seconds(self, more: float = 0.0) -> float:
         """Seconds of a decode step with `more` active slots than now, at most all."""
         return step_seconds(self.pace, min(self.slots, self.active + more))
+
+
+def step_seconds(pace: Pace, active: float) -> float:
+    """Seconds of a decode step of so many active slots; 1 where nothing was measured.
+
+    Between two measurements on their line, beyond them on the line of the two that are nearest,
+    never below 0 or falling with the slots.
+
+    >>> [step_seconds([(2.0, 0.5), (4.0, 0.7)], n) for n in (1, 2, 3, 8)]
+    [0.4, 0.5, 0.6, 1.1]
+    """
+    if len(pace) < 2:
+        return pace[0][1] if pace else 1.0
+    place = sum(1 for slots, _ in pace[1:-1] if slots < active)
+    (low, at_low), (high, at_high) = pace[place], pace[place + 1]
+    slope = max(0.0, at_high - at_low) / max(high - low, 1e-9)
+    return round(max(at_low + slope * (active - low), 0.1 * at_low), 12)
 
 
 def choose(offers: Sequence[Offer], room: int, asker: str, fleet: Mapping[str, Load]) -> int:

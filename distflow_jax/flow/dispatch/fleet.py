@@ -5,8 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.flow.dispatch.decode_pace import Pace
-from distflow_jax.flow.dispatch.dispatch_rule import Load, Offer, choose
+from distflow_jax.flow.dispatch.dispatch_rule import Load, Offer, Pace, choose
 
 MOST_PACES = 64  # of a report
 

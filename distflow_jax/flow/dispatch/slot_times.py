@@ -1,10 +1,32 @@
 """A worker's own times: the seconds of its decode steps, by the number of its active slots."""
 
+import math
 import time
 from collections.abc import Callable
 
-from distflow_jax.flow.dispatch.decode_pace import DecodePace
 from distflow_jax.flow.dispatch.fleet import Report
+
+NEWEST = 0.2  # weight of a new measurement against those before
+
+
+class DecodePace:
+    """Measured seconds of decode steps, smoothed, one number for each doubling of slots."""
+
+    def __init__(self):
+        self._known: dict[int, tuple[float, float]] = {}  # by the slots' binary logarithm
+
+    def note(self, active: int, tokens: int, seconds: float) -> None:
+        """Notes that `active` slots decoded so many tokens in so many seconds."""
+        if active < 1 or tokens < 1 or not 0 < seconds < math.inf:
+            return
+        found, place = (float(active), seconds * active / tokens), int(math.log2(active))
+        before = self._known.get(place, found)
+        slots, step = (b + NEWEST * (f - b) for b, f in zip(before, found, strict=True))
+        self._known[place] = slots, step
+
+    def table(self) -> list[tuple[float, float]]:
+        """(active slots, seconds of a decode step), the fewest slots first."""
+        return sorted(self._known.values())
 
 
 class SlotTimes:

@@ -166,7 +166,7 @@ class Home:
         others = at_work - {worker}
         steps = {step for step in {one.group.step for one in groups} if self._may(held, step)}
         free = [one for one in groups if not one.worker and one.group.step in steps]
-        waiting = [one for one in free if one.suits(worker, others, stalled=stalled)]
+        waiting = [one for one in free if one.suits(worker, others)]
         waiting.sort(key=_priority, reverse=bool(others) and stalled)
         leased = ((o.worker, _offer(o)) for o in groups if o.worker)
         chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, at_work)

@@ -37,12 +37,11 @@ class Leased:
         """Failures of all workers."""
         return sum(self.failures.values())
 
-    def suits(self, worker: str, others: set[str], *, stalled: bool) -> bool:
-        """Whether a worker, which may be stalled, should hold it, and none of `others`, which are
-        at work: not if it failed, or is stalled and had it."""
-        if worker in self.silent and others and stalled:
-            return False
-        return worker not in self.failures or not others - self.failures.keys()
+    def suits(self, worker: str, others: set[str]) -> bool:
+        """Whether a worker should hold it, and none of `others`, which are at work: not if it
+        failed, or let a lease of it end."""
+        tried = self.failures.keys() | self.silent
+        return worker not in tried or not others - self.failures.keys()
 
 
 class Workers:

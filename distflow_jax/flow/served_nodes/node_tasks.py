@@ -176,4 +176,4 @@ class NodeTasks:
     def _suits(self, one: _Open, worker: str, others: set[str]) -> bool:
         """Whether a worker should run a task, and no other one at work that serves its node."""
         able = {name for name in others if one.task.key[1] in self._nodes[name]}
-        return one.suits(worker, able, stalled=worker in self.workers.stalled)
+        return one.suits(worker, able)

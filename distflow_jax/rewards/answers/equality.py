@@ -5,11 +5,14 @@ else as an expression, parsed and compared by the package math-verify. Constants
 exactly, whatever their size, since an absolute tolerance makes all small numbers equal.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
 import re
+import signal
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -40,13 +43,12 @@ _DECIMAL = re.compile(r"-?\d*\.(\d+)")
 class Equality:
     """Comparisons with one truth. Raises ValueError if that cannot be read.
 
-    `timeout_seconds` bounds each parse and comparison in a main thread; none that takes longer is
-    equal. Its alarm signals exist in no other thread.
+    `timeout_seconds` of processor time bounds each parse and comparison in a main thread; none that
+    takes longer is equal.
     """
 
-    def __init__(self, truth: Any, timeout_seconds: int | None):
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        self._limit = timeout_seconds if in_main_thread else None
+    def __init__(self, truth: Any, timeout_seconds: int):
+        self._limit = timeout_seconds
         self._truth = _final(str(truth).strip())
         self._normal, self._text = normal_form(self._truth), plain_text(self._truth)
         readable = self._text if _is_text(self._text) else self._parsed(self._normal)
@@ -78,9 +80,9 @@ class Equality:
 
     def _same_value(self, truth: str, given: str) -> bool:
         gold, answer = self._parsed(truth), self._parsed(given)
-        compare = load().utils.timeout(timeout_seconds=self._limit)(_same_expression)
         try:
-            return any(compare(g, a, truth) for g in gold for a in answer)
+            with bounded(self._limit):
+                return any(_same_expression(g, a, truth) for g in gold for a in answer)
         except (load().errors.TimeoutException, *_sympy_errors()):
             return False
 
@@ -109,10 +111,11 @@ def _final(truth: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _parse(text: str, limit: int | None) -> list[Any]:
+def _parse(text: str, limit: int) -> list[Any]:
     if len(text) > _LONGEST or "{cases}" in text:
         return [text]
-    found = load().parse(f"\\boxed{{{text}}}", parsing_timeout=limit)
+    with bounded(limit):
+        found = load().parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     return [x for x in found if not isinstance(x, str)] or found
 
 
@@ -215,12 +218,31 @@ def _same_constant(truth: Any, given: Any, relative: float, sympy: ModuleType) -
     return bool(abs(one - other) <= max(relative, sympy.Float(10) ** (10 - _DIGITS)) * size)
 
 
+@contextlib.contextmanager
+def bounded(seconds: int) -> Iterator[None]:
+    """A block that math-verify's TimeoutException ends after so many seconds of processor time; in
+    other threads than the main one, where signals do not arrive, nothing does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise load().errors.TimeoutException
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 @functools.cache
 def load() -> ModuleType:
     """Imports math-verify at first use: with sympy that takes a second."""
     package = importlib.import_module("math_verify")
-    for module in ("errors", "utils"):
-        importlib.import_module(f"math_verify.{module}")
+    importlib.import_module("math_verify.errors")
     # its warnings quote whole responses that cannot be parsed, which is common
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return package

@@ -14,7 +14,6 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     Failure,
     Status,
 )
-from distflow_jax.rollout.foreign.in_process_engine import runs_of_samples
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 
 STATUS_SECONDS = 10.0
@@ -151,3 +150,24 @@ def _reason(error: Exception) -> str:
     if isinstance(error, grpc.RpcError):
         return f"{error.code().name}: {' '.join(str(error.details()).split())[:300]}"
     return f"{type(error).__name__}: {error}"
+
+
+def runs_of_samples(requests: Sequence[EngineRequest]) -> Iterator[list[EngineRequest]]:
+    """Requests for one prompt as lists whose samples follow each other, alike in all else.
+
+    A response that has begun stands alone.
+    """
+    run: list[EngineRequest] = []
+    for request in sorted(requests, key=lambda entry: entry.sample):
+        if run and not _follows(request, run[-1]):
+            yield run
+            run = []
+        run.append(request)
+    if run:
+        yield run
+
+
+def _follows(request: EngineRequest, last: EngineRequest) -> bool:
+    if request.begun or last.begun:
+        return False
+    return (request.sample, request.sampling) == (last.sample + 1, last.sampling)

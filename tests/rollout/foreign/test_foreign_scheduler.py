@@ -12,6 +12,7 @@ from support.foreign_engines import (
     openai_scheduler,
     sampler_scheduler,
 )
+from support.in_process_engine import InProcessEngine
 from support.serving import STOP_IDS as SERVED_STOPS
 from support.serving import Serving
 from support.serving import engine as served_engine
@@ -21,7 +22,6 @@ from support.waiting import HANG, until
 
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignScheduler, TriesEnded
-from distflow_jax.rollout.foreign.in_process_engine import InProcessEngine
 from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving.access import Access
