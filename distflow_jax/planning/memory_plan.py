@@ -28,7 +28,7 @@ from distflow_jax.rollout.cache_sizing import feature_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
 from distflow_jax.rollout.prefill.prompt_sizing import reading_bytes, shared_bytes
 from distflow_jax.training.state import TrainState
-from distflow_jax.training.streamed_update import StreamedState
+from distflow_jax.training.update import OpenState
 
 _EVERYWHERE = Layout("mesh")
 
@@ -143,7 +143,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
 
-    What waves add up (training/streamed_update.py) is there from the first program of a step on a
+    What waves add up (training/update.py) is there from the first program of a step on a
     mesh to the last, beside the gradient of a micro-batch.
 
     Args:
@@ -260,7 +260,7 @@ def _accumulators(programs: Mapping[str, Program]) -> dict[str, Any]:
         key: state.sums
         for program in programs.values()
         for key, state in program.given_states.items()
-        if isinstance(state, StreamedState)
+        if isinstance(state, OpenState)
     }
 
 

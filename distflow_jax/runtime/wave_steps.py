@@ -35,7 +35,7 @@ from distflow_jax.programs.launch_log import launched
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
-from distflow_jax.training.streamed_update import without_sums
+from distflow_jax.training.update import without_sums
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 Taker = WaveTaker | WaveReplay

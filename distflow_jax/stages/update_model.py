@@ -1,6 +1,5 @@
 """Updates: the optimizer steps that one batch gives a model, whatever is optimised."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import Network
+from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
@@ -25,13 +25,16 @@ from distflow_jax.training.objectives.reward_model_objective import (
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
 from distflow_jax.training.state import TrainState, divided, joined
-from distflow_jax.training.streamed_update import (
-    StreamedState,
-    StreamedUpdate,
-    WaveSums,
-    make_streamed_update,
+from distflow_jax.training.update import (
+    HAS_SEQUENCES,
+    Accumulators,
+    OpenState,
+    accumulate,
+    accumulator_specs,
+    finish,
+    make_update,
+    with_sums,
 )
-from distflow_jax.training.update import HAS_SEQUENCES, make_update
 
 _NONFINITE = "training/nonfinite"  # metric: optimizer steps that changed nothing
 
@@ -39,9 +42,10 @@ _NONFINITE = "training/nonfinite"  # metric: optimizer steps that changed nothin
 class UpdateStage:
     """A stage: mini_batches * epochs optimizer steps on one batch, a number of the config alone.
 
-    A call makes them of a complete batch. The same optimizer step in waves is `begin`, `accumulate`
-    for each wave and `finish`, once for each mini-batch: fields of a wave are [1, R, ...], rows of
-    groups of that mini-batch alone. `accumulate` is a Stage itself, whose state is a StreamedState.
+    A call makes them of a complete batch. The same optimizer step in waves is `accumulate` for each
+    wave, from empty accumulators, and `finish`, once for each mini-batch: fields of a wave are
+    [1, R, ...], rows of groups of that mini-batch alone. `accumulate` is a Stage itself, whose
+    state is an OpenState.
     """
 
     def __init__(
@@ -88,32 +92,27 @@ class UpdateStage:
         """The model that it trains."""
         return self._objective.model
 
-    @functools.cached_property
-    def _streamed(self) -> StreamedUpdate:
-        return make_streamed_update(
-            self._context.optimizer,
-            self._context.schedule,
-            shape=self._context.shape,
-            objective=self._objective,
-        )
-
-    def begin(self, state: TrainState, fields: dict[str, Any]) -> StreamedState:
-        """The state with empty accumulators, for a mini-batch; of `fields` only shapes count."""
-        return self._streamed.begin(state, self._wave(fields))
-
-    def sums_of(self, state: TrainState, fields: dict[str, Any]) -> WaveSums:
+    def sums_of(self, state: TrainState, fields: dict[str, Any]) -> Accumulators:
         """Specs of the accumulators of waves with such fields; of both only shapes count."""
-        return self._streamed.specs(state, jax.eval_shape(self._wave, fields))
+        given = {"shape": self._context.shape, "objective": self._objective}
+        return accumulator_specs(state.params, jax.eval_shape(self._wave, fields), **given)
 
     def accumulate(
-        self, state: StreamedState, fields: dict[str, Any], options: dict[str, Any]
-    ) -> tuple[StreamedState, dict[str, Any], dict[str, jax.Array]]:
+        self, state: OpenState, fields: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[OpenState, dict[str, Any], dict[str, jax.Array]]:
         """The state with the rows of a wave added, no fields, and no metrics."""
-        return self._streamed.accumulate(state, self._wave(fields), self._temperature), {}, {}
+        given = {"shape": self._context.shape, "objective": self._objective}
+        with use_mesh(self._context.shape.mesh):
+            sums = accumulate(
+                state.params, state.sums, self._wave(fields), self._temperature, **given
+            )
+        return with_sums(state, sums), {}, {}
 
-    def finish(self, state: StreamedState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def finish(self, state: OpenState) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after the optimizer step, and its metrics, scalars."""
-        state, metrics = self._streamed.finish(state)
+        context = self._context
+        with use_mesh(context.shape.mesh):
+            state, metrics = finish(state, context.optimizer, context.schedule, self._objective)
         return state, self._named(metrics)
 
     def _wave(self, fields: dict[str, Any]) -> Batch:

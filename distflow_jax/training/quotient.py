@@ -48,8 +48,9 @@ class Quotient:
 
     def over(self, denominators: Mapping[str, jax.Array]) -> jax.Array:
         """The number or array that it stands for, given all denominators, scalars."""
-        ones = {UNDIVIDED: jnp.float32(1.0)}
-        found = [x / (denominators | ones)[name] for name, x in self.parts.items()]
+        found = [
+            x if name == UNDIVIDED else x / denominators[name] for name, x in self.parts.items()
+        ]
         return sum(found[1:], found[0]) if found else jnp.float32(0.0)
 
     def __add__(self, other: Any) -> "Quotient":

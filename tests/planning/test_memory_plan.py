@@ -43,7 +43,7 @@ from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import build, make_meshes, trace
 from distflow_jax.runtime.samplers.make_sampler import make_engine
 from distflow_jax.training.state import sharded_params
-from distflow_jax.training.streamed_update import with_sums
+from distflow_jax.training.update import with_sums
 
 SMALL = [
     "model.source=random:llama?hidden=64&layers=4&heads=4&kv_heads=2&mlp=128&vocab=512",

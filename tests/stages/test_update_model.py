@@ -17,7 +17,7 @@ from distflow_jax.stages.update_model import build_policy_update, merged_updates
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
-from distflow_jax.training.update import UpdateShape
+from distflow_jax.training.update import UpdateShape, empty, with_sums
 
 MINI_BATCHES, GROUPS = 2, 6
 
@@ -82,14 +82,15 @@ def test_mini_batches_in_waves_are_the_batch_at_once(batch):
     wanted, fields, metrics = jax.jit(stage)(first(), batch, {})
     assert fields == {} and int(wanted.count) == MINI_BATCHES
     state, found = first(), []
+    accumulate, finish = jax.jit(stage.accumulate), jax.jit(stage.finish)
     for k in range(MINI_BATCHES):
         mini = jax.tree.map(lambda x, k=k: x[k : k + 1], batch)
-        state = stage.begin(state, mini)
+        state = with_sums(state, empty(stage.sums_of(state, mini)))
         for part_G in cut(k, GROUPS, waves=4):
             wave = mini | {"rows": rows_of_groups(mini["rows"], part_G)}
-            state, fields, none = stage.accumulate(state, wave, {})
+            state, fields, none = accumulate(state, wave, {})
             assert fields == none == {}
-        state, new = stage.finish(state)
+        state, new = finish(state)
         found.append(new)
     merged = merged_updates(found)
     assert merged.keys() == metrics.keys() and "training/nonfinite/actor_train" in merged
@@ -110,8 +111,8 @@ def test_metrics_are_those_of_the_updates_that_had_sequences(batch):
         state, _, metrics = jax.jit(stage)(state, fields, {})
         return int(state.count), metrics
 
-    empty = jax.tree.map(lambda x: x.at[1:].set(jnp.zeros((), x.dtype)), batch)
-    steps, found = metrics_of(empty)
+    first_only = jax.tree.map(lambda x: x.at[1:].set(jnp.zeros((), x.dtype)), batch)
+    steps, found = metrics_of(first_only)
     assert steps == 1
     first = build_policy_update(context_of(1, proximal="rollout"))
     params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))

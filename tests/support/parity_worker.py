@@ -47,8 +47,14 @@ from distflow_jax.runtime.build import build
 from distflow_jax.stages.stage_context import routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.streamed_update import add_wave, divide, empty, sums_specs
-from distflow_jax.training.update import UpdateShape, accumulate_gradients
+from distflow_jax.training.update import (
+    UpdateShape,
+    accumulate,
+    accumulate_gradients,
+    accumulator_specs,
+    divide,
+    empty,
+)
 from support.waves import cut, of_rows
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
@@ -123,13 +129,13 @@ def main():
 
     def gradient_in_waves(params, batch):
         batch, given = jax.tree.map(lambda x: x[0], batch), {"shape": shape, "objective": objective}
-        specs = sums_specs(params, batch, **given)
+        specs = accumulator_specs(params, batch, **given)
         layouts = jax.tree.map(lambda x: x.sharding, specs)
 
         @functools.partial(jax.jit, out_shardings=layouts)
         def add(params, sums, batch, part_R):
             with use_mesh(mesh):
-                return add_wave(params, sums, of_rows(batch, part_R), one, **given)
+                return accumulate(params, sums, of_rows(batch, part_R), one, **given)
 
         sums = jax.jit(lambda: empty(specs), out_shardings=layouts)()
         for part_R in cut(0, batch.advantage.shape[0], waves=args.waves):

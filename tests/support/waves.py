@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.algorithms.packed import per_token
-from distflow_jax.training.streamed_update import WaveSums, divide, numerators
-from distflow_jax.training.update import no_metrics
+from distflow_jax.training.quotient import divisors_of
+from distflow_jax.training.update import Accumulators, divide, empty, gradient_of
 from support.ragged import QUICK
 
 # settings of a run in waves, on eight devices of one process
@@ -71,20 +71,21 @@ def step_in_waves(objective):
     All rows of a wave are one micro-batch, and all waves run one program.
     """
 
+    def gradient(params, counts, batch):
+        divisors = divisors_of(jax.eval_shape(objective.denominators, counts))
+        return gradient_of(params, divisors, jnp.float32(1), objective)(batch)
+
     @jax.jit
-    def empty(params, batch):
+    def begin(params, batch):
         batch, counts = objective.prepare(batch)
-        gradients, metrics = jax.eval_shape(
-            numerators(params, counts, jnp.float32(1), objective), batch
-        )
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (gradients, counts))
-        return WaveSums(zeros[0], no_metrics(metrics), zeros[1], jnp.bool_(False))
+        found = jax.eval_shape(gradient, params, counts, batch)
+        return empty(Accumulators(*found, counts, jnp.bool_(False)))
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def wave(params, sums, batch, part_G):
         batch, counts = objective.prepare(of_groups(batch, part_G), sums.counts)
-        found = numerators(params, counts, jnp.float32(1), objective)(batch)
-        return WaveSums(
+        found = gradient(params, counts, batch)
+        return Accumulators(
             jax.tree.map(jnp.add, sums.gradients, found[0]),
             {
                 "sum": jax.tree.map(jnp.add, sums.metrics["sum"], found[1]["sum"]),
@@ -95,7 +96,7 @@ def step_in_waves(objective):
         )
 
     def step(params, batch, parts):
-        sums = empty(params, batch)
+        sums = begin(params, batch)
         for part_G in parts:
             sums = wave(params, sums, batch, part_G)
         assert wave._cache_size() == 1

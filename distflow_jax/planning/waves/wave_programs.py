@@ -21,7 +21,7 @@ from distflow_jax.programs.launch_log import launched
 from distflow_jax.programs.xla_options import compiler_options
 from distflow_jax.stages.update_model import UpdateStage
 from distflow_jax.training.state import TrainState, divided, joined
-from distflow_jax.training.streamed_update import StreamedState, WaveSums, empty, with_sums
+from distflow_jax.training.update import Accumulators, OpenState, empty, with_sums
 
 
 class WaveUpdate:
@@ -30,7 +30,7 @@ class WaveUpdate:
     `state` and `sums` are specs of the model's state and of its accumulators.
     """
 
-    def __init__(self, stage: UpdateStage, state: TrainState, sums: WaveSums, mesh: Mesh):
+    def __init__(self, stage: UpdateStage, state: TrainState, sums: Accumulators, mesh: Mesh):
         self._network, self.mesh, self._name = stage.network, mesh, stage.name
         self.state = with_sums(state, sums)  # specs, while the step lasts
         trained, _ = divided(stage.network, state)
@@ -55,12 +55,12 @@ class WaveUpdate:
         )
         return begin, finish
 
-    def begin(self, state: TrainState) -> StreamedState:
+    def begin(self, state: TrainState) -> OpenState:
         """The state with empty accumulators; its arrays stay where they are."""
         launched(f"{self._name}: begin")
         return with_sums(state, self.programs[0]())
 
-    def finish(self, state: StreamedState) -> tuple[TrainState, dict[str, jax.Array]]:
+    def finish(self, state: OpenState) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after the optimizer step, and its metrics, scalars.
 
         Donates the state but for its sums, and for frozen parameters, which another model may
@@ -81,7 +81,7 @@ class WavePrograms:
     updates: Mapping[str, WaveUpdate]  # by state key
 
     @property
-    def accumulators(self) -> dict[str, WaveSums]:
+    def accumulators(self) -> dict[str, Accumulators]:
         """Specs of what waves add up, by state key."""
         return {key: update.state.sums for key, update in self.updates.items()}
 
@@ -104,7 +104,7 @@ def trace_waves(
 
     Units on hosts among them have no program, and need no stage. `stages` are keyed by node id,
     `states` are specs by state key, and `specs` describe fields of one wave, [1, R, ...]. While a
-    step lasts, the state of a model that a unit trains is a StreamedState for all of these units.
+    step lasts, the state of a model that a unit trains is a OpenState for all of these units.
     Raises ValueError as unit_programs.trace_unit does, and for a node that keeps a state which it
     does not train.
     """
@@ -112,7 +112,7 @@ def trace_waves(
     training = [
         t for unit in units for t in unit.tasks if isinstance(stages[t.node.id], UpdateStage)
     ]
-    sums: dict[str, WaveSums] = {}
+    sums: dict[str, Accumulators] = {}
 
     def looks(task: Task) -> Stage:
         def look(state, fields, options):

@@ -33,14 +33,17 @@ from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
-from distflow_jax.training.streamed_update import (
-    add_wave,
+from distflow_jax.training.update import (
+    UpdateShape,
+    accumulate,
+    accumulate_gradients,
+    accumulator_specs,
     divide,
     empty,
-    make_streamed_update,
-    sums_specs,
+    finish,
+    make_update,
+    with_sums,
 )
-from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
 
 GROUPS = 6
 SAMPLES = random_samples(5, groups=GROUPS, size=5, prompt=(3, 30), response=(1, 40))
@@ -77,11 +80,12 @@ class Step:
         self.params = jax.device_put(params_of(model), param_shardings(model, self.mesh))
         given = {"shape": shape, "objective": self.objective}
         self.batch = batch_of(SAMPLES, shape.ranks)
-        self.specs = specs = sums_specs(self.params, self.batch, **given)
+        self.specs = specs = accumulator_specs(self.params, self.batch, **given)
         layouts = jax.tree.map(lambda x: x.sharding, specs)
         self.begin = self.jit(lambda: empty(specs), layouts)
         self.add = self.jit(
-            lambda params, sums, batch: add_wave(params, sums, batch, TEMPERATURE, **given), layouts
+            lambda params, sums, batch: accumulate(params, sums, batch, TEMPERATURE, **given),
+            layouts,
         )
         self.divide = self.jit(lambda sums: divide(sums, self.objective))
         self.at_once = self.jit(
@@ -155,8 +159,23 @@ class Trainer:
         }
         schedule = learning_rate(OPTIMIZER, 3)
         self.update = make_update(self.optimizer, schedule, **given)
-        self.streamed = make_streamed_update(self.optimizer, schedule, **given)
         self.batch = batch_of(SAMPLES, fsdp)
+        self.specs = accumulator_specs(self.state().params, self.batch, **given)
+        layouts = jax.tree.map(lambda x: x.sharding, self.specs)
+        self.begin = jax.jit(lambda: empty(self.specs), out_shardings=layouts)
+
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=layouts)
+        def add(params, sums, batch):
+            with use_mesh(self.mesh):
+                return accumulate(params, sums, batch, TEMPERATURE, **given)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def end(state, sums):
+            with use_mesh(self.mesh):
+                step = self.optimizer, schedule, given["objective"]
+                return finish(with_sums(state, sums), *step)
+
+        self.add, self.end = add, end
 
     def state(self):
         params = jax.device_put(random_params(TINY), param_shardings(TINY, self.mesh))
@@ -167,12 +186,11 @@ class Trainer:
         return self.update(state, whole, np.int32(0), TEMPERATURE)
 
     def in_waves(self, state, batches):
-        state = self.streamed.begin(state, batches[0])
+        sums = self.begin()
         for batch in batches:
-            before = state.sums
-            state = self.streamed.accumulate(state, batch, TEMPERATURE)
+            before, sums = sums, self.add(state.params, sums, batch)
             assert all(x.is_deleted() for x in jax.tree.leaves(before.gradients))
-        return self.streamed.finish(state)
+        return self.end(state, sums)
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +255,7 @@ def test_accumulators_are_as_large_as_the_plan_says():
     """One gradient, divided as the parameters, and a few numbers."""
     trainer = Trainer(fsdp=2)
     state = trainer.state()
-    specs = trainer.streamed.specs(state, trainer.batch)
-    sums = trainer.streamed.begin(state, trainer.batch).sums
+    specs, sums = trainer.specs, trainer.begin()
 
     def told(x):
         return x.shape, x.dtype, x.sharding.shard_shape(x.shape)
@@ -263,6 +280,5 @@ def test_accumulators_are_as_large_as_the_plan_says():
 def test_objectives_that_see_the_whole_step_are_refused(options, reason):
     objective = policy_objective(TINY, AlgorithmConfig(**options), FORWARD, max_response=40)
     shape = UpdateShape(mesh_of(1, 1), 1, 40)
-    optimizer, schedule = make_optimizer(OPTIMIZER, 3), learning_rate(OPTIMIZER, 3)
     with pytest.raises(ValueError, match=f"{reason}.*; use flow.waves='off'"):
-        make_streamed_update(optimizer, schedule, shape=shape, objective=objective)
+        accumulator_specs(None, None, shape=shape, objective=objective)
