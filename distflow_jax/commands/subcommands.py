@@ -296,11 +296,6 @@ WORKER = Subcommand(
             "Time for trainers that do not answer to come back, as after a restart.",
             0.0,
         ),
-        string(
-            "listen",
-            "",
-            "HOST:PORT where other workers get the weights that this one has pulled.",
-        ),
         Flag(
             "nodes",
             "list",

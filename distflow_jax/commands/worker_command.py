@@ -25,7 +25,6 @@ def main(options: SimpleNamespace) -> int:
                 Patience(options.join_seconds, options.orphan_seconds),
                 chosen=options.chosen,
                 foreign=foreign,
-                listen=options.listen,
                 nodes=options.nodes,
             )
     except NobodyAnswers as error:

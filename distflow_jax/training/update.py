@@ -38,7 +38,7 @@ KEPT_WEIGHT = "rollout_corr/kept_weight_max"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Accumulators:
-    """What the parts of an optimizer step have added up so far."""
+    """Sums of an optimizer step, of its parts so far."""
 
     gradients: dict[str, Any]  # numerators by denominator, each shaped as the trained parameters
     metrics: dict[str, Any]  # {"sum": {name: Quotient}, "max": {name: array}}

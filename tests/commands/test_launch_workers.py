@@ -219,30 +219,20 @@ def test_workers_are_a_job_beside_the_jobset(capsys):
 
 def test_certificates_come_from_a_secret_and_keys_go_where_doors_are(capsys):
     folder = "/etc/distflow/tls"
-    for flags, keys in (([], ["ca.crt"]), (["--worker_flag=--listen=0.0.0.0:0"], None)):
-        flags = [*GPU, "--workers=1", "--tls_secret=wire", *flags]
-        (jobset, group, *service), _ = parts_of(flags, capsys)
-        (replicated,) = jobset["spec"]["replicatedJobs"]
-        pods = [
-            replicated["template"]["spec"]["template"]["spec"],
-            group["spec"]["template"]["spec"],
-        ]
-        for pod, expected in zip(pods, (None, keys), strict=True):
-            (secret,) = [one["secret"] for one in pod["volumes"] if one["name"] == "tls"]
-            assert secret["secretName"] == "wire"
-            found = [item["key"] for item in secret["items"]] if "items" in secret else None
-            assert found == expected
-            (container,) = pod["containers"]
-            mount = {"name": "tls", "mountPath": folder, "readOnly": True}
-            assert mount in container["volumeMounts"]
-            environment = {one["name"]: one["value"] for one in container["env"]}
-            assert environment["DISTFLOW_TLS_CA"] == f"{folder}/ca.crt"
-            assert ("DISTFLOW_TLS_KEY" in environment) == (expected is None)
-        assert bool(service) == (keys is None)
-    (named,) = service
-    assert (named["kind"], named["spec"]["clusterIP"]) == ("Service", "None")
-    assert named["spec"]["selector"] == group["spec"]["template"]["metadata"]["labels"]
-    assert named["metadata"]["name"] == pods[1]["subdomain"]
+    (jobset, group), _ = parts_of([*GPU, "--workers=1", "--tls_secret=wire"], capsys)
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pods = [replicated["template"]["spec"]["template"]["spec"], group["spec"]["template"]["spec"]]
+    for pod, expected in zip(pods, (None, ["ca.crt"]), strict=True):
+        (secret,) = [one["secret"] for one in pod["volumes"] if one["name"] == "tls"]
+        assert secret["secretName"] == "wire"
+        found = [item["key"] for item in secret["items"]] if "items" in secret else None
+        assert found == expected
+        (container,) = pod["containers"]
+        mount = {"name": "tls", "mountPath": folder, "readOnly": True}
+        assert mount in container["volumeMounts"]
+        environment = {one["name"]: one["value"] for one in container["env"]}
+        assert environment["DISTFLOW_TLS_CA"] == f"{folder}/ca.crt"
+        assert ("DISTFLOW_TLS_KEY" in environment) == (expected is None)
 
 
 @pytest.mark.parametrize(

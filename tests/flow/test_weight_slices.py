@@ -73,7 +73,7 @@ def manifest():
         for i, c in enumerate(cut((0, 0), (4, 6), 2, 24))
     )
     tensors = {"embed/embedding": TensorSpec((4, 6), "bfloat16", chunks)}
-    return Manifest("a1", 7, tensors, ("10.0.0.1:900",))
+    return Manifest("a1", 7, tensors)
 
 
 def test_a_manifest_is_read_as_it_was_written():
@@ -91,11 +91,11 @@ def test_a_damaged_manifest_is_another_one_or_an_error():
     for text in (
         "[]",
         "{}",
-        '{"incarnation":"a","version":1,"relays":[],"tensors":{"x":5}}',
-        '{"incarnation":"a","version":1,"relays":[],"tensors":{"x":[[4],"f",[[0,5,1]]]}}',
-        '{"incarnation":"a","version":1,"relays":[],"tensors":{"x":[[4],"f",[[0,-1,1]]]}}',
-        '{"incarnation":"a","version":1,"relays":[],"tensors":{"x":[[1e9],"f",[]]}}',
-        '{"incarnation":"a","version":1,"relays":[],"tensors":{"x":[[1],"f",[[0,0.5,1]]]}}',
+        '{"incarnation":"a","version":1,"tensors":{"x":5}}',
+        '{"incarnation":"a","version":1,"tensors":{"x":[[4],"f",[[0,5,1]]]}}',
+        '{"incarnation":"a","version":1,"tensors":{"x":[[4],"f",[[0,-1,1]]]}}',
+        '{"incarnation":"a","version":1,"tensors":{"x":[[1e9],"f",[]]}}',
+        '{"incarnation":"a","version":1,"tensors":{"x":[[1],"f",[[0,0.5,1]]]}}',
     ):
         with pytest.raises(ValueError, match="^here: "):
             read_manifest(text.encode(), "here")

@@ -253,19 +253,6 @@ def test_trainers_without_a_worker_save_and_end_and_go_on_with_one(tmp_path, sta
     check_trained(folder, exact=False)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_workers_that_listen_get_weights_from_each_other(tmp_path, started):
-    folder, listen = tmp_path / "run", ["--listen=127.0.0.1:0"]
-    job = trainers(started, folder)
-    two = [worker(started, folder, own=listen) for _ in range(2)]
-    assert job.end() == 0, job.output() + two[0].output()
-    assert [one.end() for one in two] == [0, 0], two[0].output() + two[1].output()
-    given = [re.search(r"other workers got (\d+) bytes", one.output()) for one in two]
-    assert sum(int(found[1]) for found in given) > 0
-    check_trained(folder, exact=False)
-
-
 def logged(folder):
     """Responses of samples/ by uid."""
     paths = sorted((folder / "samples").glob("*.jsonl"))

@@ -4,7 +4,6 @@ A JobSet that starts again recreates all of its jobs, so the workers are none of
 """
 
 import argparse
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +84,9 @@ def tls_variables(options: argparse.Namespace) -> dict[str, str]:
     return {name: f"{TLS_FOLDER}/{file}" for name, file in _TLS_FILES.items()}
 
 
-def mount_tls(options: argparse.Namespace, pod: dict[str, Any], files: list[str] | None) -> None:
+def mount_tls(
+    options: argparse.Namespace, pod: dict[str, Any], files: list[str] | None = None
+) -> None:
     """Has a pod's container see --tls_secret, where it is given; `files`: only these of it."""
     if not options.tls_secret:
         return
@@ -100,35 +101,10 @@ def mount_tls(options: argparse.Namespace, pod: dict[str, Any], files: list[str]
 def worker_parts(
     options: argparse.Namespace, template: dict[str, Any], tpus: Mapping[str, tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """The manifests of the group: its Job, and names for workers that listen.
+    """The manifests of the group: its Job.
 
     `template`: a pod of the trainers' group, without nodes, command and variables.
     """
-    found = [_job(options, template, tpus)]
-    if _relays(options):
-        found[0]["spec"]["template"]["spec"]["subdomain"] = _name(options)
-        spec = {
-            "clusterIP": "None",
-            "selector": {LABEL: options.name},
-            "publishNotReadyAddresses": True,
-        }
-        service = {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options)}
-        found.append(service | {"spec": spec})
-    return found
-
-
-def _name(options: argparse.Namespace) -> str:
-    return f"{options.name}-workers"
-
-
-def _metadata(options: argparse.Namespace) -> dict[str, Any]:
-    labels = {LABEL: options.name}
-    return {"name": _name(options), "namespace": options.namespace, "labels": labels}
-
-
-def _job(
-    options: argparse.Namespace, template: dict[str, Any], tpus: Mapping[str, tuple[str, int]]
-) -> dict[str, Any]:
     nodes, resources = _place(options, tpus)
     container = template["containers"][0] | {
         "command": [_verbatim(word) for word in (options.python, *options.worker)],
@@ -138,13 +114,18 @@ def _job(
         "resources": {"limits": resources},
     }
     pod = template | {"nodeSelector": nodes, "containers": [container]}
-    mount_tls(options, pod, None if _relays(options) else ["ca.crt"])
+    mount_tls(options, pod, ["ca.crt"])
     user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
     gone = [{"type": "DisruptionTarget"}]
-    return {
+    labels = {LABEL: options.name}
+    group = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(options),
+        "metadata": {
+            "name": f"{options.name}-workers",
+            "namespace": options.namespace,
+            "labels": labels,
+        },
         "spec": {
             "parallelism": options.workers,
             "completions": options.workers,
@@ -157,9 +138,10 @@ def _job(
                     {"action": "Ignore", "onPodConditions": gone},
                 ]
             },
-            "template": {"metadata": {"labels": {LABEL: options.name}}, "spec": pod},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
+    return [group]
 
 
 def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
@@ -200,15 +182,8 @@ def _tpu(options: argparse.Namespace) -> str:
     return options.worker_tpu or ("" if options.worker_gpu else options.tpu or "")
 
 
-def _relays(options: argparse.Namespace) -> bool:
-    """Whether a worker listens itself, and needs a certificate."""
-    return any(re.match(r"--listen=.", flag) for flag in options.worker_flag)
-
-
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    tls = tls_variables(options)
-    if not _relays(options):
-        tls = {name: path for name, path in tls.items() if name == "DISTFLOW_TLS_CA"}
+    tls = {n: path for n, path in tls_variables(options).items() if n == "DISTFLOW_TLS_CA"}
     return worker_variables(options, {job.GRACE: str(options.grace_seconds), **tls})
 
 

@@ -55,7 +55,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="--NAME=VALUE",
-        help="a further flag of each worker, such as --worker_flag=--listen=0.0.0.0:0",
+        help="a further flag of each worker, such as --worker_flag=--join_seconds=60",
     )
 
 

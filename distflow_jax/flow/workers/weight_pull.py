@@ -1,17 +1,15 @@
 """A worker's pull of weights: the chunks that its own layout needs, from those that have them.
 
 A version is had whole or not at all: arrays are made when every chunk is there and right. One that
-comes damaged, late or not at all comes from another process that has it. A worker that serves what
-it pulls (a relay) is asked first, so that few copies leave the trainers.
+comes damaged, late or not at all comes from another process that has it.
 """
 
-import contextlib
 import logging
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +23,6 @@ from distflow_jax.flow.workers.weight_shelf import (
     MANIFEST,
     NOT_YET,
     PIECE,
-    WeightShelf,
     manifest_request,
     piece_request,
 )
@@ -40,8 +37,7 @@ from distflow_jax.flow.workers.weight_slices import (
 )
 
 PIECE_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
-STALL_SECONDS = 10.0  # for a relay to have a chunk that it is pulling itself
-LOOK_SECONDS = 0.05  # between two questions for what is not there yet
+LOOK_SECONDS = 0.05  # between two questions for a version that is not there yet
 THREADS = 4  # chunks in flight
 
 log = logging.getLogger("distflow_jax")
@@ -60,31 +56,19 @@ class Source(Protocol):
 
 
 class WeightPull:
-    """Pulls versions of the weights from trainers, and from other workers where they serve them.
+    """Pulls versions of the weights from trainers.
 
     Args:
       callers: of all trainer processes. The caller closes them.
-      connect: a caller of another worker, by its address; None: only trainers are asked.
-      shelf: serves what this process pulls, at `relay`.
-      relay: the address at which others reach the shelf, HOST:PORT; "": none.
       threads: chunks in flight at most.
 
     Attributes:
       bytes_pulled: of chunks, since the start, by address.
     """
 
-    def __init__(
-        self,
-        callers: Sequence[Source],
-        connect: Callable[[str], Source] | None = None,
-        *,
-        shelf: WeightShelf | None = None,
-        relay: str = "",
-        threads: int = THREADS,
-    ):
+    def __init__(self, callers: Sequence[Source], *, threads: int = THREADS):
         self._callers = sorted(callers, key=lambda caller: caller.address)
-        self._connect, self._shelf, self._threads = connect, shelf, threads
-        self._relay = relay if shelf is not None else ""
+        self._threads = threads
         self._lock = threading.Lock()
         self.bytes_pulled: Counter[str] = Counter()
 
@@ -95,51 +79,30 @@ class WeightPull:
         is served are other weights, and Unreachable if they are not here in time.
         """
         end = time.monotonic() + seconds
-        with contextlib.ExitStack() as stack:
-            unserved = stack.enter_context(contextlib.ExitStack())
-            if self._shelf is not None:
-                self._shelf.expect(version)
-                unserved.callback(self._shelf.drop, version)
-            offers = self._offers(version, end, incarnation)
-            wanted = _wanted(target, _union(offers))
-            if self._shelf is not None:
-                named = offers[0].manifest.incarnation
-                self._shelf.begin(Manifest(named, version, wanted.tensors()))
-            relays = [stack.enter_context(relay) for relay in self._relays(offers)]
-            fetch = _Fetch(version, offers, relays, end)
-            with ThreadPoolExecutor(self._threads, "pull") as pool:
-                runs = [pool.submit(self._take, fetch, *one) for one in wanted.chunks()]
-                try:
-                    for run in as_completed(runs):
-                        run.result()
-                finally:
-                    pool.shutdown(wait=False, cancel_futures=True)
-            params = wanted.arrays()
-            unserved.pop_all()
-        if self._shelf is not None:
-            for other in self._shelf.versions:
-                if other != version:
-                    self._shelf.forget(other)
-        return params
+        offers = self._offers(version, end, incarnation)
+        wanted = _wanted(target, _union(offers))
+        fetch = _Fetch(version, offers, end)
+        with ThreadPoolExecutor(self._threads, "pull") as pool:
+            runs = [pool.submit(self._take, fetch, *one) for one in wanted.chunks()]
+            try:
+                for run in as_completed(runs):
+                    run.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        return wanted.arrays()
 
     def _take(self, fetch: "_Fetch", path: str, chunk: ChunkSpec, blocks: list["_Block"]) -> None:
         """Brings one chunk into the blocks that need some of it."""
         data, address = fetch.bring(path, chunk)
         with self._lock:
             self.bytes_pulled[address] += len(data)
-        if self._shelf is not None:
-            self._shelf.add(fetch.version, (path, chunk.start), data)
         for block in blocks:
             block.write(chunk, data)
 
     def _offers(self, version: int, end: float, incarnation: str) -> list["_Offer"]:
         """The manifests of all trainers that answer."""
-        lead = version % len(self._callers)
         with ThreadPoolExecutor(min(len(self._callers), 16), "pull") as pool:
-            asked = [
-                pool.submit(_ask, caller, version, self._relay if i == lead else "", end)
-                for i, caller in enumerate(self._callers)
-            ]
+            asked = [pool.submit(_ask, caller, version, end) for caller in self._callers]
         offers, problems = [], []
         for caller, run in zip(self._callers, asked, strict=True):
             try:
@@ -157,23 +120,18 @@ class WeightPull:
             )
         return offers
 
-    def _relays(self, offers: list["_Offer"]) -> Iterable[Any]:
-        if self._connect is not None:
-            for address in {a for offer in offers for a in offer.manifest.relays}:
-                yield contextlib.closing(self._connect(address))
-
 
 class _Offer(NamedTuple):
     source: Source
     manifest: Manifest
 
 
-def _ask(caller: Source, version: int, relay: str, end: float) -> Manifest:
+def _ask(caller: Source, version: int, end: float) -> Manifest:
     """A trainer's manifest, waiting until it has the version."""
     while True:
         left = end - time.monotonic()
         seconds = max(0.001, min(left, PIECE_SECONDS))
-        answer = caller.call(MANIFEST, manifest_request(version, relay), seconds)
+        answer = caller.call(MANIFEST, manifest_request(version), seconds)
         if answer != NOT_YET:
             break
         if left <= LOOK_SECONDS:
@@ -240,16 +198,6 @@ class _Wanted:
         """The chunks to take, in the order of all workers: the largest first."""
         return sorted(self._chunks, key=lambda one: (-one[1].size, one[0], one[1].start))
 
-    def tensors(self) -> dict[str, TensorSpec]:
-        """The chunks that are taken, as a manifest has them."""
-        found: dict[str, list[ChunkSpec]] = {}
-        for path, chunk, _ in self._chunks:
-            found.setdefault(path, []).append(chunk)
-        return {
-            path: TensorSpec(leaf.shape, jnp.dtype(leaf.dtype).name, tuple(found[path]))
-            for path, (leaf, _) in self._leaves.items()
-        }
-
     def arrays(self) -> Any:
         """The weights on their devices, once all chunks are there."""
         flat = {}
@@ -287,9 +235,8 @@ def _wanted(target: Any, served: Mapping[str, TensorSpec]) -> _Wanted:
 class _Fetch:
     """One version's chunks, each from a process that has it, spread evenly over these."""
 
-    def __init__(self, version: int, offers: list[_Offer], relays: list[Source], end: float):
+    def __init__(self, version: int, offers: list[_Offer], end: float):
         self.version, self._end = version, end
-        self._relays = relays
         self._lock = threading.Lock()
         self._out: dict[str, str] = {}  # addresses that have failed, and why
         self._load: Counter[str] = Counter()
@@ -322,11 +269,8 @@ class _Fetch:
         raise Unreachable(f"version {self.version} of the weights: nobody gives {path}: {reasons}")
 
     def _choose(self, path: str, chunk: ChunkSpec) -> Source | None:
-        """A relay, or else the trainer that has been asked for the fewest bytes."""
+        """The trainer that has been asked for the fewest bytes."""
         with self._lock:
-            for relay in self._relays:
-                if relay.address not in self._out:
-                    return relay
             having = [s for s in self._having[path, chunk.start] if s.address not in self._out]
             chosen = min(having, key=lambda s: self._load[s.address], default=None)
             if chosen is not None:
@@ -334,15 +278,8 @@ class _Fetch:
             return chosen
 
     def _from(self, source: Source, path: str, chunk: ChunkSpec) -> Bytes:
-        stall = time.monotonic() + STALL_SECONDS
-        while True:
-            left = min(self._end - time.monotonic(), PIECE_SECONDS)
-            data = source.call(PIECE, piece_request(self.version, path, chunk), max(left, 0.001))
-            if data != NOT_YET:
-                break
-            if time.monotonic() > min(stall, self._end):
-                raise Unreachable(f"{source.address}: it does not have {path} in time")
-            time.sleep(LOOK_SECONDS)
+        left = min(self._end - time.monotonic(), PIECE_SECONDS)
+        data = source.call(PIECE, piece_request(self.version, path, chunk), max(left, 0.001))
         if checksum(data) != chunk.checksum:
             raise Refused(f"a piece of {path} has another checksum than the manifest says")
         return data

@@ -1,9 +1,8 @@
 """A shelf of weights: versions in the memory of the host, handed out chunk by chunk.
 
 Each trainer process copies the blocks of its own devices, each once, and serves them: nothing is
-gathered, and no process has all of a model whose layers or matrices are divided. A worker has a
-shelf too, which it fills as it pulls; others pull from there (a relay). The weights are those of
-training, cast and with adapters merged: workers bring them into their samplers' form.
+gathered, and no process has all of a model whose layers or matrices are divided. The weights are
+those of training, cast and with adapters merged: workers bring them into their samplers' form.
 """
 
 import dataclasses
@@ -28,24 +27,20 @@ from distflow_jax.flow.workers.weight_slices import (
     cut,
 )
 from distflow_jax.models import lora
-from distflow_jax.parsing.addresses import is_address
 from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, check_fields
 from distflow_jax.parsing.json_text import parse_json
 from distflow_jax.resharding.weight_sync import cast_weights
 
 MANIFEST, PIECE = "weights.manifest", "weights.piece"
-NOT_YET = b""  # the answer while a version, or a chunk of it, is still to come
-WAIT_SECONDS = 2.0  # for a chunk that this process is pulling itself
+NOT_YET = b""  # the answer while a version is still to come
 # after its last piece, in which a version that is to be forgotten counts as being pulled
 LINGER_SECONDS = 5.0
-RELAYS_OF_ONE = 2  # workers that pull from one relay
 
 
 @dataclasses.dataclass
 class _Version:
     tensors: dict[str, TensorSpec]
     chunks: dict[Place, Bytes] = dataclasses.field(default_factory=dict)
-    relays: list[str] = dataclasses.field(default_factory=list)  # in the order in which they asked
     asked: float = -LINGER_SECONDS  # when a piece was asked for last
     forgotten: bool = False
 
@@ -77,18 +72,18 @@ class WeightShelf:
         self._chunk_bytes = chunk_bytes
         self._programs: dict[str, Callable[[Any], Any]] = {}
         self._versions: dict[int, _Version] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def versions(self) -> list[int]:
         """Versions that are served, without those that are forgotten."""
-        with self._changed:
+        with self._lock:
             return sorted(v for v, kept in self._versions.items() if not kept.forgotten)
 
     @property
     def nbytes(self) -> int:
         """Bytes in the memory of this host."""
-        with self._changed:
+        with self._lock:
             return sum(len(x) for kept in self._versions.values() for x in kept.chunks.values())
 
     def put(self, version: int, params: Any) -> None:
@@ -109,45 +104,19 @@ class WeightShelf:
             before = path, leaving
         if before is not None:
             self._keep(kept, *before)
-        with self._changed:
+        with self._lock:
             self._versions[version] = kept
             self._sweep()
-            self._changed.notify_all()
 
     def forget(self, version: int) -> None:
         """Serves a version no longer, or only until the pulls that have begun are through.
 
         One such version is kept at most.
         """
-        with self._changed:
+        with self._lock:
             if version in self._versions:
                 self._versions[version].forgotten = True
             self._sweep()
-
-    def expect(self, version: int) -> None:
-        """Has those wait who ask for a version that this process is about to pull."""
-        with self._changed:
-            self._versions[version] = _Version({})
-
-    def begin(self, manifest: Manifest) -> None:
-        """Serves a version that this process pulls, from now on and as its chunks arrive."""
-        with self._changed:
-            self.incarnation = manifest.incarnation
-            self._versions[manifest.version] = _Version(dict(manifest.tensors))
-            self._changed.notify_all()
-
-    def add(self, version: int, place: Place, data: Bytes) -> None:
-        """A chunk that has arrived, whose checksum is right."""
-        with self._changed:
-            if version in self._versions:
-                self._versions[version].chunks[place] = data
-                self._changed.notify_all()
-
-    def drop(self, version: int) -> None:
-        """Serves a version no longer, as from now."""
-        with self._changed:
-            self._versions.pop(version, None)
-            self._changed.notify_all()
 
     def methods(self) -> Mapping[str, Method]:
         """The methods of a door that hand out this shelf."""
@@ -187,33 +156,22 @@ class WeightShelf:
                 del self._versions[version]
 
     def _manifest(self, peer: str, payload: Bytes) -> bytes:
-        request = _request(payload, {"version": SIZE, "relay": TEXT})
-        version, relay = request["version"], request["relay"]
-        with self._changed:
+        version = _request(payload, {"version": SIZE})["version"]
+        with self._lock:
             if not self._versions or version > max(self._versions):
                 return NOT_YET
             kept = self._find(version)
             kept.asked = time.monotonic()
-            relays: tuple[str, ...] = ()
-            if is_address(relay):
-                if relay not in kept.relays:
-                    kept.relays.append(relay)
-                place = kept.relays.index(relay)
-                if place > 0:
-                    relays = (kept.relays[(place - 1) // RELAYS_OF_ONE],)
-            return Manifest(self.incarnation, version, kept.tensors, relays).encode()
+            return Manifest(self.incarnation, version, kept.tensors).encode()
 
     def _piece(self, peer: str, payload: Bytes) -> bytes:
         request = _request(payload, {"version": SIZE, "path": TEXT, "start": INTEGERS})
         place = request["path"], tuple(request["start"])
-        end = time.monotonic() + WAIT_SECONDS
-        with self._changed:
+        with self._lock:
             self._sweep()
-            while place not in (kept := self._find(request["version"])).chunks:
-                if kept.tensors and not _has(kept.tensors.get(place[0]), place[1]):
-                    raise Refused(f"there is no chunk of {place[0]} at {list(place[1])}")
-                if not self._changed.wait(end - time.monotonic()):
-                    return NOT_YET
+            kept = self._find(request["version"])
+            if place not in kept.chunks:
+                raise Refused(f"there is no chunk of {place[0]} at {list(place[1])}")
             kept.asked = time.monotonic()
             data = kept.chunks[place]
             self.bytes_served += len(data)
@@ -223,10 +181,6 @@ class WeightShelf:
         if version not in self._versions:
             raise Refused(f"version {version} is not kept; versions {sorted(self._versions)} are")
         return self._versions[version]
-
-
-def _has(tensor: TensorSpec | None, start: tuple[int, ...]) -> bool:
-    return tensor is not None and any(chunk.start == start for chunk in tensor.chunks)
 
 
 def _blocks(x: jax.Array) -> list[Any]:
@@ -247,9 +201,9 @@ def _request(payload: Bytes, kinds: Mapping[str, Any]) -> Mapping[str, Any]:
     return request
 
 
-def manifest_request(version: int, relay: str) -> bytes:
-    """Asks for a manifest; `relay`: where this worker serves what it pulls, "": nowhere."""
-    return json.dumps({"version": version, "relay": relay}).encode()
+def manifest_request(version: int) -> bytes:
+    """Asks for a manifest."""
+    return json.dumps({"version": version}).encode()
 
 
 def piece_request(version: int, path: str, chunk: ChunkSpec) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.wire.calls import Bytes
-from distflow_jax.parsing.checked_fields import OBJECT, SIZE, TEXT, TEXTS, check_fields
+from distflow_jax.parsing.checked_fields import OBJECT, SIZE, TEXT, check_fields
 from distflow_jax.parsing.json_text import parse_json
 
 CHUNK_BYTES = 4 << 20
@@ -52,15 +52,11 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The chunks that a process has of one version of the weights.
-
-    `relays` are addresses of workers that have, or soon will have, the whole version.
-    """
+    """The chunks that a process has of one version of the weights."""
 
     incarnation: str
     version: int
     tensors: Mapping[str, TensorSpec]
-    relays: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -68,7 +64,7 @@ class Manifest:
             path: [t.shape, t.dtype, [[*c.start, *c.shape, c.checksum] for c in t.chunks]]
             for path, t in self.tensors.items()
         }
-        named = {"incarnation": self.incarnation, "version": self.version, "relays": self.relays}
+        named = {"incarnation": self.incarnation, "version": self.version}
         return json.dumps(named | {"tensors": tensors}, separators=(",", ":")).encode()
 
 
@@ -77,13 +73,13 @@ def read_manifest(data: Bytes, place: str) -> Manifest:
     raw = parse_json(data, place)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{place}: the manifest is no object")
-    kinds = {"incarnation": TEXT, "version": SIZE, "relays": TEXTS, "tensors": OBJECT}
+    kinds = {"incarnation": TEXT, "version": SIZE, "tensors": OBJECT}
     check_fields(raw, kinds, place)
     if lacking := kinds.keys() - raw.keys():
         raise ValueError(f"{place}: the manifest has no {min(lacking)}")
     try:
         tensors = {path: _tensor(value) for path, value in raw["tensors"].items()}
-        return Manifest(raw["incarnation"], raw["version"], tensors, tuple(raw["relays"]))
+        return Manifest(raw["incarnation"], raw["version"], tensors)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{place}: the manifest is damaged: {error}") from error
 

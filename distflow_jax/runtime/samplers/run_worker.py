@@ -21,7 +21,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.homes.home_door import NODE_TABLE
 from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
-from distflow_jax.flow.workers.doors import addresses, check_listen
+from distflow_jax.flow.workers.doors import addresses
 from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.flow.workers.worker import Pace, Pull, Worker
@@ -44,7 +44,6 @@ from distflow_jax.runtime.samplers.run_nodes import (
     read_nodes,
     serving,
 )
-from distflow_jax.runtime.samplers.weight_relay import Relay
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
@@ -61,19 +60,16 @@ def run_worker(
     *,
     chosen: Collection[str] = (),
     foreign: EngineChoice | None = None,
-    listen: str = "",
     nodes: Sequence[str] = (),
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
     EXIT_PREEMPTED: it was stopped before.
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
-    program that samples; None: one of ours. `listen`: HOST:PORT where other workers get the weights
-    that this one has pulled; "": nowhere. `nodes`: ids of those that it runs; (): all that sample.
+    program that samples; None: one of ours. `nodes`: ids of those that it runs; (): those that
+    sample.
     Raises ValueError for user errors, and NobodyAnswers if trainers do not answer in time.
     """
-    if listen:
-        check_listen("--listen", listen)
     if not addresses(join) and os.path.exists(join := str(named_path("--join", join))):
         checked_path("folder", "--join", join)
     config, graph = settle(config, chosen)
@@ -93,17 +89,17 @@ def run_worker(
     served = read_nodes(nodes, config, graph, source) if nodes else None
     if served is None or served.samples:
         own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
-    if served is not None and not served.samples and (listen or foreign):
+    if served is not None and not served.samples and foreign is not None:
         raise ValueError(
-            f"--nodes={','.join(nodes)} names no node that samples, and "
-            f"{'--listen' if listen else '--engine'} is for a worker that does: take it out"
+            f"--nodes={','.join(nodes)} names no node that samples, and --engine is for a worker "
+            "that does: take it out"
         )
     table = config_table(config)
     tables = shared_tables(table, processes.code_table(), source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    asked = _Asked(config, graph, source, foreign, listen, join, patience)
+    asked = _Asked(config, graph, source, foreign, patience)
     if served is None or not served.units:
-        return _sample(asked, Joining(join, name, tables), name, stop.is_set)
+        return _sample(asked, Joining(join, name, tables), stop.is_set)
     with contextlib.ExitStack() as files:
         units = served.open(files)
         joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
@@ -112,7 +108,7 @@ def run_worker(
             return EXIT_DONE
         if served.samples:
             ended = files.enter_context(serving(service, stop.is_set))
-            code = _sample(asked, Joining(join, name, tables), name, ended)
+            code = _sample(asked, Joining(join, name, tables), ended)
             # the end of the run may have reached the service alone
             return EXIT_DONE if service.finished else code
         service.serve(stop.is_set)
@@ -128,12 +124,10 @@ class _Asked:
     graph: Graph
     source: ModelSource
     foreign: EngineChoice | None
-    listen: str
-    join: str
     patience: Patience
 
 
-def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool]) -> int:
+def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool]) -> int:
     """Samples until the run has ended, or `ended()`; returns the exit code."""
     links = joining.first(asked.patience.join, ended)
     if links is None:
@@ -142,14 +136,10 @@ def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool
     config, graph, source = asked.config, asked.graph, asked.source
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
-        relay = None
-        if asked.listen:
-            relay = Relay.open(asked.listen, None if addresses(asked.join) else asked.join, name)
-            files.enter_context(contextlib.closing(relay))
         if asked.foreign is None:
-            opened = _own_engine(config, graph, source, relay)
+            opened = _own_engine(config, graph, source)
         else:
-            opened = _foreign_engine(asked.foreign, config, graph, source, files, relay)
+            opened = _foreign_engine(asked.foreign, config, graph, source, files)
         worker = _make_worker(config, joining, links, opened, asked.patience)
         if worker is None:
             return EXIT_DONE
@@ -162,8 +152,6 @@ def _sample(asked: _Asked, joining: Joining, name: str, ended: Callable[[], bool
         f"{worker.load_seconds:.3f} s",
         flush=True,
     )
-    if relay is not None:
-        print(f"other workers got {relay.shelf.bytes_served} bytes of weights", flush=True)
     return EXIT_DONE if worker.finished else EXIT_PREEMPTED
 
 
@@ -227,11 +215,11 @@ def _make_worker(
     return worker
 
 
-def _own_engine(config: Config, graph: Graph, source: ModelSource, relay: Relay | None) -> _Opened:
+def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
     """An engine on this machine's devices."""
     own, sizes = own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
-    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor), relay)
+    pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
 
     def pull(links: Links, version: int) -> Any:
         return jax.block_until_ready(sync(pull_trained(links, version)))
@@ -252,7 +240,6 @@ def _foreign_engine(
     graph: Graph,
     source: ModelSource,
     files: contextlib.ExitStack,
-    relay: Relay | None,
 ) -> _Opened:
     """An engine of another program; `files` closes it.
 
@@ -271,7 +258,7 @@ def _foreign_engine(
         raise ValueError(f"{error}; start it, or name another --engine") from error
     files.enter_context(contextlib.closing(engine))
     _, sizes = own_sizes(config, graph, source)
-    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]), relay)
+    pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
 
     def sampler(
         weights: Any, version: int, on_response: Callable[[Response], None]
@@ -286,18 +273,13 @@ def _foreign_engine(
     return _Opened(engine.slots, pull, sampler)
 
 
-def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh, relay: Relay | None) -> Pull:
+def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
     """Pulls weights in the form of training, in the samplers' dtype, to `mesh`."""
     shardings = param_shardings(source.config, mesh)
     target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def pull(links: Links, version: int) -> Any:
-        if relay is None:
-            weights = WeightPull(links.callers)
-        else:
-            weights = WeightPull(
-                links.callers, relay.connect, shelf=relay.shelf, relay=relay.address
-            )
+        weights = WeightPull(links.callers)
         return weights.pull(version, target, PULL_SECONDS, links.incarnation)
 
     return pull
