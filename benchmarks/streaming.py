@@ -30,8 +30,7 @@ machine drifts, and the run with the median seconds counts.
 
 With --workers samplers are programs outside the job, which join it over the real wire. "equal":
 workers with the devices of a cell take at most 1.05 of its seconds. "uneven": a worker and one that
-is twice as fast reach 0.9 of the sum of their rates alone. "paced": the rules of flow.dispatch, on
-lengths of which half of the variance is of rows that come again.
+is twice as fast reach 0.9 of the sum of their rates alone.
 
 With --budget rollouts on shared devices end by a budget of tokens, beside those that end with their
 step's groups. Their seconds must vary at least 3x less, and nothing that was sampled may be lost.
@@ -67,7 +66,7 @@ from streaming_model import (
 from distflow_jax.report.run_writer import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
-FAR = ("equal", "uneven", "paced")  # kinds of runs with workers
+FAR = ("equal", "uneven")  # kinds of runs with workers
 FAR_SECONDS = 60.0  # for workers to end after the last run
 RESPONSES = PROMPTS * SAMPLES  # of a step
 # the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`

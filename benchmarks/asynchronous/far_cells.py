@@ -1,18 +1,15 @@
 """Runs whose samplers are workers: programs outside the trainers' job, on simulated devices.
 
-Homes, wire, leases, dispatch and the pull of the (tiny) weights are real.
+Homes, wire, leases and the pull of the (tiny) weights are real.
 """
 
 import dataclasses
 from typing import Any
 
-import numpy as np
 from asynchronous.engine import SimulatedEngine
 from asynchronous.marked_run import MarkedRun
 from asynchronous.simulated_run import SimulatedCell, SimulatedRun, SimulatedSync
-from streaming_model import CAP, MEDIAN, SAMPLES, SLOTS, Costs
-
-ROWS = 64  # of a data set whose rows differ: two steps are an epoch
+from streaming_model import SLOTS, Costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +19,6 @@ class FarCell(SimulatedCell):
     speeds: tuple[float, ...] = (1.0, 1.0)  # of each worker; at 1 its devices are as all others
     slots: int = SLOTS // 2  # of each worker
     training: int = 0  # devices that train; 0: those that do not sample
-    dispatch: str = "paced"
-    known: float = 0.0  # share of the variance of lengths' logarithms that is of the row
 
     @property
     def own_devices(self) -> bool:
@@ -44,33 +39,20 @@ class FarCell(SimulatedCell):
     def name(self) -> str:
         """Of its folder."""
         speeds = "+".join(f"{speed:g}" for speed in self.speeds)
-        return f"{super().name}-far-{speeds}-{self.dispatch}-{self.known:g}-{self.seed}"
+        return f"{super().name}-far-{speeds}-{self.seed}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key, of trainers and workers."""
         changed = super().settings()
         del changed["mesh.roles"]
-        changed |= {"flow.workers": True, "flow.dispatch": self.dispatch}
+        changed["flow.workers"] = True
         changed["rollout.num_slots"] = self.slots
         changed["flow.starved_seconds"] = 60.0
-        if self.known:
-            changed["data.train"] = f"task:arithmetic?operands=2&operators=+-&digits=2&size={ROWS}"
         return changed
 
     def make_run(self, *given: Any) -> MarkedRun:
         """The run of the trainers; `given`: what a Run takes."""
         return FarRun(self, *given)
-
-    def drawn(self, counter: int, row: int) -> np.ndarray:
-        """Tokens of the responses to a prompt, int [samples]."""
-        rng = np.random.default_rng((self.seed, counter))
-        if not self.known:
-            return self.lengths.lengths(rng, SAMPLES)
-        (of_row,) = np.random.default_rng((self.seed, row, 1)).standard_normal(1)
-        own = rng.standard_normal(SAMPLES)
-        spread = np.sqrt(self.known) * of_row + np.sqrt(1 - self.known) * own
-        tokens = MEDIAN * np.exp(self.lengths.sigma * spread)
-        return np.clip(np.rint(tokens), 1, CAP).astype(int)
 
 
 class FarRun(SimulatedRun):

@@ -16,8 +16,6 @@ EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, 
 MOST_SLOWER = 1.05  # of the in-job cell's seconds
 LEAST_RATE = 0.9  # of the summed rates of a fast and a slow worker
 POOL = {"workload": "mild-2", "schedule": "in_flight", "lag": 4, "training": 32}
-PACED = {"workload": "heavy-2", "schedule": "in_flight", "lag": 2, "samplers": 4, "training": 16}
-KNOWN = 0.5  # share of the lengths' variance that is of rows
 HEADER = (
     "| cell | s a step | tokens/s | beside | ratio | workers idle | CPU of the machine | |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -25,7 +23,7 @@ HEADER = (
 
 
 def cells_of(args: argparse.Namespace) -> list[SimulatedCell]:
-    """All runs: within the job and with equal workers, of uneven pools, and by each rule."""
+    """All runs: within the job and with equal workers, and of uneven pools."""
     common = {"steps": args.steps, "warmup": args.warmup}
     cells: list[SimulatedCell] = []
     if "equal" in args.workers:
@@ -36,15 +34,7 @@ def cells_of(args: argparse.Namespace) -> list[SimulatedCell]:
     if "uneven" in args.workers:
         for speeds in ((2.0,), (1.0,), (2.0, 1.0)):
             told = {**POOL, **common, "samplers": len(speeds), "speeds": speeds}
-            if len(speeds) > 1:
-                cells.append(FarCell(**(told | {"dispatch": "longest"})))
             cells.append(FarCell(**told))
-    if "paced" in args.workers:
-        slow = {"samplers": 4, "speeds": (1.0, 1.0, 0.5, 0.5), "slots": 64}
-        for pool in ({"speeds": (1.0,) * 4, "slots": 64}, slow):
-            for dispatch in ("longest", "paced"):
-                told = {**PACED, **common, **pool, "dispatch": dispatch, "known": KNOWN}
-                cells.append(FarCell(**told))
     return cells
 
 
@@ -76,13 +66,8 @@ def compared(results: Sequence[dict[str, Any]], most_cpu: float, cpu: str) -> li
         elif far and x["workload"] == POOL["workload"]:
             total = sum(one["rate"] for one in alone)
             beside, ratio = "sum of both alone", x["rate"] / total
-            if ratio < LEAST_RATE and x["dispatch"] != "longest":
+            if ratio < LEAST_RATE:
                 problems.append(f"below {LEAST_RATE}")
-        elif far and x["known"]:
-            if x["dispatch"] == "longest":
-                base = x
-            else:
-                beside, ratio = "longest", base["seconds"] / x["seconds"]
         elif far:
             beside, ratio = "within the job", base["seconds"] / x["seconds"]
             if ratio < 1 / MOST_SLOWER:

@@ -5,21 +5,19 @@ import dataclasses
 import json
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from asynchronous.engine import DecodeCosts, SimulatedEngine
+from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
 from asynchronous.far_cells import FarCell
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import own_cpu_seconds
-from streaming_model import EXPOSED, SLOT_STEP, STEP, Costs
+from streaming_model import EXPOSED, SAMPLES, SLOT_STEP, STEP, Costs
 
-from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
-from distflow_jax.flow.homes.home import Key
+from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining, Links
@@ -34,41 +32,19 @@ from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes
-from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 
 START_SECONDS = 300.0  # for trainers to open their doors
 
 
-class RowLengths:
-    """Lengths of responses by prompt and row."""
-
-    def __init__(self, cell: FarCell):
-        self._cell = cell
-        self.rows: dict[int, int] = {}  # by counter
-        self._known: dict[int, Any] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, counter: int, sample: int) -> int:
-        """Tokens of a response."""
-        with self._lock:
-            if counter not in self._known:
-                self._known[counter] = self._cell.drawn(counter, self.rows[counter])
-            return int(self._known[counter][sample])
-
-
 class SimulatedSampler(EpisodeSampler):
     """An EpisodeSampler whose swaps take seconds of its devices."""
 
-    def __init__(self, *given: Any, lane: Lane, lengths: RowLengths, swap: float, **options: Any):
+    def __init__(self, *given: Any, lane: Lane, swap: float, **options: Any):
         """`swap`: seconds for which it does not decode; the rest as EpisodeSampler."""
         super().__init__(*given, **options)
-        self._lane, self._row_lengths, self._swap = lane, lengths, swap
-
-    def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
-        """Adds a request."""
-        self._row_lengths.rows[request.prompt.counter] = request.prompt.row
-        super().submit(key, request, progress)
+        self._lane, self._swap = lane, swap
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights."""
@@ -99,7 +75,7 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         return
     own = dataclasses.replace(config, mesh=MeshConfig())
     sizes = derive_sizes(own, source.config, Machine.current(), graph)
-    lane, lengths, speed = Lane(cell.devices), RowLengths(cell), cell.speeds[number]
+    lane, speed = Lane(cell.devices), cell.speeds[number]
     engine = SimulatedEngine(
         source.config,
         sizes.engine,
@@ -108,7 +84,7 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         token=source.tokenizer.encode("7")[0],
         lane=lane,
         costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
-        lengths=lengths,
+        lengths=DrawnLengths(cell.lengths.lengths, cell.seed, SAMPLES),
     )
     swap, ended = Costs.of(cell.lengths).swap, collections.deque[Response]()
     state = SamplerState(_weights(), links.first_version, engine.init_decode_state())
@@ -116,7 +92,6 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         *(engine, state),
         on_response=ended.append,
         lane=lane,
-        lengths=lengths,
         swap=EXPOSED * swap,
     )
     began, cpu = time.perf_counter(), own_cpu_seconds()

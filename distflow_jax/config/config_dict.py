@@ -29,7 +29,8 @@ MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 
 # {key of an earlier release: its name today}
 RENAMED = {"mesh.stage": "mesh.pipeline"}
-REMOVED = ("flow.stagger",)  # keys of earlier releases that need nothing in their place
+# keys of earlier releases that need nothing in their place
+REMOVED = ("flow.stagger", "flow.dispatch")
 # errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and
 # AttributeError mean an unknown key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)

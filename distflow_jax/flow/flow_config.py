@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
 from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
@@ -56,9 +55,6 @@ class FlowConfig:
     lease_seconds: float = 60.0
     # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
     starved_seconds: float = 600.0
-    # which groups a worker gets of those that may begin: longest, the longest expected first; or
-    # paced, at most as many as keep the end of the step earliest by the workers' measured times
-    dispatch: str = "paced"
     max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
 
     def __post_init__(self):
@@ -150,16 +146,6 @@ class FlowConfig:
             raise ValueError(
                 f"flow.lease_seconds={self.lease_seconds:g} would end between two words of a "
                 f"worker: use at least {2 * self.save_seconds:g}, twice flow.save_seconds"
-            )
-        if self.dispatch not in DISPATCHES:
-            gone = ", which is gone: use 'paced'" if self.dispatch == "skewed" else ""
-            raise ValueError(
-                f"flow.dispatch must be one of {', '.join(DISPATCHES)}, got {self.dispatch!r}{gone}"
-            )
-        if self.dispatch != "paced" and not self.workers:
-            raise ValueError(
-                f"flow.dispatch={self.dispatch!r} says which worker gets which groups, and without "
-                "flow.workers=True there are none; take it out"
             )
         if self.max_tries < 1:
             raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")

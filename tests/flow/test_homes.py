@@ -10,8 +10,6 @@ import random
 
 import pytest
 
-from distflow_jax.flow.dispatch.dispatch_rule import DISPATCHES
-from distflow_jax.flow.dispatch.fleet import Fleet, Report
 from distflow_jax.flow.homes.home import ANSWER_BYTES, Begun, Home, Piece
 from distflow_jax.flow.homes.open_group import PIECES_BYTES
 from distflow_jax.flow.homes.refills import Refills
@@ -98,21 +96,21 @@ def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once(
 ALL = 10**9  # room of a worker that wants everything
 
 
-@pytest.mark.parametrize("report", [None, Report(ALL, 0)], ids=["says_nothing", "has_slots"])
+@pytest.mark.parametrize("slots", [0, ALL], ids=["says_nothing", "has_slots"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, report):
+def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, slots):
     """It asks before the other one, as soon as its leases have ended."""
     home, now = home_of(exact=exact), 0.0
     for counter in range(8):
         home.begin(group(counter), {})
-    assert len(home.ask("greedy", 0, ALL, now, report)) == 8  # nobody else is there
+    assert len(home.ask("greedy", 0, ALL, now, slots)) == 8  # nobody else is there
     assert counters(home.ask("honest", 0, 4, now)) == []
     greedy, honest, told = [], [], set()
     for counter in range(8, 408):
         home.begin(group(counter), {})
         now += LEASE / 5
         told.update(home.expire(now))
-        greedy += [(now, c) for c in counters(home.ask("greedy", 0, ALL, now, report))]
+        greedy += [(now, c) for c in counters(home.ask("greedy", 0, ALL, now, slots))]
         for one in counters(home.ask("honest", 0, 4, now)):
             assert not home.bring("honest", (one, "gen"), {s: piece([0]) for s in (0, 1)}, now)
             honest.append(one)
@@ -129,11 +127,11 @@ def test_a_worker_holds_twice_as_many_responses_as_it_has_slots():
     home = home_of()
     for counter in range(40):
         home.begin(group(counter), {})
-    assert len(home.ask("a", 0, ALL, 0.0, Report(8, 0))) == 8  # of two responses each
-    assert home.ask("a", 0, ALL, 0.0, Report(8, 0)) == []
+    assert len(home.ask("a", 0, ALL, 0.0, slots=8)) == 8  # of two responses each
+    assert home.ask("a", 0, ALL, 0.0, slots=8) == []
     home.bring("a", (0, "gen"), {s: piece([0]) for s in (0, 1)}, 1.0)
-    assert len(home.ask("a", 0, ALL, 1.0, Report(8, 0))) == 1
-    assert len(home.ask("b", 0, ALL, 1.0, Report(3, 0))) == 3
+    assert len(home.ask("a", 0, ALL, 1.0, slots=8)) == 1
+    assert len(home.ask("b", 0, ALL, 1.0, slots=3)) == 3
 
 
 def test_news_without_a_token_prolong_no_lease_for_ever():
@@ -311,7 +309,6 @@ class Job:
                 lease_seconds=LEASE,
                 max_tries=2,
                 differs=unlike,
-                fleet=Fleet(self.random.choice(DISPATCHES), exact=self.exact),
             )
             for _ in range(self.processes)
         ]
@@ -416,8 +413,8 @@ class Job:
     def claim(self):
         """Takes everything, whatever it is."""
         for home, tasks in zip(self.homes, self.tasks, strict=True):
-            report = self.random.choice([None, Report(ALL, 0)])
-            given = home.ask("greedy", home.wanted()[0], ALL, self.now, report)
+            slots = self.random.choice([0, ALL])
+            given = home.ask("greedy", home.wanted()[0], ALL, self.now, slots)
             self.num_claimed += len(given)
             while tasks.ask("greedy", ["score"], self.now) is not None:
                 self.num_claimed += 1
@@ -435,12 +432,8 @@ class Job:
                 self.send(name, key, task, goes_on=False)
             return
         room = self.random.randrange(6)
-        report = None
-        if self.random.random() < 0.9:
-            active = SAMPLES * len(worker["tasks"])
-            pace = ((1.0, self.random.uniform(0.1, 2)), (8.0, self.random.uniform(0.1, 9)))
-            report = Report(active + room, active, pace)
-        given = self.homes[place].ask(name, worker["held"], room, self.now, report)
+        slots = SAMPLES * len(worker["tasks"]) + room if self.random.random() < 0.9 else 0
+        given = self.homes[place].ask(name, worker["held"], room, self.now, slots)
         if self.random.random() < 0.05:
             return  # the answer is lost
         for work in given:

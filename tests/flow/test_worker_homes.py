@@ -25,7 +25,6 @@ from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
-from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
 from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
@@ -289,7 +288,7 @@ def tables_of(trainers):
     """Entries of every table of a home and its door, by owner and name."""
     sampler, answers = trainers.samplers[0], trainers.answers[0]
     home, tasks = sampler.home, sampler.tasks
-    owners = [answers, sampler, home, home.fleet, home.workers, tasks, tasks.workers]
+    owners = [answers, sampler, home, home.workers, tasks, tasks.workers]
     kinds = (dict, set, list)
     return [{n: len(v) for n, v in vars(one).items() if isinstance(v, kinds)} for one in owners]
 
@@ -301,7 +300,7 @@ def joined(folder, count):
     for number in range(count):
         nodes = ["score"] if number % 4 == 0 else []
         links = Joining(str(folder), f"w{number}", TABLES, nodes).first(HANG)
-        told = {"version": 0, "room": 4, "report": Report(4, 0).facts()}
+        told = {"version": 0, "room": 4, "slots": 4}
         links.call(links.callers[0], "ask", Frame(told | ({"nodes": nodes} if nodes else {})))
         if number % 2:
             leave(links)

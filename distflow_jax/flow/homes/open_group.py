@@ -33,7 +33,6 @@ class Begun:
     order: tuple[float, ...]  # of groups of one step, lowest first
     content: Any  # what a worker needs to answer it
     size: int = 0  # bytes of it, where they are many
-    expected: float = 1.0  # tokens of a response
 
 
 @dataclasses.dataclass(eq=False)

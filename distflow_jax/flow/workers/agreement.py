@@ -29,7 +29,6 @@ OWN_KEYS = frozenset(
         "flow.lease_seconds",
         "flow.starved_seconds",
         "flow.max_tries",
-        "flow.dispatch",
         *(
             f"rollout.{key}"
             for key in (

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
-from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
@@ -60,8 +59,7 @@ class Worker:
         responses at a time; `cache`: as of Scheduler.load; `ended`: where it puts responses."""
         self._sampler, self._ended = sampler, ended
         self._pull, self._pace, self._slots, self._cache = pull, pace, slots, cache
-        times = SlotTimes(slots)
-        self._shared = Shared(version=sampler.version, newest=links.newest, times=times)
+        self._shared = Shared(version=sampler.version, newest=links.newest, slots=slots)
         self._talk = Talk(
             links, joining, self._shared, orphan_seconds=pace.orphan, save_seconds=pace.save
         )
@@ -134,7 +132,6 @@ class Worker:
                 shared.goes[key] = Progress({e.response.sample: e for e in episodes})
             coming = sum(work.lacks for work in shared.came)
             under_way = self._under_way()
-            shared.times.round(under_way, counts.tokens)
             shared.room = max(0, self._slots - under_way - coming)
             if self._open:
                 shared.asked = 0

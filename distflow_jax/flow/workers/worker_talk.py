@@ -8,7 +8,6 @@ import threading
 import time
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.flow.dispatch.slot_times import SlotTimes
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
@@ -58,7 +57,7 @@ class Shared:
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
-    times: SlotTimes = dataclasses.field(default_factory=SlotTimes)
+    slots: int = 0  # of the sampler
     rejoined: bool = False  # the run was started again, and the main thread has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
@@ -176,10 +175,9 @@ class Talk:
         for caller in callers[first:] + callers[:first]:
             with shared.lock:
                 room, held = shared.room, shared.version
-                report = shared.times.report(room).facts()
             if shared.over or held < 0:
                 room = 0
-            told = {"version": held, "room": room, "report": report}
+            told = {"version": held, "room": room, "slots": shared.slots}
             answer = self._call(caller, "ask", Frame(told))
             if answer is None:
                 return False

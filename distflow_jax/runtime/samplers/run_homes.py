@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
-from distflow_jax.flow.dispatch.fleet import Fleet
 from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
@@ -55,7 +54,6 @@ def make_home_sampler(
         lease_seconds=config.lease_seconds,
         max_tries=config.max_tries,
         differs=differs,
-        fleet=Fleet(config.dispatch, exact=config.swap == "boundary"),
     )
     ahead = {node.id for node in nodes_ahead(prepared.plan)}
     sampled = {task.node.id for task in sampling_tasks(prepared.plan)}
