@@ -43,9 +43,11 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.served_nodes.node_frames import (
     NodeResult,
@@ -54,10 +56,8 @@ from distflow_jax.flow.served_nodes.node_frames import (
     task_frame,
     work_of_task,
 )
-from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.door import Door
-from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 

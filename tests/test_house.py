@@ -64,6 +64,18 @@ INNER_FLOORS = {
         {"drawing", "json_lines", "log_lines"},
     ],
     "training": [{"objectives"}, {"."}],
+    "flow": [
+        {"budgets"},
+        {"waves"},
+        {"flow"},
+        {"publishing"},
+        {"served_nodes"},
+        {"homes", "workers"},
+        {"frames"},
+        {"."},
+        {"wire"},
+    ],
+    "runtime": [{"samplers"}, {"."}],
     "rollout": [
         {"foreign"},
         {"sampler"},

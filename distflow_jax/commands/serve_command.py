@@ -11,7 +11,7 @@ from distflow_jax.observe.memory import GIB, peak_memory_gb
 from distflow_jax.planning.plan_run import open_configured, prompt_encoder, settled_config
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.runtime.samplers.make_sampler import make_engine
+from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes, read_weights
 from distflow_jax.serving.access import Access, read_access
 from distflow_jax.serving.jetstream import GREEDY, door_config, prepare

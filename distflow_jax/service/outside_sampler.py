@@ -11,9 +11,9 @@ import jax
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Links, leave
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.models.decoder_config import DecoderConfig

@@ -14,11 +14,10 @@ from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.homes.home_thread import HomeThread
-from distflow_jax.flow.homes.open_group import Piece
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.producer import SamplingNode
-from distflow_jax.flow.saved_samples import SavedSamples
+from distflow_jax.flow.saved_samples import Piece, SavedSamples
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 

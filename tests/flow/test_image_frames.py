@@ -10,12 +10,12 @@ from support.tiny_model import prompt_of
 from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.flow.frames.frames import Frame, work_frame, work_of
+from distflow_jax.flow.frames.image_frames import image_bytes
 from distflow_jax.flow.homes import home_sampler
 from distflow_jax.flow.homes.home import ANSWER_BYTES, Begun, Home
 from distflow_jax.flow.homes.home_sampler import HomeSampler
 from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.workers.frames import Frame, work_frame, work_of
-from distflow_jax.flow.workers.image_frames import image_bytes
 from distflow_jax.images.prompt_images import prompt_images
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 

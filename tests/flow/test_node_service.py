@@ -21,10 +21,12 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.flow_checks import sampling_tasks
+from distflow_jax.flow.frames.frames import Frame
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import NODE_TABLE, QUICK, HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.node_tasks import NodeTasks
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
 from distflow_jax.flow.lag_rule import Rule
@@ -40,11 +42,9 @@ from distflow_jax.flow.served_nodes.node_frames import (
     work_of_task,
 )
 from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
-from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.served_nodes.plain_values import of_plain, to_plain
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors
-from distflow_jax.flow.workers.frames import Frame
 from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.layout import Layout, Parts

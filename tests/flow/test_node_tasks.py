@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.flow.served_nodes.node_tasks import NodeTask, NodeTasks
+from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
 
 LEASE = 10.0
 

@@ -25,6 +25,15 @@ from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.frames.frames import (
+    Frame,
+    pieces_of,
+    progress_of,
+    samples_frame,
+    samples_of,
+    work_frame,
+    work_of,
+)
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import HomeDoor, difference
 from distflow_jax.flow.homes.home_sampler import Difference, HomeSampler, differs
@@ -35,15 +44,6 @@ from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers import home_links
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import Doors, addresses, read_doors, start_before
-from distflow_jax.flow.workers.frames import (
-    Frame,
-    pieces_of,
-    progress_of,
-    samples_frame,
-    samples_of,
-    work_frame,
-    work_of,
-)
 from distflow_jax.flow.workers.home_links import JOIN_SECONDS, Joining, leave
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.models.tokenizer import Tokenizer

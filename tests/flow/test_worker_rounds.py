@@ -12,8 +12,8 @@ from support.waiting import until
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.flow.frames.frames import Frame, progress_bytes, samples_of, work_frame
 from distflow_jax.flow.workers import worker, worker_talk
-from distflow_jax.flow.workers.frames import Frame, progress_bytes, samples_of, work_frame
 from distflow_jax.flow.workers.home_links import Links
 from distflow_jax.flow.workers.worker import Pace, Worker
 from distflow_jax.flow.workers.worker_talk import Came

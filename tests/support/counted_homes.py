@@ -16,9 +16,9 @@ from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
+from distflow_jax.flow.homes.node_tasks import NodeTasks
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors, start_before
 from distflow_jax.flow.workers.home_links import Joining

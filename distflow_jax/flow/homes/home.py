@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.flow.homes.leases import Workers
-from distflow_jax.flow.homes.open_group import Begun, Key, OpenGroup, Piece
+from distflow_jax.flow.homes.open_group import Begun, OpenGroup
 from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.saved_samples import Key, Piece
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
 QUOTA = 2  # responses of a worker for each of its slots: some have ended, and are on their way

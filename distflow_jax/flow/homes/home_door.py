@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.flow.homes.home_sampler import HomeSampler
-from distflow_jax.flow.wire.calls import Bytes, Method, Refused
-from distflow_jax.flow.workers.frames import (
+from distflow_jax.flow.frames.frames import (
     Frame,
     checked,
     keys_of,
@@ -22,6 +20,8 @@ from distflow_jax.flow.workers.frames import (
     samples_of,
     work_frame,
 )
+from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a hello
 QUICK = ("ask", "bring", "give", "fail", "leave")  # methods that wait for nobody

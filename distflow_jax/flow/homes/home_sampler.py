@@ -10,10 +10,11 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.flow.homes.home import Begun, Home, Key, Work
-from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
-from distflow_jax.flow.workers.frames import pieces_of, progress_of
-from distflow_jax.flow.workers.image_frames import image_bytes
+from distflow_jax.flow.frames.frames import pieces_of, progress_of
+from distflow_jax.flow.frames.image_frames import image_bytes
+from distflow_jax.flow.homes.home import Begun, Home, Work
+from distflow_jax.flow.homes.node_tasks import NodeTasks
+from distflow_jax.flow.saved_samples import Key
 from distflow_jax.rollout.requests import GroupRequest, Response
 
 MOST_IMAGE_BYTES = 48 << 20  # of a prompt: an answer to a worker has to hold them

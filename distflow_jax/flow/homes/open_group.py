@@ -4,23 +4,10 @@ import dataclasses
 from typing import Any
 
 from distflow_jax.flow.homes.leases import Leased
+from distflow_jax.flow.saved_samples import Key, Piece
 
 PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
-
-Key = tuple[int, str]  # counter of the prompt, id of the node
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of one response, as far as they are known."""
-
-    tokens: int  # that were sampled
-    lowest: int  # version of them, 0 without tokens
-    highest: int  # version of them, 0 without tokens
-    whole: bool  # the response has ended
-    content: Any  # the response itself, or its tokens so far
-    size: int = 0  # bytes of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.dag.plan import Unit
-from distflow_jax.flow.served_nodes.node_tasks import Key
+from distflow_jax.flow.frames.frames import Frame, checked
+from distflow_jax.flow.frames.image_frames import SentImages, images_of, patch_of
+from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.served_nodes.plain_values import of_plain, to_plain
-from distflow_jax.flow.workers.frames import Frame, checked
-from distflow_jax.flow.workers.image_frames import SentImages, images_of, patch_of
 from distflow_jax.layout import Metrics, Parts
 
 _TOKENS = "prompt"  # of the arrays

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from distflow_jax.dag.plan import Unit
+from distflow_jax.flow.frames.frames import Frame
+from distflow_jax.flow.homes.node_tasks import QUOTA
+from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.served_nodes.node_frames import NodeWork, result_frame, work_of_task
-from distflow_jax.flow.served_nodes.node_tasks import QUOTA, Key
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.frames import Frame
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
 from distflow_jax.layout import Metrics
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.flow.frames.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.doors import addresses, read_doors
-from distflow_jax.flow.workers.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.flow.workers.run_token import find_run_token
 
 START_THEM = (

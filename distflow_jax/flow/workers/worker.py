@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
-from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.home_links import Joining, Links, leave
 from distflow_jax.flow.workers.worker_talk import Came, Shared, Talk

@@ -8,10 +8,10 @@ import threading
 import time
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.flow.homes.home import Key
+from distflow_jax.flow.frames.frames import Frame, progress_bytes, samples_frame, work_of
+from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.frames import Frame, progress_bytes, samples_frame, work_of
 from distflow_jax.flow.workers.home_links import Joining, Links
 from distflow_jax.rollout.requests import GroupRequest
 

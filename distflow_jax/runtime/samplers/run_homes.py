@@ -12,21 +12,21 @@ import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
+from distflow_jax.flow.frames.frames import FRAME_BYTES
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.home_thread import HomeThread
+from distflow_jax.flow.homes.node_tasks import NodeTasks
 from distflow_jax.flow.host_nodes import HostThread
 from distflow_jax.flow.publishing.delivery import Delivery
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
-from distflow_jax.flow.served_nodes.node_tasks import NodeTasks
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import Doors, announced, own_address, start_before
-from distflow_jax.flow.workers.frames import FRAME_BYTES
 from distflow_jax.flow.workers.run_token import make_run_token
 from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.models import lora

@@ -36,8 +36,8 @@ from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
-from distflow_jax.runtime.samplers.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.run_nodes import (
     join_for_nodes,
     own_sizes,

@@ -12,10 +12,9 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.flow.homes.home import Piece
-from distflow_jax.flow.saved_samples import Arrays, Key, SavedSamples, to_arrays
+from distflow_jax.flow.frames.image_frames import SentImages, images_of, patch_of
+from distflow_jax.flow.saved_samples import Arrays, Key, Piece, SavedSamples, to_arrays
 from distflow_jax.flow.wire.calls import Bytes
-from distflow_jax.flow.workers.image_frames import SentImages, images_of, patch_of
 from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
 
 _T = TypeVar("_T")

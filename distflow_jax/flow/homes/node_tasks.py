@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from distflow_jax.flow.homes.leases import Leased, Workers
+from distflow_jax.flow.saved_samples import Key
 
 QUOTA = 2  # tasks of a worker: one that runs, and one that is next
-
-Key = tuple[int, str]  # counter of the prompt, id of the node
 
 
 @dataclasses.dataclass(frozen=True)
