@@ -378,7 +378,11 @@ class Run:
             if missing := runtime.compiled.shortage:
                 raise ValueError(missing)
             self.flow = make_flow(
-                *(self.prepared, runtime, state, self.instruments, self.checkpointer),
+                self.prepared,
+                runtime,
+                state,
+                self.instruments,
+                self.checkpointer,
                 evaluates_ahead(self.config.flow, self.schedule, self.recorder, state.step),
                 self.sync_weights,
             )
@@ -584,7 +588,9 @@ def _end_starved(run: Run, nodes: Sequence[str]) -> int:
     log.warning(
         "no worker was there for %g s%s: stopped after step %d; start again, with workers, to go "
         "on",
-        *(run.config.flow.starved_seconds, _told_of(run, nodes), step),
+        run.config.flow.starved_seconds,
+        _told_of(run, nodes),
+        step,
     )
     return EXIT_PREEMPTED
 

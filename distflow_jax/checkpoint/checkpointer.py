@@ -335,7 +335,10 @@ class Checkpointer:
             for step, reason in unreadable.items():
                 log.warning(
                     "checkpoint %d in %s cannot be read (%s); continuing from checkpoint %d",
-                    *(step, self.folder, reason, fallback),
+                    step,
+                    self.folder,
+                    reason,
+                    fallback,
                 )
 
     def _tidy_up(self) -> None:

@@ -163,7 +163,8 @@ def _lost(path: pathlib.Path, holder: Holder) -> None:
     log.critical(
         "%s took over %s, because this run gave no sign for some time (was it stopped?); this run "
         "ends so that the two do not mix",
-        *(holder.describe(), path.parent),
+        holder.describe(),
+        path.parent,
     )
     logging.shutdown()
     os._exit(EXIT_LOST)
@@ -232,7 +233,9 @@ def _observe(path: pathlib.Path, before: Holder, seconds: float) -> None:
     """Returns once the holder is dead or has gone; raises ValueError if it gives a sign of life."""
     log.warning(
         "%s may still use %s: waiting %.0f s for a sign of life",
-        *(before.describe(), path.parent, seconds),
+        before.describe(),
+        path.parent,
+        seconds,
     )
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

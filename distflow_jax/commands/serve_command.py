@@ -50,7 +50,7 @@ def main(options: SimpleNamespace) -> int:
     encoder = prompt_encoder(source, config.data.image_tokens)
     seeing = encoder if isinstance(encoder, SeeingTokenizer) else None
     server = Server(
-        *(served, engine, jetstream_engine, weights, source.tokenizer, load), seeing=seeing
+        served, engine, jetstream_engine, weights, source.tokenizer, load, seeing=seeing
     )
     code = asyncio.run(serve_until_signal(server, print_ready))
     print("stopped", flush=True)

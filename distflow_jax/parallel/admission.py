@@ -169,7 +169,10 @@ def apply(
                 log.warning(
                     "process %d waits for process 0 at %s, for %.0f s so far (%s): start process "
                     "0, or see its log",
-                    *(index, coordinator, now - began, error),
+                    index,
+                    coordinator,
+                    now - began,
+                    error,
                 )
             if now - began >= seconds:
                 raise ConnectionError(

@@ -214,7 +214,8 @@ class Answer:
                 log.warning(
                     "%s has given no sign of life for %.0f s: it is stopped, or its host is "
                     "overloaded",
-                    *(self._gate, now - heard),
+                    self._gate,
+                    now - heard,
                 )
 
     def _receive(self) -> tuple[bytes, bool]:

@@ -286,7 +286,9 @@ class RewardPool:
             log.warning(
                 "reward.function=%s finds no answer in %d of %d responses: say how to give it in "
                 "data.prompt_suffix, as in ' Put the final answer in \\boxed{}.'",
-                *(self._config.function, no_answer, scored),
+                self._config.function,
+                no_answer,
+                scored,
             )
         self._looked = bool(parts) or self._looked
         found = {"reward/errors": failed - timeouts, "reward/timeouts": timeouts}

@@ -284,7 +284,10 @@ class WaveSteps:
         batch = self._batch
         with processes.coordinating():
             packed = field_moves.pack_as_written(
-                *(batch.store, batch.shares, edge, batch.meshes[edge.source_layout]),
+                batch.store,
+                batch.shares,
+                edge,
+                batch.meshes[edge.source_layout],
                 column,
                 dtype,
             )
@@ -294,9 +297,7 @@ class WaveSteps:
         self, step: int, states: dict[str, Any], span: Span, rehearse: Rehearse | None
     ) -> Metrics:
         batch, ran = self._batch, self._found.ran
-        measured = run_units(
-            *(self._waiting, step, self._runners, states, batch, span, ran, rehearse)
-        )
+        measured = run_units(self._waiting, step, self._runners, states, batch, span, ran, rehearse)
         return batch.merged(measured)
 
     def _merged(self) -> Metrics:

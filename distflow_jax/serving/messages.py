@@ -124,7 +124,7 @@ def sample_request(
         uid = _integer(message, "uid", 0, 0, MAX_UID)
     first = _integer(message, "first_sample", 0, 0, MAX_UID - samples)
     prompt = Prompt(
-        *(uid, uid, read.tokens, read.text, "", None, {}), images=read.images, patch=read.patch
+        uid, uid, read.tokens, read.text, "", None, {}, images=read.images, patch=read.patch
     )
     return SampleRequest(
         # no rank: clients take slots in the order of arrival, so that none waits for ever

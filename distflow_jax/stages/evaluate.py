@@ -123,7 +123,11 @@ class Evaluation:
         """
         prompts = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in self.prompts]
         state, episodes, _ = sample_episodes(
-            *(self.engine, state, prompts, self.sampling, self.environments),
+            self.engine,
+            state,
+            prompts,
+            self.sampling,
+            self.environments,
             on_response=on_response,
         )
         return state, episodes

@@ -204,7 +204,11 @@ def _tell_differing(home: Home, worker: str) -> None:
         log.warning(
             "response %d to prompt %d differs at token %d: %s counts, and %s of %s does not; "
             "one version on every worker should give one response",
-            *(sample, counter, where.place, *map(_named, where.tokens), worker),
+            sample,
+            counter,
+            where.place,
+            *map(_named, where.tokens),
+            worker,
         )
 
 

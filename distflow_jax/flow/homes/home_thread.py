@@ -139,6 +139,9 @@ class HomeThread:
             log.warning(
                 "no worker%s was at work for %.0f s, and %d groups wait for one%s; start one: %s%s",
                 f" that runs node {missing[0]!r}" if served else "",
-                *(now - self._alone_since, groups, lacking, self._how),
+                now - self._alone_since,
+                groups,
+                lacking,
+                self._how,
                 f" --nodes={missing[0]}" if served else "",
             )

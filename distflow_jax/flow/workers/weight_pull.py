@@ -262,7 +262,9 @@ class _Fetch:
                 if new:
                     log.warning(
                         "weights of version %d come no longer from %s: %s",
-                        *(self.version, source.address, error),
+                        self.version,
+                        source.address,
+                        error,
                     )
         with self._lock:
             reasons = "; ".join(sorted(set(self._out.values())))

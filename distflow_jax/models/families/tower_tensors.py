@@ -25,7 +25,10 @@ def siglip_weights(c: VisionConfig, prefix: str) -> tuple[Weight, ...]:
     conv = Weight(
         prefix + "embeddings.patch_embedding.weight",
         "patch",
-        *((D, 3, P, P), (D, 3, P, P), (2, 3, 1, 0), (1, P * P * 3, D)),
+        (D, 3, P, P),
+        (D, 3, P, P),
+        (2, 3, 1, 0),
+        (1, P * P * 3, D),
     )
     attention = [
         weight
@@ -74,7 +77,10 @@ def qwen_weights(c: VisionConfig, prefix: str) -> tuple[Weight, ...]:
     conv = Weight(
         prefix + "patch_embed.proj.weight",
         "patch",
-        *(kernel, kernel, (2, 3, 4, 1, 0), (frames, P * P * 3, D)),
+        kernel,
+        kernel,
+        (2, 3, 4, 1, 0),
+        (frames, P * P * 3, D),
     )
     weights = [
         conv,
@@ -82,7 +88,10 @@ def qwen_weights(c: VisionConfig, prefix: str) -> tuple[Weight, ...]:
         Weight(
             f"{layer}attn.qkv.bias",
             "layers/qkv_bias",
-            *((3 * D,), (3, N, H), (0, 1, 2), (3, N, H)),
+            (3 * D,),
+            (3, N, H),
+            (0, 1, 2),
+            (3, N, H),
         ),
         heads_out(layer + "attn.proj.weight", "layers/output", D, N, H),
         plain(layer + "attn.proj.bias", "layers/output_bias", D),
@@ -133,7 +142,10 @@ def _qkv(source: str, width: int, heads: int, head_dim: int) -> Weight:
     return Weight(
         source,
         "layers/qkv",
-        *((3 * heads * head_dim, width), split, (3, 0, 1, 2), (width, 3, heads, head_dim)),
+        (3 * heads * head_dim, width),
+        split,
+        (3, 0, 1, 2),
+        (width, 3, heads, head_dim),
     )
 
 

@@ -344,7 +344,12 @@ class ForeignScheduler:
             uid = (entry.group.request.prompt.counter, entry.partial.sample)
             log.warning(
                 "%s: response %s of prompt %d, try %d of %d: %s",
-                *(self.engine.name, uid[1], uid[0], tries, self._limits.most_tries, failure.reason),
+                self.engine.name,
+                uid[1],
+                uid[0],
+                tries,
+                self._limits.most_tries,
+                failure.reason,
             )
             pause = min(MOST_PAUSE, LEAST_PAUSE * 2 ** max(0, tries - 1))
             self._later.append((time.monotonic() + pause, entry.group, entry.partial))

@@ -84,7 +84,10 @@ class EngineChoice:
         settings = self.settings
         root = pathlib.Path(settings.folder) if settings.folder else place
         folders = WeightFolders(
-            *(root, source.config, source.tokenizer, source.tokenizer_folder),
+            root,
+            source.config,
+            source.tokenizer,
+            source.tokenizer_folder,
             dtype=settings.dtype,
             seen_as=settings.seen_as,
         )

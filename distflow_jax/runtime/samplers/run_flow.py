@@ -98,13 +98,19 @@ def make_flow(
     producer = _producer(prepared, runtime, state, tasks, added)
     if config.flow.workers:
         delivery = deliver_to_workers(
-            *(prepared, state, producer, runtime.offload),
+            prepared,
+            state,
+            producer,
+            runtime.offload,
             checkpointer.folder,
             publish,
         )
     else:
         delivery = make_delivery(
-            *(config.flow, producer, runtime.sync, publish),
+            config.flow,
+            producer,
+            runtime.sync,
+            publish,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
     return Flow(
@@ -205,7 +211,8 @@ def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) ->
             "the samples that the checkpoint of step %d needs are not complete: the run goes on "
             "after step %d, its last complete one; give it more time to end by the launcher's "
             "--grace_seconds",
-            *(step, complete),
+            step,
+            complete,
         )
 
 
@@ -218,13 +225,16 @@ def _tell_of_lag(added: Sequence[Addition], config: FlowConfig, step: int) -> No
         log.warning(
             "the checkpoint of step %d holds samples that flow.max_lag=%d began: they are trained "
             "on in their steps, some of them older than flow.max_lag=%d",
-            *(step, before, config.max_lag),
+            step,
+            before,
+            config.max_lag,
         )
         return
     log.warning(
         "the checkpoint of step %d holds samples that flow.max_lag=%d began: with flow.max_lag=0 "
         "they are dropped, and sampled again; give a flow.max_lag to train on them",
-        *(step, before),
+        step,
+        before,
     )
 
 

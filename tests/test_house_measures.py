@@ -1,0 +1,117 @@
+"""The measures of the house see through what would get round them."""
+
+import ast
+import re
+
+import pytest
+from support import house_measures
+from support.paths import ROOT
+
+PACKAGE = ROOT / "distflow_jax"
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {str(p.relative_to(PACKAGE)): p.read_text() for p in PACKAGE.rglob("*.py")}
+
+
+def moved(sources, old, new):
+    return {new if path == old else path: text for path, text in sources.items()}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("runtime/samplers/run_flow.py", "runtime/ahead.py"),
+        ("planning/plan_run.py", "planning/agreement_of_settings.py"),
+        ("flow/flow.py", "runtime/run_ahead.py"),
+        ("run.py", "runtime/steps.py"),
+    ],
+)
+def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
+    before = house_measures.mode_conditions(sources)
+    after = house_measures.mode_conditions(moved(sources, old, new))
+    assert after[new] == before[old] > house_measures.mode_conditions({}).get(old, 3)
+    assert sum(after.values()) >= sum(before.values()) - 3
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "config.flow.max_lag",
+        "not config.flow.ahead and ready",
+        "self._flow is None",
+        "self._flow",
+        "isinstance(source, Flow)",
+        "ready or isinstance(source, (Flow, int))",
+        "plan.region is not None",
+        "settings.rollout.environment == ''",
+    ],
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "if {}:\n            return 1",
+        "while {}:\n            return 1",
+        "return 1 if {} else 2",
+        "return [x for x in y if {}]",
+        "return ready and {}",
+        "match {}:\n            case True:\n                return 1",
+    ],
+)
+def test_conditions_are_seen_in_every_form(form, test):
+    use = f"class A:\n    _flow: Flow | None\n    def f(self, config, plan):\n        {form}"
+    sources = {
+        "flow/section.py": "class FlowConfig:\n    max_lag: int = 0\n    ahead: bool = False\n",
+        "flow/one.py": "class Flow:\n    pass\n",
+        "anywhere.py": use.format(test),
+    }
+    assert house_measures.mode_conditions(sources) == {"anywhere.py": 1}
+
+
+def test_other_conditions_count_nothing():
+    text = "def f(x: int | None, flow):\n    if x is None or flow.other:\n        return 1\n"
+    sources = {"flow/section.py": "class FlowConfig:\n    max_lag: int = 0\n", "a.py": text}
+    assert house_measures.mode_conditions(sources) == {}
+
+
+def split(text, name):
+    """The class cut into a mixin with all methods but its constructor, and itself."""
+    (node,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
+    lines = text.splitlines()
+    methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
+    first = min(one.lineno for n in methods[1:] for one in (n, *n.decorator_list))
+    head = lines[: node.lineno - 1]
+    mixin = ["class Half:", *lines[first - 1 : node.end_lineno]]
+    own = [re.sub(r"class (\w+).*:", r"class \1(Half):", lines[node.lineno - 1])]
+    return "\n".join([*head, *mixin, *own, *lines[node.lineno : first - 1]])
+
+
+@pytest.mark.parametrize(
+    "path, name", [("flow/flow.py", "Flow"), ("runtime/wave_steps.py", "WaveSteps")]
+)
+def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):
+    before = house_measures.collaborators(sources)[f"{path}:{name}"]
+    after = house_measures.collaborators(sources | {path: split(sources[path], name)})
+    assert after[f"{path}:{name}"] == before > 12
+
+
+def test_collaborators_are_imports_and_what_a_constructor_takes():
+    text = (
+        "from distflow_jax.other import A, B, unused\n"
+        "class C:\n"
+        "    def __init__(self, a: A, size: int, then: Callable[[], None], other):\n"
+        "        self.b = B(size)\n"
+    )
+    assert house_measures.collaborators({"x.py": text}) == {"x.py:C": 4}
+
+
+def test_calls_that_unpack_what_stands_there_are_counted():
+    text = "f(*(1, 2), 3)\nf(*[1])\nf(*rest)\ng = (*(1, 2), 3)\n"
+    assert house_measures.packed_calls({"x.py": text}) == 2
+
+
+def test_lines_are_those_of_the_room_wherever_a_module_stands(sources):
+    before = house_measures.lines_by_room(sources)
+    after = house_measures.lines_by_room(moved(sources, "flow/flow.py", "flow/deep/in/it.py"))
+    assert after == before
