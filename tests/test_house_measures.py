@@ -96,6 +96,13 @@ def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):
     assert after[f"{path}:{name}"] == before > 12
 
 
+def test_a_class_that_moves_beside_its_user_stays_its_collaborator():
+    other, use = "class A:\n    pass\n", "class C:\n    def f(self):\n        return A()\n"
+    apart = {"a.py": other, "c.py": "from distflow_jax.a import A\n" + use}
+    assert house_measures.collaborators(apart)["c.py:C"] == 1
+    assert house_measures.collaborators({"c.py": other + use})["c.py:C"] == 1
+
+
 def test_collaborators_are_imports_and_what_a_constructor_takes():
     text = (
         "from distflow_jax.other import A, B, unused\n"

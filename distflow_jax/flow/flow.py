@@ -3,7 +3,7 @@
 The rule of lag_rule.py says which groups may begin and which of them a step takes; nothing else
 decides, and no process asks another one. What processes tell each other is that they have their
 groups of a step, and a region's verdicts, once for each step (parallel/background_gather.py). With
-swaps at boundaries verdicts follow each round of a region instead (region_rounds.py).
+swaps at boundaries verdicts follow each round of a region instead (RegionRounds).
 """
 
 import contextlib
@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -27,18 +29,18 @@ from distflow_jax.flow.host_nodes import NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.delivery import Delivery
-from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.flow.step_groups import StepGroups
-from distflow_jax.flow.swap_times import SwapTimes
-from distflow_jax.layout import Metrics
+from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.watchdog.gossip import OTHERS
 
+_NAMES = ("leave", "arrive", "exposed", "hidden")
+_BYTES = "bytes"
 IDLE_SECONDS = 0.01  # between two looks at what other threads have done
 ALL = sys.maxsize  # above every counter
 NOTE_SECONDS = 0.5  # between two words to the watchdog on what the training waits for
@@ -403,3 +405,104 @@ def _exact_order(
         known=rounds.known if rounds else lambda end: True,
         due=evaluations.due if evaluations else lambda version: False,
     )
+
+
+class RegionRounds:
+    """Tells all processes the verdicts of a round's groups as soon as these have ended.
+
+    All processes have the same rounds in the same order, each at its own time. One thread uses it.
+    """
+
+    def __init__(self, producer: Producer, gather: BackgroundGather):
+        """`gather`: nothing else uses it."""
+        self._producer, self._gather = producer, gather
+        self._known = producer.admission.position  # all verdicts below are known everywhere
+        self._told: tuple[int, Future[list[Any]]] | None = None  # of groups below, on their way
+
+    def known(self, end: int) -> bool:
+        """Whether all processes know the verdicts of all groups below `end`; under the lock.
+
+        All of these groups that are this process's have begun. Call it again while it is False.
+        """
+        if self._told is None:
+            if end <= self._known:
+                return True
+            groups = [g for c, g in self._producer.groups.items() if self._known <= c < end]
+            if not all(group.done for group in groups):
+                return False
+            told = self._gather.begin([(group.counter, group.keep) for group in groups])
+            self._told = end, told
+            told.add_done_callback(lambda _: self._wake())
+        end_of_round, told = self._told
+        if not told.done():
+            return False
+        for counter, keep in (news for theirs in told.result() for news in theirs):
+            self._producer.admission.judge(counter, bool(keep))
+        self._known, self._told = end_of_round, None
+        self._wake()
+        return end <= self._known
+
+    def _wake(self) -> None:
+        lock = self._producer.lock
+        with lock:
+            lock.notify_all()
+
+
+class SwapTimes:
+    """Times both halves of swaps: weights leave the trainer, and arrive on the sampler's devices.
+
+    A second is exposed if it delays the training: the trainer sends weights, or it waits for
+    samples while the sampler takes weights in place of decoding. Seconds of the sampler beside a
+    trainer at work are hidden. Any thread may begin and end blocks.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now, self._lock = now, threading.Lock()
+        self._then = now()
+        self._running: list[str] = []  # blocks that have begun and not ended
+        self._seconds = dict.fromkeys(_NAMES, 0.0)
+        self._bytes = 0
+
+    def moved(self, count: int) -> None:
+        """Counts bytes of weights that came to the sampler, or to its host."""
+        with self._lock:
+            self._bytes += count
+
+    @contextlib.contextmanager
+    def block(self, name: str) -> Iterator[None]:
+        """A block in which weights "leave" or "arrive", or the training does "wait" for samples."""
+        with self._lock:
+            self._advance()
+            self._running.append(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._advance()
+                self._running.remove(name)
+
+    def take(self) -> Parts:
+        """Seconds since the last call, those of blocks that still run included, and bytes."""
+        with self._lock:
+            self._advance()
+            numbers = [*(self._seconds[name] for name in _NAMES), float(self._bytes)]
+            self._seconds, self._bytes = dict.fromkeys(_NAMES, 0.0), 0
+        return Parts((numbers,), means)
+
+    def _advance(self) -> None:
+        now = self._now()
+        passed, self._then = now - self._then, now
+        leave, arrive = ("leave" in self._running, "arrive" in self._running)
+        exposed = leave or (arrive and "wait" in self._running)
+        for name, counts in zip(
+            _NAMES, (leave, arrive, exposed, arrive and not exposed), strict=True
+        ):
+            self._seconds[name] += passed * counts
+
+
+def means(of_all: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Metrics `perf/weight_swap/*`: means over all processes."""
+    return {
+        f"perf/weight_swap/{name}": sum(values) / len(of_all)
+        for name, values in zip((*_NAMES, _BYTES), zip(*of_all, strict=True), strict=True)
+    }

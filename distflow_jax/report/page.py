@@ -9,22 +9,25 @@ Everything from a run (prompts, responses, names) is escaped: a response may con
 """
 
 import json
+import math
 import os
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from distflow_jax.report.charts import format_value
 from distflow_jax.report.headline import Tile, status, tiles
-from distflow_jax.report.page_style import escaped, fill
+from distflow_jax.report.page_style import escaped, fill, long_text
 from distflow_jax.report.read_run import RunFolder, read_run
 from distflow_jax.report.sections.chart_data import chart_data
-from distflow_jax.report.sections.process_table import processes
-from distflow_jax.report.sections.provenance_table import provenance_table
 from distflow_jax.report.sections.redaction import redacted, redacted_text
-from distflow_jax.report.sections.run_timeline import run_timeline
+from distflow_jax.report.sections.run_timeline import Attempt, attempts_of, date, run_timeline
 from distflow_jax.report.sections.sample_cards import sample_cards
 from distflow_jax.report.sections.step_bars import step_bars
 
+_MOST_PROCESSES = 64
+_FACTS = ("host", "devices", "processes", "versions", "commit", "command", "folder")
+_MOST_COMMAND = 3000  # characters that are shown word by word
 _SVG_TAGS = {"svg", "g", "rect", "text", "polyline", "polygon", "path", "title"}
 _ABOUT = ("model.source", "dag", "data.train")  # settings named at the top
 _CURVES = """<section id="curves"><h2>Curves</h2>
@@ -230,3 +233,80 @@ def _config(config: Mapping[str, Any]) -> str:
         return ""
     table = f"<table class='config'>{rows}</table>"
     return f"<details><summary>{len(config)} settings</summary>{table}</details>"
+
+
+def provenance_table(events: Sequence[Mapping[str, Any]]) -> str:
+    """HTML of the last start's facts, and of those of earlier starts; "" without any."""
+    attempts = attempts_of(events)
+    if not attempts:
+        return ""
+    *earlier, last = attempts
+    folded = ""
+    if earlier:
+        tables = "".join(_table(attempt) for attempt in reversed(earlier[-10:]))
+        folded = f"<details><summary>{len(earlier)} earlier starts</summary>{tables}</details>"
+    return _table(last) + folded
+
+
+def _table(attempt: Attempt) -> str:
+    start = attempt.events[0]
+    facts = {"date": f"{date(attempt.begin)} UTC"} | {
+        name: _text(start[name]) for name in _FACTS if name in start
+    }
+    rows = "".join(
+        f"<tr><th>{name}</th><td>{_html(name, value)}</td></tr>" for name, value in facts.items()
+    )
+    return f"<table class='facts'>{rows}</table>"
+
+
+def _html(name: str, value: str) -> str:
+    """A fact; the words of a command stay whole where they fit into a line."""
+    if name != "command" or len(value) > _MOST_COMMAND:
+        return long_text(value)
+    return " ".join(f"<span class='word'>{escaped(word)}</span>" for word in value.split(" "))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def processes(lines: Sequence[Mapping[str, Any]]) -> str:
+    """HTML of each process's mean seconds and idle share per node; "" for a single process."""
+    sums: dict[str, list[list[float]]] = {}
+    for line in lines:
+        nodes = line.get("nodes")
+        for node, found in nodes.items() if isinstance(nodes, Mapping) else ():
+            try:
+                pairs = list(zip(found["seconds"], found["idle"], strict=True))
+                pairs = [(float(seconds), float(idle)) for seconds, idle in pairs]
+            except (KeyError, TypeError, ValueError):
+                continue
+            totals = sums.setdefault(node, [])
+            totals += [[0.0, 0.0, 0] for _ in range(len(pairs) - len(totals))]
+            for total, (seconds, idle) in zip(totals, pairs, strict=False):
+                total[0], total[1], total[2] = total[0] + seconds, total[1] + idle, total[2] + 1
+    count = max((len(totals) for totals in sums.values()), default=0)
+    if count < 2:
+        return ""
+    shown = range(min(count, _MOST_PROCESSES))
+    heads = "".join(f"<th>{process}</th>" for process in shown)
+    body = "".join(
+        f"<tr><td>{escaped(node)}</td>{''.join(_idle_cell(totals, p) for p in shown)}</tr>"
+        for node, totals in sums.items()
+    )
+    return (
+        "<p class='about'>Mean seconds of work per step of each process. Darker cells: longer idle "
+        "while the slowest worked.</p><div class='wide'><table class='idle'><thead><tr>"
+        f"<th>node</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _idle_cell(totals: Sequence[Sequence[float]], process: int) -> str:
+    if process >= len(totals):
+        return "<td></td>"
+    seconds, idle, steps = totals[process]
+    share = idle / steps if math.isfinite(idle) else 1.0
+    shade = f"background:rgba(220,38,38,{min(max(share, 0.0), 1.0) * 0.6:.2f})"
+    return f"<td style='{shade}' title='idle {share:.0%}'>{format_value(seconds / steps)}</td>"

@@ -13,6 +13,7 @@ import logging
 import os
 import pathlib
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,10 +27,10 @@ from distflow_jax.report.json_lines import (
     write_atomic,
 )
 from distflow_jax.report.page import report
-from distflow_jax.report.run_events import RunEvents
 from distflow_jax.report.trackers.tracker_state import cut_states
 from distflow_jax.report.trackers.workers import Trackers
 
+PULSE_SECONDS = 30.0  # between two events of steps
 log = logging.getLogger("distflow_jax")
 
 _SAMPLES = re.compile(r"(?:eval-|nonfinite-)?([0-9]+)")
@@ -210,3 +211,37 @@ def _number(name: str, value: Any) -> int | float:
     if array.ndim or array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise ValueError(f"metric {name!r} must be a number, got {value!r}")
     return int(array) if array.dtype.kind in "biu" else float(array)
+
+
+class RunEvents:
+    """Appends events to a file; steps at most every PULSE_SECONDS."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = pathlib.Path(path)
+        self._next_pulse = 0.0
+        self._end_torn_line()
+
+    def _end_torn_line(self) -> None:
+        """Ends a line that a kill cut off, so that the next event is a line of its own."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):
+                file.write(b"\n")
+
+    def add(self, event: str, facts: Mapping[str, Any], *, at: float | None = None) -> None:
+        """Appends an event. `at`: when it happened, seconds since 1970; None: now.
+
+        Values that JSON does not have become text.
+        """
+        line = {"time": round(time.time() if at is None else at, 3), "event": event, **facts}
+        append(self._path, json.dumps(line, default=str) + "\n")
+
+    def step(self, step: int) -> None:
+        """Appends the end of a step, unless one was appended shortly before."""
+        now = time.monotonic()
+        if now >= self._next_pulse:
+            self._next_pulse = now + PULSE_SECONDS
+            self.add("step", {"step": step})

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
-from distflow_jax.batch import Rows
+from distflow_jax.batch import RowImages, Rows
 from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.kernels.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.moe import replay
-from distflow_jax.models.transformer import Attend, bind
+from distflow_jax.models.transformer import Attend, Seen, bind
+from distflow_jax.models.vision.chunks import encode_chunks
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel import context_parallel
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, width
 from distflow_jax.training.expert_balance import balancing_route, watching
-from distflow_jax.training.row_features import image_ends, row_features
 from distflow_jax.training.token_logp import token_logp
 
 
@@ -272,3 +272,52 @@ def sequence_scores(
     place = jnp.maximum(jnp.where(own >= 0, own, prompt), 0)
     scalars = _scalars(params, model, rows, config)
     return jnp.where(rows.valid, jnp.take_along_axis(scalars, place, axis=1), 0.0)
+
+
+def row_features(
+    params: Any, model: DecoderConfig, images: RowImages, *, dtype: Any, remat: str, form: Form
+) -> Seen:
+    """The features of rows, or of their context shards; fields of `images` are [R, ...]."""
+    assert model.vision is not None, "rows have images only where the model has a tower"
+    found = encode_chunks(
+        model.vision,
+        params["vision"],
+        images.patches,
+        images.positions,
+        images.segments,
+        dtype=dtype,
+        remat=remat,
+        form=form,
+    )
+    deep = context_parallel.of_each_shard(found[:, 1:]) if found.shape[1] > 1 else None
+    features = context_parallel.of_each_shard(found[:, 0])
+    return Seen(context_parallel.divide(images.patch), features, deep)
+
+
+def image_ends(images: RowImages, segment: jax.Array, merge: int) -> tuple[jax.Array, jax.Array]:
+    """Places in its row of the first and last token of each token's image, int32 [R, L] each.
+
+    Those of text are its own place. Segments with the same picture, responses of an environment's,
+    share its features alone, and so do two showings in one response. Fields of `images` are
+    [R, ...], `segment` is int32 [R, L]; `merge`: patches of a feature.
+    """
+    number, length = _image_numbers(images, merge), segment.shape[1]
+    place = jax.lax.broadcasted_iota(jnp.int32, segment.shape, 1)
+    one, other = slice(None, -1), slice(1, None)
+    together = (number[:, one] == number[:, other]) & (segment[:, one] == segment[:, other])
+    together &= number[:, one] > 0
+    begins = jnp.pad(~together, ((0, 0), (1, 0)), constant_values=True)
+    ends = jnp.pad(~together, ((0, 0), (0, 1)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    last = jax.lax.cummin(jnp.where(ends, place, length), axis=1, reverse=True)
+    return first, last
+
+
+def _image_numbers(images: RowImages, merge: int) -> jax.Array:
+    """Which image of its row a token stands for, int32 [R, L]; 0 for text."""
+    rows, chunks, size = images.segments.shape
+    # numbers are those of a chunk, and so are different ones in another
+    chunk = jnp.arange(chunks, dtype=jnp.int32)[None, :, None]
+    of_feature = (images.segments + chunk * (size + 1)).reshape(rows, -1)[:, ::merge]
+    found = jnp.take_along_axis(of_feature, jnp.maximum(images.patch, 0), axis=1)
+    return jnp.where(images.patch >= 0, found, 0)

@@ -7,8 +7,7 @@ import time
 import pytest
 from support.waiting import until
 
-from distflow_jax.commands.launch.local import parse_arguments
-from distflow_jax.commands.launch.local_workers import LocalWorkers
+from distflow_jax.commands.launch.local import LocalWorkers, parse_arguments
 from distflow_jax.commands.launch.worker_group import worker_command
 
 

@@ -15,10 +15,9 @@ from support.waiting import HANG
 from distflow_jax.flow import flow as flow_module
 from distflow_jax.flow import sampling_thread
 from distflow_jax.flow.evaluations import Evaluator
-from distflow_jax.flow.flow import ALL
+from distflow_jax.flow.flow import ALL, RegionRounds
 from distflow_jax.flow.ledger import Ledger
 from distflow_jax.flow.producer import Producer
-from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.flow.sampling_thread import SamplingThread
 from distflow_jax.flow.waves.wave_taker import WaveTaker
 

@@ -10,9 +10,8 @@ import random
 
 import pytest
 
-from distflow_jax.flow.homes.home import ANSWER_BYTES, Begun, Home
+from distflow_jax.flow.homes.home import ANSWER_BYTES, PIECES_BYTES, Begun, Home
 from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
-from distflow_jax.flow.homes.open_group import PIECES_BYTES
 from distflow_jax.flow.homes.refills import Refills
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.saved_samples import Piece

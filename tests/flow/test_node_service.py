@@ -35,14 +35,15 @@ from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.served_nodes.node_checks import check_nodes
 from distflow_jax.flow.served_nodes.node_frames import (
+    of_plain,
     prompt_facts,
     read_result,
     result_frame,
     task_frame,
+    to_plain,
     work_of_task,
 )
 from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
-from distflow_jax.flow.served_nodes.plain_values import of_plain, to_plain
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors
 from distflow_jax.flow.workers.home_links import Joining

@@ -10,8 +10,8 @@ import pytest
 from support.waiting import HANG
 
 from distflow_jax.flow.exact_order import ExactOrder
+from distflow_jax.flow.flow import RegionRounds
 from distflow_jax.flow.lag_rule import Admission, Rule
-from distflow_jax.flow.region_rounds import RegionRounds
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 

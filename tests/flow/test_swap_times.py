@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.flow.swap_times import SwapTimes, means
+from distflow_jax.flow.flow import SwapTimes, means
 
 
 class Clock:

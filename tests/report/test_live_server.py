@@ -13,9 +13,9 @@ import pytest
 from support.paths import ROOT
 from support.waiting import HANG
 
+from distflow_jax.commands.report_command import write_or_serve
 from distflow_jax.report.live.live_server import find_runs, names_of, open_server
 from distflow_jax.report.live.metrics_tail import end_token, news
-from distflow_jax.report.live.write_or_serve import write_or_serve
 from distflow_jax.report.run_writer import RunWriter
 
 

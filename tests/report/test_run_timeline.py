@@ -9,10 +9,10 @@ import types
 
 import pytest
 
-from distflow_jax.report import run_events
+from distflow_jax.report import run_writer
+from distflow_jax.report.page import provenance_table
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
-from distflow_jax.report.sections.provenance_table import provenance_table
 from distflow_jax.report.sections.run_timeline import attempts_of, run_timeline
 from distflow_jax.runtime.provenance import command, commit, provenance
 
@@ -96,7 +96,7 @@ def test_steps_are_recorded_at_most_every_half_minute(tmp_path, monkeypatch):
     """Here each takes a second."""
     now = [0.0]
     clock = types.SimpleNamespace(time=time.time, monotonic=lambda: now[0])
-    monkeypatch.setattr(run_events, "time", clock)
+    monkeypatch.setattr(run_writer, "time", clock)
     writer = RunWriter(tmp_path)
     for step in range(1, 50):
         now[0] = step

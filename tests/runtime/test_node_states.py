@@ -11,7 +11,7 @@ from distflow_jax import run
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.node_states import encoded, from_json, to_json
+from distflow_jax.runtime.run_state import encoded, from_json, to_json
 
 STATES = [
     3,

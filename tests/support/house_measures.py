@@ -192,9 +192,9 @@ def _tests(tree: ast.Module) -> list[ast.expr]:
 
 
 def collaborators(sources: Sources) -> dict[str, int]:
-    """Collaborators of each class: names that it uses of other modules of the package, and what its
-    constructor takes beside these and plain values. Those of base classes in the package are its
-    own, and so are those of a field's default factory."""
+    """Collaborators of each class: names that it uses of other modules of the package, classes that
+    stand beside it, and what its constructor takes beside these and plain values. Those of base
+    classes in the package are its own."""
     classes: dict[str, tuple[str, ast.ClassDef]] = {}
     for path, text in sources.items():
         for node in parsed(text).body:
@@ -221,7 +221,8 @@ def _own_collaborators(tree: ast.Module, node: ast.ClassDef) -> set[str]:
         if isinstance(one, ast.ImportFrom) and (one.module or "").startswith("distflow_jax")
         for alias in one.names
     }
-    used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & imported
+    beside = {one.name for one in tree.body if isinstance(one, ast.ClassDef)} - {node.name}
+    used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & (imported | beside)
     taken = set()
     for name, kind in _constructor(node):
         mentioned = set(re.findall(r"\w+", kind))

@@ -26,8 +26,7 @@ from distflow_jax.batch import RowImages, RowShape
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.vision.patch_attention import Form
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.row_features import image_ends
+from distflow_jax.training.forward import ForwardConfig, image_ends, response_logp
 
 MODELS = seeing.MODELS | {"mixture": dataclasses.replace(MIXTURE, vision=seeing.TOWER)}
 TEMPERATURE = np.float32(0.8)

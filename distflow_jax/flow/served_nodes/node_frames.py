@@ -4,6 +4,7 @@ A frame has one node of one group. A column is an array with an entry for each r
 entries, or the group's prompt once for all of them. P tokens of a prompt.
 """
 
+import base64
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.flow.frames.frames import Frame, checked
 from distflow_jax.flow.frames.image_frames import SentImages, images_of, patch_of
 from distflow_jax.flow.saved_samples import Key
-from distflow_jax.flow.served_nodes.plain_values import of_plain, to_plain
 from distflow_jax.layout import Metrics, Parts
 
+_TAG = "__is__"  # of what JSON has no form for
 _TOKENS = "prompt"  # of the arrays
 
 
@@ -205,3 +206,72 @@ def _prompt_of(frame: Frame) -> Prompt:
         images=own,
         patch=patch_of(0, len(tokens), own, frame.arrays),
     )
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """A JSON value. ValueError, which names `what`, for one that cannot be sent."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _array(value, what)
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list):
+        return [to_plain(entry, what) for entry in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "of": [to_plain(entry, what) for entry in value]}
+    if isinstance(value, dict):
+        pairs = [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return dict(pairs)
+        return {_TAG: "dict", "of": pairs}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
+    raise ValueError(
+        f"{what} has a value of type {type(value).__name__}, which cannot be sent to a worker: let "
+        "the data have text, numbers, lists or dicts there, or leave the node to the trainers"
+    )
+
+
+def of_plain(value: Any) -> Any:
+    """Inverse of to_plain."""
+    if isinstance(value, list):
+        return [of_plain(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: of_plain(entry) for key, entry in value.items()}
+    if kind == "tuple":
+        return tuple(of_plain(entry) for entry in value["of"])
+    if kind == "dict":
+        return {of_plain(key): of_plain(entry) for key, entry in value["of"]}
+    if kind == "bytes":
+        return base64.b64decode(value["of"])
+    if kind == "objects":
+        found = np.empty(len(value["of"]), object)
+        for place, entry in enumerate(value["of"]):
+            found[place] = of_plain(entry)
+        return found
+    data = base64.b64decode(value["of"])
+    array = np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    return array if value["kind"] == "array" else array[()]
+
+
+def _array(value: Any, what: str) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        if array.ndim != 1:
+            raise ValueError(
+                f"{what} has an array of objects with {array.ndim} dimensions, which cannot be "
+                "sent to a worker: use lists"
+            )
+        return {_TAG: "objects", "of": [to_plain(entry, what) for entry in array]}
+    return {
+        _TAG: "array",
+        "kind": "array" if isinstance(value, np.ndarray) else "number",
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "of": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+    }

@@ -13,8 +13,7 @@ from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import checked_path
 from distflow_jax.parsing.pem_files import read_secret
 from distflow_jax.rollout.foreign.engine_protocol import ForeignEngine
-from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits
-from distflow_jax.rollout.foreign.foreign_start import ForeignStart
+from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignStart
 from distflow_jax.rollout.foreign.http_call import HttpServer
 from distflow_jax.rollout.foreign.openai_engine import (
     VLLM_LOAD,

@@ -11,9 +11,9 @@ from distflow_jax.rollout.foreign import foreign_scheduler
 from distflow_jax.rollout.foreign.foreign_scheduler import (
     ForeignLimits,
     ForeignScheduler,
+    ForeignStart,
     TriesEnded,
 )
-from distflow_jax.rollout.foreign.foreign_start import ForeignStart
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 
