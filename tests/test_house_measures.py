@@ -84,7 +84,8 @@ def split(text, name):
     head = lines[: node.lineno - 1]
     mixin = ["class Half:", *lines[first - 1 : node.end_lineno]]
     own = [re.sub(r"class (\w+).*:", r"class \1(Half):", lines[node.lineno - 1])]
-    return "\n".join([*head, *mixin, *own, *lines[node.lineno : first - 1]])
+    rest = [*lines[node.lineno : first - 1], *lines[node.end_lineno :]]
+    return "\n".join([*head, *mixin, *own, *rest])
 
 
 @pytest.mark.parametrize(
