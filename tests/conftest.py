@@ -47,3 +47,21 @@ def interpreted(monkeypatch):
         kernels = block_attention.IMPLEMENTATIONS[name]
         slow = tuple(functools.partial(kernel, interpret=True) for kernel in kernels)
         monkeypatch.setitem(block_attention.IMPLEMENTATIONS, name, slow)
+
+
+MOST_MEMORY = 3 << 19  # KiB of this process, above which compiled programs are forgotten
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgets_programs():
+    """JAX keeps every program that it has compiled: a worker that has run thousands of tests would
+    have 5 GiB of them."""
+    yield
+    if resident() > MOST_MEMORY:
+        jax.clear_caches()
+
+
+def resident():
+    """KiB of this process in memory."""
+    with open("/proc/self/status") as status:
+        return int(next(line for line in status if line.startswith("VmRSS")).split()[1])

@@ -7,13 +7,12 @@ import itertools
 import random
 import sys
 
-from distflow_jax.runtime.samplers.make_sampler import make_engine
-
 import distflow_jax as df
 from distflow_jax.batch import Prompt
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
+from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 from distflow_jax.service.trainer import Trainer
 
