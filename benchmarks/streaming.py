@@ -246,7 +246,7 @@ class Window:
         self.rows = [row for row in rows if row["step"] in steps]
 
     def total(self, key: str) -> float:
-        """What was spent, over all processes."""
+        """Sum over all processes of what was spent under a key."""
         return sum(end[key] - start[key] for start, end in self._spans)
 
     def busy(self, side: str, kinds: Sequence[str]) -> float:

@@ -345,7 +345,7 @@ def test_the_mesh_does_not_matter(case, scores):
 
 
 def test_one_sequence_does_not_leak_into_its_neighbour():
-    """What would happen without a reset: the sequences of a row, seen as one."""
+    """Without a reset the sequences of a row would be seen as one."""
     step = Step(16, dense=True)
     alone = step.compute("reinforce_plus_plus", packed_of(step, 17))[1]
     for r in step.reward[::2]:

@@ -56,7 +56,7 @@ def cases_in(folder, made_by="support.bad_starts"):
 
 
 def problems(case, result):
-    """What is wrong with the end of a start."""
+    """Reasons for which the end of a start is wrong."""
     found, line = [], result["stderr"]
     if result["code"] != 2:
         found.append(f"exit code {result['code']}")
