@@ -5,6 +5,7 @@ chance: no array is read that another thread donates (docs/architecture.md, "Thr
 import json
 import sys
 import threading
+import time
 
 import pytest
 
@@ -74,8 +75,8 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
         assert not self.state.models.keys() & self.prepared.samplers.keys()  # its thread's alone
 
     def round(self):
-        if ended >= set(range(8)):  # those of the first step: however late the readers come
-            looked.wait(0.2)
+        if ended >= set(range(8)) and not looked.is_set():  # those of the first step are there
+            time.sleep(0.2)  # so that it is at work when the readers come
         found = its_round(self)
         ended.update(counter for (counter, _), _ in found)
         return found
