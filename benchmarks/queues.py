@@ -44,18 +44,18 @@ from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
-from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
-from distflow_jax.flow.homes.home_sampler import HomeSampler
-from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
-from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.served_nodes.node_frames import (
+from distflow_jax.flow.frames.node_frames import (
     NodeResult,
     read_result,
     result_frame,
     task_frame,
     work_of_task,
 )
+from distflow_jax.flow.homes.home import Home
+from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
+from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
+from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.layout import Layout
@@ -108,7 +108,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_lag=1)
     home = Home(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
-    tasks = NodeTasks([TASK], lease_seconds=60.0)
+    tasks = NodeTasks(home.leases, [TASK])
     sampler, unit = HomeSampler(home, lock, tasks=tasks), second_task()
     answers = HomeDoor(sampler, lock, {}, {"incarnation": RUN})
     door = Door("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)

@@ -71,7 +71,6 @@ INNER_FLOORS = {
         {"waves"},
         {"flow"},
         {"publishing"},
-        {"served_nodes"},
         {"homes", "workers"},
         {"frames"},
         {"."},

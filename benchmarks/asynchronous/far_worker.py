@@ -21,8 +21,10 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.flow.workers.doors import read_doors
 from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.node_runner import NodeRunner
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.flow.workers.worker import Worker
+from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.notebook import load_config
@@ -96,9 +98,15 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
     )
     began, cpu = time.perf_counter(), own_cpu_seconds()
     worker = Worker(
-        *(sampler, links, joining, _Pull(source, sizes, (1 - EXPOSED) * swap)),
-        Pace(config.flow.save_seconds, 60.0),
-        slots=sizes.engine.slots,
+        sampler,
+        Talk(
+            links,
+            joining,
+            Shared(version=links.first_version, newest=links.newest, slots=sizes.engine.slots),
+            Pace(config.flow.save_seconds, 60.0),
+            NodeRunner({}),
+        ),
+        _Pull(source, sizes, (1 - EXPOSED) * swap),
         cache=config.flow.cache,
         ended=ended,
     )

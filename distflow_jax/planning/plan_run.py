@@ -39,9 +39,9 @@ from distflow_jax.environments.observed_pictures import Sight
 from distflow_jax.environments.registry import Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow, check_waves
+from distflow_jax.flow.frames.node_frames import prompt_facts
 from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.served_nodes.node_checks import check_workers
-from distflow_jax.flow.served_nodes.node_frames import prompt_facts
+from distflow_jax.flow.node_checks import check_workers
 from distflow_jax.flow.waves.recordings import Recording
 from distflow_jax.flow.waves.streamed_nodes import (
     described,

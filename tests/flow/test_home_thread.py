@@ -105,7 +105,7 @@ def test_prompts_that_nobody_puts_count_as_waiting(waiting):
     whole = Piece(1, 0, 0, True, None)
     for work in home.ask("w", 0, 100, 0.0):
         home.bring("w", work.group.key, {0: whole, 1: whole}, 0.0)
-    home.leave("w")
+    home.leases.leave("w")
     assert home.num_open == 0
     assert after(STARVED + 1) == [] and thread.starved == []
     home.publish(1)  # groups of step 3 may begin, and have no prompts
@@ -127,7 +127,7 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     for _ in range(30):
         home.ask("w", 0, 100, after.clock.now)
         lines = after(LEASE / 2)
-        assert home.workers.heard
+        assert home.leases.workers
     assert thread.starved == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3

@@ -78,7 +78,7 @@ def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once(
     home.begin(group(0), {})
     home.ask("a", 0, 8, 0.0)
     assert home.bring("a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
-    home.expire(LEASE)
+    home.leases.expire(LEASE)
     home.ask("b", 0, 8, LEASE)
     assert not home.bring("a", (0, "gen"), {0: piece([0], content="first")}, LEASE)
     assert not home.differing
@@ -88,7 +88,7 @@ def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once(
     assert not home.bring("b", (0, "gen"), {1: piece([0], content="b")}, LEASE)
     ((_, taken),) = home.take()
     assert [taken[s].content for s in (0, 1)] == ["first", "b"]
-    assert (home.counts.second, home.counts.differing, home.counts.expired) == (3, 2, 1)
+    assert (home.counts.second, home.counts.differing, home.leases.expired) == (3, 2, 1)
     assert not home.bring("b", (0, "gen"), {1: piece([0])}, LEASE)
     assert home.counts.unknown == 1
 
@@ -109,7 +109,7 @@ def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, sl
     for counter in range(8, 408):
         home.begin(group(counter), {})
         now += LEASE / 5
-        told.update(home.expire(now))
+        told.update(home.leases.expire(now))
         greedy += [(now, c) for c in counters(home.ask("greedy", 0, ALL, now, slots))]
         for one in counters(home.ask("honest", 0, 4, now)):
             assert not home.bring("honest", (one, "gen"), {s: piece([0]) for s in (0, 1)}, now)
@@ -120,7 +120,7 @@ def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, sl
     later = [time for time in times if time >= LEASE]
     assert all(b - a >= LEASE for a, b in zip(later, later[1:], strict=False))  # one a lease
     assert told == {"greedy"}
-    assert home.workers.at_work() == {"honest"}
+    assert home.leases.at_work() == {"honest"}
 
 
 def test_a_worker_holds_twice_as_many_responses_as_it_has_slots():
@@ -141,10 +141,10 @@ def test_news_without_a_token_prolong_no_lease_for_ever():
     now = 0.0
     while home.bring("a", (0, "gen"), {0: piece([0], whole=False)}, now):
         now += LEASE / 2
-        home.expire(now)
+        home.leases.expire(now)
         assert now <= 32 * LEASE, "a lease never ends"
     assert now >= 30 * LEASE
-    assert home.workers.at_work() == set()
+    assert home.leases.at_work() == set()
     home.heard("b", now)
     assert home.ask("a", 0, 8, now) == []
     assert counters(home.ask("b", 0, 8, now)) == [0]
@@ -156,12 +156,12 @@ def test_a_worker_that_was_silent_has_its_groups_back_by_what_it_brings():
         home.begin(group(counter), {})
     home.ask("a", 0, 8, 0.0)
     home.heard("a", LEASE / 2)
-    assert home.expire(LEASE) == ["a"]
+    assert home.leases.expire(LEASE) == ["a"]
     assert len(home.ask("a", 0, 8, LEASE)) == 1  # one at a time
     assert home.ask("a", 0, 8, LEASE) == []
     assert not home.bring("a", (3, "gen"), {}, LEASE)  # it has nothing
     assert home.bring("a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
-    assert not home.workers.stalled
+    assert not home.leases.stalled
     assert len(home.ask("a", 0, 8, LEASE)) == 3
 
 
@@ -170,13 +170,13 @@ def test_tokens_of_a_group_that_is_gone_show_that_a_worker_is_at_work():
     home.begin(group(0), {})
     home.ask("a", 0, 8, 0.0)
     home.heard("a", LEASE / 2)
-    home.expire(LEASE)
+    home.leases.expire(LEASE)
     home.ask("b", 0, 8, LEASE)
     home.bring("b", (0, "gen"), {s: piece([0]) for s in (0, 1)}, LEASE)
     home.bring("a", (0, "gen"), {}, LEASE)
-    assert home.workers.stalled == {"a"}
+    assert home.leases.stalled == {"a"}
     home.bring("a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
-    assert not home.workers.stalled
+    assert not home.leases.stalled
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -186,7 +186,7 @@ def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
     home.ask("a", 0, 8, 0.0)
     home.bring("a", (0, "gen"), {0: piece([0, 0], whole=False), 1: piece([0])}, 5.0)
     assert home.ask("b", 0, 8, 14.0) == []
-    home.expire(15.0)
+    home.leases.expire(15.0)
     (work,) = home.ask("b", 0, 8, 15.0)
     assert sorted(work.pieces) == ([1] if exact else [0, 1])
     assert home.tokens == (1 if exact else 3)
@@ -196,8 +196,8 @@ def test_groups_of_a_worker_that_leaves_are_for_others_at_once():
     home = home_of()
     home.begin(group(0), {})
     home.ask("a", 0, 8, 0.0)
-    home.leave("a")
-    assert not home.workers.heard
+    home.leases.leave("a")
+    assert not home.leases.workers
     assert counters(home.ask("b", 0, 8, 0.1)) == [0]
     assert not home.bring("b", (0, "gen"), {0: piece([0], whole=False)}, 0.2, goes_on=False)
     (work,) = home.ask("c", 0, 8, 0.3)
@@ -213,7 +213,7 @@ def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
     assert home.ask("a", 0, 8, 0.0) == []
     assert counters(home.ask("b", 0, 8, 0.0)) == [0]
     home.fail("b", (0, "gen"), "too long for b", 0.0)
-    assert home.given_up == {0: "too long for b"}
+    assert home.leases.given_up == {0: "too long for b"}
     assert home.num_open == 0
 
 
@@ -221,13 +221,13 @@ def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone()
     home = home_of()
     home.begin(group(0), {})
     home.ask("a", 0, 8, 0.0)
-    home.expire(LEASE)
+    home.leases.expire(LEASE)
     assert counters(home.ask("b", 0, 8, LEASE)) == [0]
     for _ in range(3):
         home.fail("a", (0, "gen"), "late", LEASE)
-    assert not home.given_up and home.ask("c", 0, 8, LEASE) == []
+    assert not home.leases.given_up and home.ask("c", 0, 8, LEASE) == []
     home.fail("b", (0, "gen"), "not b either", LEASE)
-    assert home.given_up == {0: "not b either"}
+    assert home.leases.given_up == {0: "not b either"}
 
 
 def test_known_responses_count_towards_the_bytes_of_an_answer():
@@ -313,9 +313,7 @@ class Job:
             for _ in range(self.processes)
         ]
         served = ["score"] if self.scored else []
-        self.tasks = [
-            NodeTasks(served, lease_seconds=LEASE, max_tries=2) for _ in range(self.processes)
-        ]
+        self.tasks = [NodeTasks(home.leases, served) for home in self.homes]
         self.unscored = [{} for _ in range(self.processes)]  # sampled, by counter
         self.admissions = [
             Refills(self.rule, step=step, counter=position) for _ in range(self.processes)
@@ -346,15 +344,12 @@ class Job:
                 self.hand_over(place, found.key[0], pieces)
             else:
                 self.complete[place][found.key[0]] = self.archive[found.key] = pieces
-        self.news |= set(home.given_up)
-        home.given_up.clear()
-        tasks = self.tasks[place]
-        for task, result in tasks.take():
+        for task, result in self.tasks[place].take():
             task.then(result)
-        for counter in tasks.given_up:
-            del self.unscored[place][counter]
-        self.news |= set(tasks.given_up)
-        tasks.given_up.clear()
+        for counter in home.leases.given_up:
+            self.unscored[place].pop(counter, None)
+        self.news |= set(home.leases.given_up)
+        home.leases.given_up.clear()
 
     def hand_over(self, place, counter, pieces):
         """Makes a task of a group whose samples are complete."""
@@ -569,8 +564,8 @@ class Job:
     def tick(self, *, faults=True):
         chance = self.random.random
         self.now += 0.3 * self.random.random()
-        for home in (*self.homes, *self.tasks):
-            home.expire(self.now)
+        for home in self.homes:
+            home.leases.expire(self.now)
         if self.greedy:
             self.claim()
         name = self.random.choice(sorted(self.workers)) if self.workers else None
@@ -588,8 +583,8 @@ class Job:
         if name is not None and chance() < 0.01:
             del self.workers[name]
             if chance() < 0.3:
-                for home in (*self.homes, *self.tasks):
-                    home.leave(name)
+                for home in self.homes:
+                    home.leases.leave(name)
         if len(self.workers) < 4 and chance() < 0.03:
             self.join()
         if chance() < 0.02:

@@ -22,19 +22,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.frames.frames import Frame
-from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import NODE_TABLE, QUICK, HomeDoor
-from distflow_jax.flow.homes.home_producer import HomeProducer
-from distflow_jax.flow.homes.home_sampler import HomeSampler
-from distflow_jax.flow.homes.node_tasks import NodeTasks
-from distflow_jax.flow.homes.refills import Refills
-from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
-from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.producer import SamplingNode
-from distflow_jax.flow.saved_samples import SavedSamples
-from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
-from distflow_jax.flow.served_nodes.node_checks import check_nodes
-from distflow_jax.flow.served_nodes.node_frames import (
+from distflow_jax.flow.frames.node_frames import (
     of_plain,
     prompt_facts,
     read_result,
@@ -43,11 +31,24 @@ from distflow_jax.flow.served_nodes.node_frames import (
     to_plain,
     work_of_task,
 )
-from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
+from distflow_jax.flow.homes.home import Home
+from distflow_jax.flow.homes.home_door import NODE_TABLE, QUICK, HomeDoor
+from distflow_jax.flow.homes.home_nodes import HomeNodes
+from distflow_jax.flow.homes.home_producer import HomeProducer
+from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.node_tasks import NodeTasks
+from distflow_jax.flow.homes.refills import Refills
+from distflow_jax.flow.host_nodes import Group, NodesAhead, step_metrics, units_ahead
+from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.flow.node_checks import check_nodes
+from distflow_jax.flow.producer import SamplingNode
+from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors
 from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.node_runner import NodeRunner, ServedUnit
 from distflow_jax.flow.workers.run_token import make_run_token
+from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
 
@@ -206,8 +207,9 @@ def test_nodes_that_sample_need_nothing_more():
 
 
 def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole(caplog):
-    lock, tasks = threading.Condition(), NodeTasks(["score"], max_tries=1)
+    lock = threading.Condition()
     home = Home(Rule(2, 1), exact=False, version=0, lease_seconds=HANG, max_tries=1)
+    tasks = NodeTasks(home.leases, ["score"])
     sampler = HomeSampler(home, lock, tasks=tasks)
     batches = [[prompt(0), prompt(1)], [prompt(2), prompt(3)]]
     producer = HomeProducer(
@@ -254,7 +256,7 @@ class HomeOfNodes:
     def __init__(self, folder, served, *, lease=HANG, incarnation="one"):
         self.lock, self.folder = threading.Condition(), folder
         home = Home(Rule(8, 1), exact=False, version=0, lease_seconds=lease, max_tries=2)
-        self.tasks = NodeTasks(served, lease_seconds=lease, max_tries=2)
+        self.tasks = NodeTasks(home.leases, served)
         self.sampler = HomeSampler(home, self.lock, tasks=self.tasks)
         self.nodes = HomeNodes(ahead(), contextlib.nullcontext, self.lock, self.tasks)
         facts = {"incarnation": incarnation, "after": "", "began": 0, "exact": False}
@@ -278,7 +280,7 @@ class HomeOfNodes:
                 if group.running.done():
                     group.running.result()
             with self.lock:
-                self.tasks.expire(time.monotonic())
+                self.tasks.leases.expire(time.monotonic())
                 self.given_up |= self.sampler.give_up()
             self.sampler.round()
             return all(g.done or g.counter in self.given_up for g in groups)
@@ -302,8 +304,8 @@ def home(tmp_path):
 
 
 @contextlib.contextmanager
-def serving(folder, *names, stages=None, orphan=HANG):
-    """A worker that serves nodes, in a thread; yields (service, its end)."""
+def serving(folder, *names, stages=None):
+    """A worker that serves nodes, in a thread; yields (what runs them, its end)."""
     nodes = ahead(stages)
     units = {
         unit.name: ServedUnit(unit, lambda values, unit=unit: nodes.results(unit, values))
@@ -311,13 +313,13 @@ def serving(folder, *names, stages=None, orphan=HANG):
         if unit.name in names
     }
     tables = TABLES | {NODE_TABLE: {"reward.function": '"f"'}}
-    joining = Joining(str(folder), f"w{id(units)}", tables, list(units))
-    service = NodeService(joining.first(HANG), joining, units, orphan_seconds=orphan)
+    joining, runner = Joining(str(folder), f"w{id(units)}", tables, list(units)), NodeRunner(units)
+    talk = Talk(joining.first(HANG), joining, Shared(), Pace(0.0, HANG), runner)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        end = pool.submit(service.serve, stop.is_set)
+        end = pool.submit(talk.serve, stop.is_set)
         try:
-            yield service, end
+            yield runner, end
         finally:
             stop.set()
             end.exception(HANG)
@@ -367,7 +369,7 @@ def test_a_worker_that_keeps_a_task_loses_it_and_its_late_result_is_dropped(tmp_
         until(lambda: homes.tasks.counts.second)
     # once they have ended: a worker counts a result after the home has
     assert kept.served == other.served == 1
-    assert homes.done == {5: 1} and homes.tasks.counts.expired >= 1
+    assert homes.done == {5: 1} and homes.tasks.leases.expired >= 1
 
 
 def test_a_prompt_on_which_a_function_fails_is_given_up(tmp_path, home, caplog):

@@ -2,13 +2,14 @@
 
 import pytest
 
+from distflow_jax.flow.homes.leases import Leases
 from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
 
 LEASE = 10.0
 
 
-def tasks_of(*keys, **changed):
-    found = NodeTasks(["score", "mean"], **({"lease_seconds": LEASE, "max_tries": 2} | changed))
+def tasks_of(*keys):
+    found = NodeTasks(Leases(LEASE, max_tries=2), ["score", "mean"])
     for key in keys:
         found.begin(NodeTask(key, f"content of {key}", lambda sent: sent, lambda result: None))
     return found
@@ -28,8 +29,8 @@ def test_a_task_of_the_lowest_counter_goes_to_a_worker_that_serves_its_node():
 def test_the_first_result_counts_whoever_brings_it_and_a_second_one_is_counted():
     tasks = tasks_of((0, "score"))
     tasks.ask("a", ["score"], 0.0)
-    tasks.expire(LEASE)
-    assert tasks.counts.expired == 1 and not tasks.workers.heard
+    tasks.leases.expire(LEASE)
+    assert tasks.leases.expired == 1 and not tasks.leases.workers
     assert tasks.ask("b", ["score"], LEASE).key == (0, "score")
     assert tasks.bring("a", (0, "score"), "a's")  # its lease is over, and it was the first
     assert not tasks.bring("b", (0, "score"), "b's")
@@ -45,31 +46,31 @@ def test_tasks_of_a_worker_that_leaves_are_for_others_at_once():
     tasks = tasks_of((0, "score"))
     tasks.ask("a", ["score"], 0.0)
     assert tasks.unserved() == []
-    tasks.leave("a")
+    tasks.leases.leave("a")
     assert tasks.unserved() == ["score"] and tasks.num_open("score") == 1
     assert tasks.ask("b", ["score"], 0.1).key == (0, "score")
 
 
 def test_a_failed_task_goes_to_another_worker_and_its_prompt_is_then_given_up():
     tasks = tasks_of((0, "score"), (1, "score"))
-    tasks.heard("b", ["score"], 0.0)
+    tasks.leases.heard("b", 0.0, ["score"])
     assert tasks.ask("a", ["score"], 0.0).key == (0, "score")
     tasks.fail("a", (0, "score"), "no")
     tasks.fail("a", (0, "score"), "again")  # without a lease it is no try
     assert tasks.ask("a", ["score"], 0.0).key == (1, "score")
     assert tasks.ask("b", ["score"], 0.0).key == (0, "score")
     tasks.fail("b", (0, "score"), "not b either")
-    assert tasks.given_up == {0: "not b either"} and tasks.has_news
+    assert tasks.leases.given_up == {0: "not b either"}
     assert tasks.find((0, "score")) is None and tasks.find((1, "score")) is not None
 
 
 def test_the_only_worker_tries_again():
     tasks = tasks_of((0, "score"))
-    tasks.heard("b", ["mean"], 0.0)  # serves another node
+    tasks.leases.heard("b", 0.0, ["mean"])  # serves another node
     for _ in range(2):
         assert tasks.ask("a", ["score"], 0.0).key == (0, "score")
         tasks.fail("a", (0, "score"), "no")
-    assert tasks.given_up == {0: "no"}
+    assert tasks.leases.given_up == {0: "no"}
 
 
 def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_node():
@@ -78,20 +79,20 @@ def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_nod
     def claimed(worker, now):
         return list(iter(lambda: tasks.ask(worker, ["score"], now), None))
 
-    tasks.heard("b", ["score"], 0.0)
+    tasks.leases.heard("b", 0.0, ["score"])
     assert len(claimed("a", 0.0)) == 2  # one that runs, and one that is next
     for _ in range(2):
         given = claimed("b", 0.0)
         assert len(given) == 2
         for task in given:
             assert tasks.bring("b", task.key, "a result")
-    tasks.heard("a", ["score"], LEASE / 2)
-    tasks.heard("b", ["score"], LEASE / 2)
-    assert tasks.expire(LEASE) == ["a"]
+    tasks.leases.heard("a", LEASE / 2, ["score"])
+    tasks.leases.heard("b", LEASE / 2, ["score"])
+    assert tasks.leases.expire(LEASE) == ["a"]
     (last,) = claimed("a", LEASE)  # one at a time, none that it had
     assert last.key == (7, "score") and len(claimed("b", LEASE)) == 2
-    tasks.leave("b")
-    assert list(tasks.workers.heard) == ["a"] and tasks.unserved() == ["score"]
+    tasks.leases.leave("b")
+    assert list(tasks.leases.workers) == ["a"] and tasks.unserved() == ["score"]
     assert tasks.bring("a", last.key, "a result") and tasks.unserved() == []
 
 
@@ -99,11 +100,11 @@ def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone()
     """Otherwise a node that takes longer than a lease to fail is tried for ever."""
     tasks = tasks_of((0, "score"))
     tasks.ask("a", ["score"], 0.0)
-    tasks.expire(LEASE)
+    tasks.leases.expire(LEASE)
     assert tasks.ask("b", ["score"], LEASE).key == (0, "score")
     tasks.fail("a", (0, "score"), "late")
     tasks.fail("a", (0, "score"), "again")
-    assert not tasks.given_up and tasks.ask("c", ["score"], LEASE) is None
-    tasks.expire(2 * LEASE)
+    assert not tasks.leases.given_up and tasks.ask("c", ["score"], LEASE) is None
+    tasks.leases.expire(2 * LEASE)
     tasks.fail("b", (0, "score"), "late too")
-    assert tasks.given_up == {0: "late too"}
+    assert tasks.leases.given_up == {0: "late too"}

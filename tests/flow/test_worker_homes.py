@@ -151,9 +151,9 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
     with home_with(tmp_path, ours) as home:
         with pytest.raises(ValueError, match="tokenizer of the model is .* at this worker and"):
             Joining(str(tmp_path), "w", other).first(HANG)
-        assert not home.workers.heard
+        assert not home.leases.workers
         Joining(str(tmp_path), "w", ours).first(HANG).close()
-        assert "w" in home.workers.heard
+        assert "w" in home.leases.workers
 
 
 def test_doors_are_written_whole_and_read_back(tmp_path):
@@ -288,7 +288,7 @@ def tables_of(trainers):
     """Entries of every table of a home and its door, by owner and name."""
     sampler, answers = trainers.samplers[0], trainers.answers[0]
     home, tasks = sampler.home, sampler.tasks
-    owners = [answers, sampler, home, home.workers, tasks, tasks.workers]
+    owners = [answers, sampler, home, home.leases, tasks]
     kinds = (dict, set, list)
     return [{n: len(v) for n, v in vars(one).items() if isinstance(v, kinds)} for one in owners]
 
@@ -300,16 +300,15 @@ def joined(folder, count):
     for number in range(count):
         nodes = ["score"] if number % 4 == 0 else []
         links = Joining(str(folder), f"w{number}", TABLES, nodes).first(HANG)
-        told = {"version": 0, "room": 4, "slots": 4}
-        links.call(links.callers[0], "ask", Frame(told | ({"nodes": nodes} if nodes else {})))
+        told = {"version": 0, "room": 4, "slots": 4, "nodes": nodes}
+        links.call(links.callers[0], "ask_node" if nodes else "ask", Frame(told))
         if number % 2:
             leave(links)
         links.close()
     with lock:
         now = time.monotonic()
         for late in (0.0, 2 * HANG, 100 * HANG):  # of leases of HANG seconds
-            sampler.home.expire(now + late)
-            sampler.tasks.expire(now + late)
+            sampler.home.leases.expire(now + late)
     assert tables_of(trainers) == before
     settle(lambda: trainers.doors[0].peers, 0)
     trainers.close()

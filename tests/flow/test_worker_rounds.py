@@ -15,8 +15,9 @@ from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.flow.frames.frames import Frame, progress_bytes, samples_of, work_frame
 from distflow_jax.flow.workers import worker, worker_talk
 from distflow_jax.flow.workers.home_links import Links
-from distflow_jax.flow.workers.worker import Pace, Worker
-from distflow_jax.flow.workers.worker_talk import Came
+from distflow_jax.flow.workers.node_runner import NodeRunner
+from distflow_jax.flow.workers.worker import Worker
+from distflow_jax.flow.workers.worker_talk import Came, Pace, Shared, Talk
 from distflow_jax.rollout.requests import SamplingParams
 
 NODE = "gen"
@@ -35,11 +36,14 @@ class Rounds:
         self.sampler = Sampler(links.newest, ended)
         self.worker = Worker(
             self.sampler,
-            links,
-            types.SimpleNamespace(again=lambda seconds, stopped: again),
+            Talk(
+                links,
+                types.SimpleNamespace(again=lambda seconds, stopped: again),
+                Shared(version=links.newest, newest=links.newest, slots=slots),
+                Pace(1e9, 1.0),
+                NodeRunner({}),
+            ),
             self._pull,
-            Pace(1e9, 1.0),
-            slots=slots,
             cache="keep",
             ended=ended,
         )

@@ -264,7 +264,7 @@ def logged(folder):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("swap", [(), BOUNDARY], ids=["in_flight", "boundary"])
 def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_path, started, swap):
-    """A worker samples and two others score (flow/served_nodes/), of which one gets SIGKILL."""
+    """A worker samples and two others score, of which one gets SIGKILL."""
     folder, count = tmp_path / "run", 6
     flags = (*swap, *paced(tmp_path), f"training.steps={count}", "flow.worker_nodes=('reward',)")
     job = trainers(started, folder, flags, processes=2)

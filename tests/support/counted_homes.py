@@ -22,8 +22,10 @@ from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.doors import Doors, start_before
 from distflow_jax.flow.workers.home_links import Joining
+from distflow_jax.flow.workers.node_runner import NodeRunner
 from distflow_jax.flow.workers.run_token import make_run_token
-from distflow_jax.flow.workers.worker import Pace, Worker
+from distflow_jax.flow.workers.worker import Worker
+from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 from support.tiny_model import prompt_of
 from support.waiting import HANG, until
@@ -157,7 +159,7 @@ class Trainers:
                 max_tries=2,
                 differs=differs,
             )
-            tasks = NodeTasks(["score"], lease_seconds=lease)
+            tasks = NodeTasks(home.leases, ["score"])
             self.samplers.append(HomeSampler(home, lock, tasks=tasks))
             facts = {"incarnation": incarnation, "exact": exact}
             facts |= {"began": step, "after": start_before(folder)}
@@ -184,7 +186,7 @@ class Trainers:
         self.admit()
         for sampler, lock in zip(self.samplers, self.locks, strict=True):
             with lock:
-                sampler.home.expire(time.monotonic())
+                sampler.home.leases.expire(time.monotonic())
                 self.given_up |= set(sampler.give_up())
             for (counter, _), episodes in sampler.round():
                 assert counter not in self.complete
@@ -237,11 +239,14 @@ def working(folder, *, seconds=0.0, orphan=HANG, refuses=(), name=""):
     sampler.refuses = refuses
     worker = Worker(
         sampler,
-        links,
-        joining,
+        Talk(
+            links,
+            joining,
+            Shared(version=links.first_version, newest=links.newest, slots=12),
+            Pace(0.05, orphan),
+            NodeRunner({}),
+        ),
         lambda links, version: f"weights {version}",
-        Pace(0.05, orphan),
-        slots=12,
         cache="keep",
         ended=ended,
     )

@@ -73,10 +73,9 @@ def keys_of(frame: Frame) -> list[Key]:
     return checked(lambda: [(int(counter), str(node)) for counter, node in frame.facts["keys"]])
 
 
-def nodes_of(frame: Frame) -> list[str] | None:
-    """The nodes that the worker serves which sent a frame; None for one that samples."""
-    nodes = frame.facts.get("nodes")
-    return None if nodes is None else checked(lambda: [str(node) for node in list(nodes)])
+def nodes_of(frame: Frame) -> list[str]:
+    """Ids of the nodes that the worker serves which sent a frame, beside those that sample."""
+    return checked(lambda: [str(node) for node in frame.facts.get("nodes", [])])
 
 
 def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, Progress]:

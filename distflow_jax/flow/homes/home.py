@@ -5,17 +5,16 @@ of those under way. A lease that ends puts its group back, with the tokens that 
 `exact` versions no token of an unfinished response is kept, so such a response begins anew. The
 first result of a response counts; a second one is dropped and counted. The rule of lag_rule.py says
 which group may begin, by the version that the asking worker holds. A worker holds at most twice as
-many responses as it has slots. One that brought nothing for a whole lease is stalled: until it
-brings something it gets one group at a time, the last one, and does not count as a worker at work.
+many responses as it has slots, and one group, the last one, while it is stalled.
 
 Nothing here communicates, reads a clock, or looks into a token.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from distflow_jax.flow.homes.leases import Leased, Workers
+from distflow_jax.flow.homes.leases import SAMPLING, Leased, Leases
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.flow.saved_samples import Key, Piece
 
@@ -95,7 +94,6 @@ class HomeCounts:
     """Numbers since the home began."""
 
     given: int = 0  # groups that workers got
-    expired: int = 0  # leases that ended without a result
     second: int = 0  # responses that were there already
     refused: int = 0  # responses by weights that may not answer their group
     unknown: int = 0  # groups that nobody waits for (any more)
@@ -115,9 +113,7 @@ class Home:
 
     Attributes:
       newest: version of the newest weights that workers can get.
-      given_up: prompts that no worker can answer, with the last failure of each; the caller takes
-        them out.
-      workers: those that live.
+      leases: of all that workers may hold, groups and what else the process gives them.
     """
 
     def __init__(
@@ -133,13 +129,10 @@ class Home:
         self.counts = HomeCounts()
         self.newest = version
         self._rule, self._exact, self._oldest = rule, exact, version
-        self._lease_seconds, self._max_tries = lease_seconds, max_tries
         self._differs = differs
-        self._open: dict[Key, OpenGroup] = {}
+        self.leases = Leases(lease_seconds, max_tries)
         self._complete: list[tuple[Begun, dict[int, Piece]]] = []
-        self.given_up: dict[int, str] = {}
         self.differing: list[tuple[Key, int, Any]] = []
-        self.workers = Workers(lease_seconds)
 
     # -- the trainer's side -----------------------------------------------------------------------
 
@@ -151,14 +144,14 @@ class Home:
 
     def begin(self, group: Begun, pieces: Mapping[int, Piece]) -> None:
         """Takes a group that may begin; `pieces`: what an earlier run knew of its responses."""
-        if group.key in self._open:
+        if group.key in self.leases.open:
             raise ValueError(f"the group of prompt {group.key[0]} has begun already")
         known = [piece.lowest for piece in pieces.values() if piece.tokens]
         floor = min([self.version_of(group.step), *known])
         held = OpenGroup(group, floor)
         held.ended = {s: p for s, p in pieces.items() if p.whole}
         held.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
-        self._open[group.key] = held
+        self.leases.open[group.key] = held
         self._end_if_complete(held)
 
     def version_of(self, step: int) -> int:
@@ -173,29 +166,31 @@ class Home:
     def pieces(self) -> dict[Key, dict[int, Piece]]:
         """Responses of each group that was not taken, as far as they are known."""
         found = {group.key: dict(pieces) for group, pieces in self._complete}
-        return found | {key: {**one.under_way, **one.ended} for key, one in self._open.items()}
+        return found | {
+            one.group.key: {**one.under_way, **one.ended} for one in self.leases.of(OpenGroup)
+        }
 
     @property
     def tokens(self) -> int:
         """Tokens of all groups that were not taken."""
         complete = sum(p.tokens for _, pieces in self._complete for p in pieces.values())
-        return complete + sum(one.tokens for one in self._open.values())
+        return complete + sum(one.tokens for one in self.leases.of(OpenGroup))
 
     @property
     def num_open(self) -> int:
         """Groups that are not complete."""
-        return len(self._open)
+        return len(self.leases.of(OpenGroup))
 
     def ended(self, key: Key) -> set[int]:
         """The responses of a group that have ended, by sample; none of one that was taken."""
-        found = self._open.get(key)
+        found = self.leases.find(OpenGroup, key)
         whole = [group for group, _ in self._complete if group.key == key]
         return set(whole[0].samples) if whole else set(found.ended) if found else set()
 
     @property
     def has_news(self) -> bool:
-        """Whether a group is complete, or given up, and not taken."""
-        return bool(self._complete or self.given_up)
+        """Whether a group is complete and not taken."""
+        return bool(self._complete)
 
     # -- the workers' side ------------------------------------------------------------------------
 
@@ -207,15 +202,14 @@ class Home:
         given: list[Work] = []
         if room <= 0:
             return given
-        groups, stalled, size = self._open.values(), worker in self.workers.stalled, 0
+        groups, stalled, size = self.leases.of(OpenGroup), worker in self.leases.stalled, 0
         most = 1 if stalled else QUOTA * slots if slots else room
         room = min(room, most - sum(one.lacks for one in groups if one.worker == worker))
         if room <= 0:
             return given
-        others = self.workers.at_work() - {worker}
         steps = {step for step in {one.group.step for one in groups} if self._may(held, step)}
-        free = [one for one in groups if not one.worker and one.group.step in steps]
-        waiting = [one for one in free if one.suits(worker, others)]
+        waiting = self.leases.waiting(worker, [one for one in groups if one.group.step in steps])
+        others = self.leases.at_work() - {worker}
         waiting.sort(key=_priority, reverse=bool(others) and stalled)
         for one in waiting:
             pieces = one.sent()
@@ -223,7 +217,7 @@ class Home:
             if room <= 0 or (given and size > ANSWER_BYTES):
                 break
             room -= one.lacks
-            one.lease(worker, now, self._lease_seconds)
+            one.lease(worker, now, self.leases.seconds)
             given.append(Work(one.group, pieces))
         self.counts.given += len(given)
         return given
@@ -232,7 +226,7 @@ class Home:
         """Versions that an idle worker should hold, the most urgent first; never empty."""
         if not self._exact:
             return [self.newest]
-        waiting = [one for one in self._open.values() if not one.worker]
+        waiting = [one for one in self.leases.of(OpenGroup) if not one.worker]
         versions = sorted({self.version_of(one.group.step) for one in waiting})
         return [v for v in versions if v <= self.newest] or [self.newest]
 
@@ -252,11 +246,11 @@ class Home:
         gets it back if it brings something and nobody else has it. Otherwise it is for others.
         """
         self.heard(worker, now)
-        one = self._open.get(key)
+        one = self.leases.find(OpenGroup, key)
         if one is None:
             self.counts.unknown += 1
             if any(piece.tokens for piece in pieces.values()):
-                self.workers.stalled.discard(worker)
+                self.leases.stalled.discard(worker)
             return False
         lacked, brought = one.lacks, sum(piece.tokens for piece in {**one.ended, **pieces}.values())
         for sample, piece in pieces.items():
@@ -264,42 +258,26 @@ class Home:
         has = one.worker == worker
         lost = not one.worker and worker in one.silent
         if one.lacks < lacked or ((has or lost) and brought > one.brought):
-            self.workers.stalled.discard(worker)
+            self.leases.stalled.discard(worker)
             one.brought, one.moved = max(brought, one.brought), now
         if self._end_if_complete(one):
             return False
-        if goes_on and (has or (lost and worker not in self.workers.stalled)):
-            one.lease(worker, now, self._lease_seconds)
+        if goes_on and (has or (lost and worker not in self.leases.stalled)):
+            one.lease(worker, now, self.leases.seconds)
             return True
         if has:
             one.free()
         return False
 
     def fail(self, worker: str, key: Key, why: str, now: float) -> None:
-        """Notes that a worker cannot answer a group, once of each lease, which may have ended."""
+        """Notes that a worker cannot answer a group; see Leases.fail."""
         self.heard(worker, now)
-        one = self._open.get(key)
-        if one is not None and one.fail(worker) and one.tries >= self._max_tries:
-            counter = key[0]
-            self.given_up[counter] = why
-            for other in [k for k in self._open if k[0] == counter]:
-                del self._open[other]
-            self._complete = [c for c in self._complete if c[0].key[0] != counter]
+        if self.leases.fail(worker, key, why):
+            self._complete = [found for found in self._complete if found[0].key[0] != key[0]]
 
     def heard(self, worker: str, now: float) -> None:
-        """Notes that a worker lives."""
-        self.workers.heard[worker] = now
-
-    def leave(self, worker: str) -> None:
-        """Notes that a worker has gone: its groups are for others at once."""
-        self.workers.leave(worker, self._open.values())
-
-    def expire(self, now: float) -> Sequence[str]:
-        """Ends the leases whose time is over, and forgets workers that are gone; returns those that
-        live and have stalled by it."""
-        expired, stalled = self.workers.expire(self._open.values(), now)
-        self.counts.expired += expired
-        return stalled
+        """Notes that a worker lives that samples."""
+        self.leases.heard(worker, now, [SAMPLING])
 
     # -- one group --------------------------------------------------------------------------------
 
@@ -339,7 +317,7 @@ class Home:
     def _end_if_complete(self, one: OpenGroup) -> bool:
         if len(one.ended) < len(one.group.samples):
             return False
-        del self._open[one.group.key]
+        del self.leases.open[one.group.key]
         self._complete.append((one.group, one.ended))
         return True
 

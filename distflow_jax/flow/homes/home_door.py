@@ -1,9 +1,9 @@
 """Calls of workers at a home: the methods of its door.
 
-`hello` compares configs and tells what a worker needs to know; `ask` gives groups, or a node of one
-to a worker that names the nodes which it serves; `bring` takes samples, whole or under way; `give`
-takes what a node wrote; `fail` and `leave` put groups back. Every answer has the incarnation of
-the run and the versions that workers can get. A frame of another incarnation changes nothing.
+`hello` compares configs and tells what a worker needs to know; `ask` gives groups, `ask_node` one
+of the nodes that a worker serves; `bring` takes samples, whole or under way; `give` takes what a
+node wrote; `fail` and `leave` put both back. Every answer has the incarnation of the run and the
+versions that workers can get. A frame of another incarnation changes nothing.
 """
 
 import threading
@@ -21,10 +21,11 @@ from distflow_jax.flow.frames.frames import (
     work_frame,
 )
 from distflow_jax.flow.homes.home_sampler import HomeSampler
+from distflow_jax.flow.homes.leases import SAMPLING
 from distflow_jax.flow.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a hello
-QUICK = ("ask", "bring", "give", "fail", "leave")  # methods that wait for nobody
+QUICK = ("ask", "ask_node", "bring", "give", "fail", "leave")  # methods that wait for nobody
 Table = Mapping[str, str]
 
 
@@ -47,6 +48,7 @@ class HomeDoor:
         hello, `incarnation` among them. `node_table`: keys of the config that workers which serve
         nodes must have alike too."""
         self._sampler, self._lock, self._tables = sampler, lock, tables
+        self._leases = sampler.home.leases
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
@@ -56,6 +58,7 @@ class HomeDoor:
         found = {
             "hello": self._hello,
             "ask": self._ask,
+            "ask_node": self._ask_node,
             "bring": self._bring,
             "give": self._give,
             "fail": self._fail,
@@ -74,10 +77,7 @@ class HomeDoor:
             self.ended = True
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
-                if self._told >= {
-                    *self._sampler.home.workers.heard,
-                    *self._sampler.tasks.workers.heard,
-                }:
+                if self._told >= self._leases.workers.keys():
                     return
                 self._lock.wait(left)
 
@@ -87,20 +87,13 @@ class HomeDoor:
             if text := difference(name, ours, theirs):
                 raise Refused(text)
         nodes = nodes_of(frame)
-        if nodes is not None:
-            self._check_nodes(nodes, frame)
+        self._check_nodes(nodes, frame)
         with self._lock:
             # an answer without the homes means that the trainers are starting: try again
-            if nodes is None:
-                self._sampler.home.heard(worker, time.monotonic())
-            else:
-                self._sampler.tasks.heard(worker, nodes, time.monotonic())
+            self._leases.heard(worker, time.monotonic(), nodes or [SAMPLING])
             return Frame({**self._facts, **self._state(worker)})
 
     def _ask(self, worker: str, frame: Frame) -> Frame:
-        nodes = nodes_of(frame)
-        if nodes is not None:
-            return self._ask_for_node(worker, nodes, frame)
         held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
         slots = checked(lambda: int(frame.facts.get("slots", 0)))
         with self._lock:
@@ -109,14 +102,14 @@ class HomeDoor:
             given = self._sampler.ask(worker, held, room, slots)
             return work_frame(self._state(worker), given)
 
-    def _ask_for_node(self, worker: str, nodes: list[str], frame: Frame) -> Frame:
+    def _ask_node(self, worker: str, frame: Frame) -> Frame:
         room, now = checked(lambda: int(frame.facts["room"])), time.monotonic()
-        tasks = self._sampler.tasks
+        nodes, tasks = nodes_of(frame), self._sampler.tasks
         with self._lock:
             state = self._state(worker)
             if self._foreign(frame) or self.ended:
                 return Frame(state)
-            tasks.heard(worker, nodes, now)
+            self._leases.heard(worker, now, nodes)
             task = tasks.ask(worker, nodes, now) if room > 0 else None
         return Frame(state) if task is None else task.content.joined(state)
 
@@ -161,14 +154,15 @@ class HomeDoor:
 
     def _leave(self, worker: str, frame: Frame) -> Frame:
         with self._lock:
-            self._sampler.home.leave(worker)
-            self._sampler.tasks.leave(worker)
+            self._leases.leave(worker)
             self._lock.notify_all()
             return Frame(self._state(worker))
 
     def _check_nodes(self, nodes: list[str], frame: Frame) -> None:
         """Refuses a worker that would run what the trainers run, or by other settings."""
         served = self._sampler.tasks.served
+        if not nodes:
+            return
         if own := [node for node in nodes if node not in served]:
             raise Refused(
                 f"the trainers run node {own[0]!r} themselves ({hint(own[0], served)}): start them "

@@ -47,8 +47,8 @@ class HomeProducer(Producer):
         """Workers of this home, and what became of their results since it began; under `lock`."""
         home, tasks = self.sampler.home, self.sampler.tasks
         found = {
-            "alive": len(home.workers.at_work() | tasks.workers.at_work()),
-            "expired": home.counts.expired + tasks.counts.expired,
+            "alive": len(home.leases.workers.keys() - home.leases.stalled),
+            "expired": home.leases.expired,
             "second": home.counts.second + tasks.counts.second,
         }
         return {f"perf/workers/{name}": float(n) for name, n in found.items()}

@@ -45,7 +45,7 @@ class HomeSampler:
         """`lock` guards the home and the tasks; `on_response` is called as soon as a response is
         there, in the thread of `round`. `tasks`: None where trainers run all nodes."""
         self.home, self._lock, self._on_response = home, lock, on_response
-        self.tasks = tasks or NodeTasks()
+        self.tasks = tasks or NodeTasks(home.leases)
         self._requests: dict[Key, GroupRequest] = {}
         self._arrived: list[Response] = []
         self._restored = self._taken = self._calls = 0
@@ -106,15 +106,15 @@ class HomeSampler:
     @property
     def has_news(self) -> bool:
         """Whether `round` has something to do."""
-        return bool(self._arrived) or self.home.has_news or self.tasks.has_news
+        news = self.home.has_news or self.tasks.has_news or self.home.leases.given_up
+        return bool(self._arrived or news)
 
     def give_up(self) -> dict[int, str]:
         """Prompts that no worker can answer, with the reason; their requests are gone."""
-        found, self.home.given_up = self.home.given_up, {}
+        found, self.home.leases.given_up = self.home.leases.given_up, {}
         for key in [key for key in self._requests if key[0] in found]:
             del self._requests[key]
-        late, self.tasks.given_up = self.tasks.given_up, {}
-        return found | late
+        return found
 
     def forget(self, tokens: int) -> None:
         """Takes tokens of a prompt that was given up out of the count: nothing trains on them."""

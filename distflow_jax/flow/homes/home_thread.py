@@ -47,7 +47,7 @@ class HomeThread:
         self._leave = leave
         self._producer, self._round, self._shelve = producer, round, shelve
         self._lock, self._home = producer.lock, producer.sampler.home
-        self._tasks = producer.sampler.tasks
+        self._tasks, self._leases = producer.sampler.tasks, self._home.leases
         self._starved_seconds, self._how = starved_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
@@ -101,12 +101,9 @@ class HomeThread:
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = {
-                        *self._home.expire(time.monotonic()),
-                        *self._tasks.expire(time.monotonic()),
-                    }
+                    stalled = self._leases.expire(time.monotonic())
                     news = self._producer.sampler.has_news
-                for worker in sorted(stalled):
+                for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
                     self._round()
@@ -120,9 +117,8 @@ class HomeThread:
 
         Groups whose prompts are missing wait too: nobody is there who would put them.
         """
-        home = self._home
-        waiting = home.num_open > 0 or self._producer.lacks_prompts
-        sampling = waiting and not home.workers.at_work()
+        waiting = self._home.num_open > 0 or self._producer.lacks_prompts
+        sampling = waiting and not self._leases.at_work()
         return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
 
     def _look_for_workers(self) -> None:

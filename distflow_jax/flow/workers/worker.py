@@ -1,9 +1,9 @@
 """A worker: it answers groups of the homes of a run, by the weights that these publish.
 
 The main thread samples. A thread talks with the homes: it asks for groups while there is room,
-brings samples, and learns which versions there are. Another one pulls weights while the main thread
-samples; it takes them between two decode calls. With exact versions it takes others only when it
-has nothing under way.
+brings samples, and learns which versions there are; host nodes of groups run beside that. Another
+thread pulls weights while the main thread samples; it takes them between two decode calls. With
+exact versions it takes others only when it has nothing under way.
 """
 
 import collections
@@ -11,33 +11,24 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
 from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.home_links import Joining, Links, leave
-from distflow_jax.flow.workers.worker_talk import Came, Shared, Talk
+from distflow_jax.flow.workers.home_links import Links
+from distflow_jax.flow.workers.worker_talk import Came, Talk
 from distflow_jax.rollout.foreign.foreign_scheduler import TriesEnded
 from distflow_jax.rollout.requests import GroupRequest, Response
 
 IDLE_SECONDS = 0.02  # between two looks at what other threads have done
 LOAD_SECONDS = 1200.0  # of a load in which groups stay here: a response's and the weights' time
 MOST_LOST = 20  # pulls in a row that trainers may refuse
-LEAVE_SECONDS = 10.0  # for homes to get what was sampled, at the end
 
 log = logging.getLogger("distflow_jax")
 
 Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices of the sampler
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """Times of a worker, in seconds."""
-
-    save: float  # between two times that it sends tokens under way
-    orphan: float  # for which it waits for trainers that do not answer
 
 
 class Worker:
@@ -46,23 +37,17 @@ class Worker:
     def __init__(
         self,
         sampler: EpisodeSampler,
-        links: Links,
-        joining: Joining,
+        talk: Talk,
         pull: Pull,
-        pace: Pace,
         *,
-        slots: int,
         cache: str,
         ended: collections.deque[Response],
     ):
-        """`sampler`: with the weights of a version that `links` have; `slots`: its number of
-        responses at a time; `cache`: as of Scheduler.load; `ended`: where it puts responses."""
+        """`sampler`: with weights of the version that `talk` says it holds; `cache`: as of
+        Scheduler.load; `ended`: where the sampler puts responses."""
         self._sampler, self._ended = sampler, ended
-        self._pull, self._pace, self._slots, self._cache = pull, pace, slots, cache
-        self._shared = Shared(version=sampler.version, newest=links.newest, slots=slots)
-        self._talk = Talk(
-            links, joining, self._shared, orphan_seconds=pace.orphan, save_seconds=pace.save
-        )
+        self._talk, self._shared = talk, talk.shared
+        self._pull, self._cache = pull, cache
         self._open: dict[Key, GroupRequest] = {}
         self._arrived: dict[Key, int] = {}  # responses of these that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
@@ -79,28 +64,19 @@ class Worker:
         Raises ValueError if trainers do not answer for too long.
         """
         shared = self._shared
-        talks = ThreadPoolExecutor(1, thread_name_prefix="homes")
-        talk = talks.submit(self._talk.serve)
-        talk.add_done_callback(lambda _: shared.end())
         try:
-            while not (shared.over or stopped()):
-                if not self._round():
-                    with shared.lock:
-                        shared.lock.wait(IDLE_SECONDS)
-            if shared.rejoined:
-                self._begin_anew()
-            with shared.lock:
-                self.finished = shared.over
-                shared.goes = self._progress() | shared.goes
+            with self._talk.serving():
+                while not (shared.over or stopped()):
+                    if not self._round():
+                        with shared.lock:
+                            shared.lock.wait(IDLE_SECONDS)
+                if shared.rejoined:
+                    self._begin_anew()
+                with shared.lock:
+                    self.finished = shared.over
+                    shared.goes = self._progress() | shared.goes
         finally:
-            shared.over = True
-            wait([talk], LEAVE_SECONDS)
-            talks.shutdown(wait=False)
             self._puller.shutdown(wait=False, cancel_futures=True)
-            leave(self._talk.links)
-            self._talk.links.close()
-        if talk.done():
-            talk.result()
 
     def _round(self) -> bool:
         """A look at what the homes have sent, and a decode call; whether there was work."""
@@ -132,11 +108,11 @@ class Worker:
                 shared.goes[key] = Progress({e.response.sample: e for e in episodes})
             coming = sum(work.lacks for work in shared.came)
             under_way = self._under_way()
-            shared.room = max(0, self._slots - under_way - coming)
+            shared.room = max(0, self._shared.slots - under_way - coming)
             if self._open:
                 shared.asked = 0
             if time.monotonic() >= self._next_save and self._open and shared.saves is None:
-                self._next_save = time.monotonic() + self._pace.save
+                self._next_save = time.monotonic() + self._talk.pace.save
                 shared.saves = {key: Progress() for key in self._open} | self._progress()
             shared.lock.notify_all()
         return bool(came or self._open)

@@ -1,4 +1,4 @@
-"""A worker's talk with the homes: it brings samples, asks for groups, and joins again."""
+"""A worker's talk with the homes: it brings results, asks for work, and joins again."""
 
 import collections
 import contextlib
@@ -6,20 +6,32 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.flow.frames.frames import Frame, progress_bytes, samples_frame, work_of
 from distflow_jax.flow.saved_samples import Key
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.home_links import Joining, Links
+from distflow_jax.flow.workers.home_links import Joining, Links, leave
+from distflow_jax.flow.workers.node_runner import NodeRunner
 from distflow_jax.rollout.requests import GroupRequest
 
 BRING_BYTES = 32 << 20  # of the samples in one frame, but for a single response
 WAIT_SECONDS = 0.02  # between two looks at another thread
 ASK_SECONDS = 0.1  # between two questions that were answered by nothing
+LEAVE_SECONDS = 10.0  # for homes to get what is there, at the end
 
 log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Times of a worker, in seconds."""
+
+    save: float  # between two times that it sends tokens under way
+    orphan: float  # for which it waits for trainers that do not answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +69,7 @@ class Shared:
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that homes do not want
     calls: int = 0  # decode calls that no home knows of
-    slots: int = 0  # of the sampler
+    slots: int = 0  # of the sampler; 0: there is none
     rejoined: bool = False  # the run was started again, and the main thread has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
@@ -79,25 +91,48 @@ class Talk:
 
     Attributes:
       links: to the homes of the present start of the run.
+      shared: with the thread that samples.
+      pace: of both.
     """
 
     def __init__(
-        self,
-        links: Links,
-        joining: Joining,
-        shared: Shared,
-        *,
-        orphan_seconds: float,
-        save_seconds: float,
+        self, links: Links, joining: Joining, shared: Shared, pace: Pace, nodes: NodeRunner
     ):
-        self.links, self._joining, self._shared = links, joining, shared
-        self._orphan_seconds, self._save_seconds = orphan_seconds, save_seconds
+        """`nodes`: host nodes that the worker runs."""
+        self.links, self._joining, self.shared = links, joining, shared
+        self.pace, self._nodes = pace, nodes
         self._next_keep = 0.0
         self._told: dict[Key, set[int]] = {}  # ended responses that the homes have, by sample
 
-    def serve(self) -> None:
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """A block beside which it talks, which raises what ended the talk before; homes then get
+        what is there, and know that the worker goes."""
+        threads = ThreadPoolExecutor(1, thread_name_prefix="homes")
+        talk = threads.submit(self._serve)
+        talk.add_done_callback(lambda _: self.shared.end())
+        try:
+            yield
+        finally:
+            self.shared.end()
+            wait([talk], LEAVE_SECONDS)
+            threads.shutdown(wait=False)
+            self._nodes.close()
+            leave(self.links)
+            self.links.close()
+        if talk.done():
+            talk.result()
+
+    def serve(self, stopped: Callable[[], bool]) -> bool:
+        """Serves nodes alone until the run has ended, or `stopped()`; whether it has ended."""
+        with self.serving(), self.shared.lock:
+            while not (self.shared.over or stopped()):
+                self.shared.lock.wait(WAIT_SECONDS)
+            return self.shared.over
+
+    def _serve(self) -> None:
         """Talks until the worker ends, and once more then. Raises what ends it."""
-        shared = self._shared
+        shared = self.shared
         while not shared.over:
             try:
                 quiet = not self._exchange()
@@ -105,6 +140,8 @@ class Talk:
                 log.warning("%s; waiting for the trainers", error)
                 self._rejoin()
                 continue
+            except Refused as error:
+                raise ValueError(str(error)) from error
             if quiet:
                 with shared.lock:
                     shared.lock.wait(ASK_SECONDS)
@@ -113,8 +150,8 @@ class Talk:
                 self._exchange()
 
     def _exchange(self) -> bool:
-        """Brings samples, and asks for work; whether anything was brought or came."""
-        shared = self._shared
+        """Brings results, and asks for work; whether anything was brought or came."""
+        shared = self.shared
         with shared.lock:
             self._keep_open()
             goes, saves, shared.saves = dict(shared.goes), shared.saves, None
@@ -125,13 +162,13 @@ class Talk:
         sent = self._bring(goes, whole=True)
         if saves is not None:
             self._bring({k: p for k, p in saves.items() if k not in goes}, whole=False)
-        return self._ask() or sent
+        return any([sent, self._give(), self._ask(), self._ask_for_nodes()])
 
     def _keep_open(self) -> None:
         """Lets the leases go on while the main thread loads weights; under the lock."""
-        shared, now = self._shared, time.monotonic()
+        shared, now = self.shared, time.monotonic()
         if shared.saves is None and self._next_keep <= now < shared.keep_until:
-            self._next_keep = now + self._save_seconds
+            self._next_keep = now + self.pace.save
             keys = shared.kept_open | {work.key for work in shared.came}
             shared.saves = {key: Progress() for key in keys} or None
 
@@ -140,7 +177,7 @@ class Talk:
 
         A response that has ended is brought once.
         """
-        shared = self._shared
+        shared = self.shared
         untold = {key: self._untold(key, progress) for key, progress in found.items()}
         frames = _by_homes(untold, len(self.links.callers))
         for place, samples, more in frames:
@@ -168,11 +205,45 @@ class Talk:
         episodes = {s: e for s, e in progress.episodes.items() if s not in told}
         return Progress(episodes, progress.partials)
 
-    def _ask(self) -> bool:
-        shared, came, wanted, newest = self._shared, 0, [], []
+    def _give(self) -> bool:
+        """Gives homes what nodes wrote, or why they failed; whether there was anything."""
+        ready = self._nodes.ready()
+        for key, found in ready:
+            home = self.links.home_of(key[0])
+            if isinstance(found, Frame):
+                answer = self._call(home, "give", found)
+            else:
+                answer = self._call(home, "fail", Frame({"keys": [list(key)], "why": found}))
+            if answer is None:
+                break
+            self._nodes.forget(key)
+        return bool(ready)
+
+    def _ask_for_nodes(self) -> bool:
+        """Asks each home for a node to run; whether one came."""
+        nodes, came = self._nodes, False
+        for caller in self._callers() if nodes.nodes else ():
+            told = {"room": nodes.room, "nodes": nodes.nodes}
+            answer = self._call(caller, "ask_node", Frame(told))
+            if answer is None:
+                return True
+            if "task" in answer.facts:
+                nodes.begin(answer, self.shared.wake)
+                came = True
+        return came
+
+    def _callers(self) -> list[Caller]:
+        """All homes, another one first each time."""
         callers = list(self.links.callers)
         first = int(time.monotonic() * 1000) % len(callers)
-        for caller in callers[first:] + callers[:first]:
+        return callers[first:] + callers[:first]
+
+    def _ask(self) -> bool:
+        """Asks each home for groups; whether any came."""
+        shared, came, wanted, newest = self.shared, 0, [], []
+        if not shared.slots:
+            return False
+        for caller in self._callers():
             with shared.lock:
                 room, held = shared.room, shared.version
             if shared.over or held < 0:
@@ -207,29 +278,31 @@ class Talk:
             self._rejoin()
             return None
         if answer.facts["ended"]:
-            self._shared.end()
+            self.shared.end()
         return answer
 
     def _rejoin(self) -> None:
         """Waits for trainers that answer, and begins anew if the run was started again."""
         before = self.links.incarnation
-        links = self._joining.again(self._orphan_seconds, lambda: self._shared.over)
+        links = self._joining.again(self.pace.orphan, lambda: self.shared.over)
         if links is None:
-            self._shared.end()
+            self.shared.end()
             return
         self.links.close()
-        with self._shared.lock:
+        with self.shared.lock:
             self.links = links
-            self._shared.newest, self._shared.asked = links.newest, 0
-            self._shared.wanted = ()
+            self.shared.newest, self.shared.asked = links.newest, 0
+            self.shared.wanted = ()
             if links.incarnation != before:
                 self._told.clear()
-                self._shared.came.clear()
-                self._shared.rejoined, self._shared.kept = True, links.kept_of(before)
+                self._nodes.drop()
+                self.shared.came.clear()
+                self.shared.rejoined = bool(self.shared.slots)
+                self.shared.kept = links.kept_of(before)
                 log.warning("the run was started again after step %d", links.began)
-                self._shared.lock.notify_all()
-                while self._shared.rejoined and not self._shared.over:
-                    self._shared.lock.wait(WAIT_SECONDS)
+                self.shared.lock.notify_all()
+                while self.shared.rejoined and not self.shared.over:
+                    self.shared.lock.wait(WAIT_SECONDS)
 
 
 def _by_homes(

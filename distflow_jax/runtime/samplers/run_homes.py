@@ -15,6 +15,7 @@ from distflow_jax.flow.flow_checks import nodes_ahead, sampling_tasks
 from distflow_jax.flow.frames.frames import FRAME_BYTES
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
+from distflow_jax.flow.homes.home_nodes import HomeNodes
 from distflow_jax.flow.homes.home_producer import HomeProducer
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs
 from distflow_jax.flow.homes.home_thread import HomeThread
@@ -23,7 +24,6 @@ from distflow_jax.flow.host_nodes import HostThread
 from distflow_jax.flow.publishing.delivery import Delivery
 from distflow_jax.flow.publishing.publications import Publications
 from distflow_jax.flow.publishing.publish_rule import PublishRule
-from distflow_jax.flow.served_nodes.home_nodes import HomeNodes
 from distflow_jax.flow.wire.door import Door
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import Doors, announced, own_address, start_before
@@ -57,11 +57,7 @@ def make_home_sampler(
     )
     ahead = {node.id for node in nodes_ahead(prepared.plan)}
     sampled = {task.node.id for task in sampling_tasks(prepared.plan)}
-    tasks = NodeTasks(
-        (ahead - sampled) & set(config.worker_nodes),
-        lease_seconds=config.lease_seconds,
-        max_tries=config.max_tries,
-    )
+    tasks = NodeTasks(home.leases, (ahead - sampled) & set(config.worker_nodes))
     return HomeSampler(home, lock, on_response, tasks)
 
 

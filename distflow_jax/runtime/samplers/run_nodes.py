@@ -2,10 +2,7 @@
 
 import contextlib
 import dataclasses
-import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
@@ -13,9 +10,8 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.host_nodes import NodesAhead
-from distflow_jax.flow.served_nodes.node_checks import check_nodes
-from distflow_jax.flow.served_nodes.node_service import NodeService, ServedUnit
-from distflow_jax.flow.workers.home_links import Joining, Patience
+from distflow_jax.flow.node_checks import check_nodes
+from distflow_jax.flow.workers.node_runner import NodeRunner, ServedUnit
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
@@ -24,8 +20,6 @@ from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.runtime.contexts import ContextFactory
-
-log = logging.getLogger("distflow_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +35,25 @@ class WorkerNodes:
     units: Sequence[Unit]
     run: RunPlan
 
-    def open(self, files: contextlib.ExitStack) -> Mapping[str, ServedUnit]:
-        """Opens the functions of the host nodes, by their ids; `files` ends their processes.
+    def open(self, files: contextlib.ExitStack) -> NodeRunner:
+        """Opens the functions of the host nodes; `files` ends their processes.
 
         Raises ValueError or FileNotFoundError for functions that are not there.
         """
+        if not self.units:
+            return NodeRunner({})
         tasks = [task for unit in self.units for task in unit.tasks]
         rewards = files.enter_context(RewardPool(self.run.config.reward))
         rewards.one_by_one  # noqa: B018 - its processes have found the function then
         stages, _ = ContextFactory(self.run, {}, rewards=rewards).stages(tasks)
         runners = {unit.name: make_runner(unit, stages) for unit in self.units}
         ahead = NodesAhead(frozenset(), tuple(self.units), runners)
-        return {
-            unit.name: ServedUnit(unit, lambda values, unit=unit: ahead.results(unit, values))
-            for unit in self.units
-        }
+        return NodeRunner(
+            {
+                unit.name: ServedUnit(unit, lambda values, unit=unit: ahead.results(unit, values))
+                for unit in self.units
+            }
+        )
 
 
 def read_nodes(
@@ -80,37 +78,6 @@ def read_nodes(
         )
     run = RunPlan(own, graph, machine, source, sizes, plan, models_of(plan), None)
     return WorkerNodes(not missing and bool(sampling), units, run)
-
-
-def join_for_nodes(
-    joining: Joining,
-    units: Mapping[str, ServedUnit],
-    patience: Patience,
-    stopped: Callable[[], bool],
-) -> NodeService | None:
-    """The service of a worker's host nodes, by their ids; None if the run has ended."""
-    links = joining.first(patience.join, stopped)
-    if links is None:
-        log.info("the run has ended")
-        return None
-    print(f"ready: runs {', '.join(units)} for {len(links.callers)} trainers", flush=True)
-    return NodeService(links, joining, units, orphan_seconds=patience.orphan)
-
-
-@contextlib.contextmanager
-def serving(service: NodeService, stopped: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """A block beside which a service runs; yields whether the service has ended, or `stopped()`.
-
-    The service ends with the block, which raises what has ended it.
-    """
-    over = threading.Event()
-    with ThreadPoolExecutor(1, thread_name_prefix="node-service") as threads:
-        end = threads.submit(service.serve, lambda: over.is_set() or stopped())
-        try:
-            yield lambda: end.done() or stopped()
-        finally:
-            over.set()
-        end.result()
 
 
 def own_sizes(

@@ -23,8 +23,10 @@ from distflow_jax.flow.wire.calls import Refused, Unreachable
 from distflow_jax.flow.workers.agreement import node_table, shared_tables
 from distflow_jax.flow.workers.doors import addresses
 from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers, Patience
+from distflow_jax.flow.workers.node_runner import NodeRunner
 from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.worker import Pace, Pull, Worker
+from distflow_jax.flow.workers.worker import Pull, Worker
+from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
@@ -38,12 +40,7 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
-from distflow_jax.runtime.samplers.run_nodes import (
-    join_for_nodes,
-    own_sizes,
-    read_nodes,
-    serving,
-)
+from distflow_jax.runtime.samplers.run_nodes import own_sizes, read_nodes
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
@@ -86,10 +83,10 @@ def run_worker(
             f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
             "sample with --engine=own"
         )
-    served = read_nodes(nodes, config, graph, source) if nodes else None
-    if served is None or served.samples:
+    served = read_nodes(nodes, config, graph, source)
+    if served.samples:
         own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
-    if served is not None and not served.samples and foreign is not None:
+    if not served.samples and foreign is not None:
         raise ValueError(
             f"--nodes={','.join(nodes)} names no node that samples, and --engine is for a worker "
             "that does: take it out"
@@ -98,22 +95,13 @@ def run_worker(
     tables = shared_tables(table, processes.code_table(), source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     asked = _Asked(config, graph, source, foreign, patience)
-    if served is None or not served.units:
-        return _sample(asked, Joining(join, name, tables), stop.is_set)
     with contextlib.ExitStack() as files:
-        units = served.open(files)
-        joining = Joining(join, name, tables | {NODE_TABLE: node_table(table)}, list(units))
-        service = join_for_nodes(joining, units, patience, stop.is_set)
-        if service is None:
-            return EXIT_DONE
-        if served.samples:
-            ended = files.enter_context(serving(service, stop.is_set))
-            code = _sample(asked, Joining(join, name, tables), ended)
-            # the end of the run may have reached the service alone
-            return EXIT_DONE if service.finished else code
-        service.serve(stop.is_set)
-    print(f"ended after {service.served} nodes of groups", flush=True)
-    return EXIT_DONE if service.finished else EXIT_PREEMPTED
+        runner = served.open(files)
+        if runner.nodes:
+            tables[NODE_TABLE] = node_table(table)
+        joining = Joining(join, name, tables, runner.nodes)
+        serve = _sample if served.samples else _run_nodes
+        return serve(asked, joining, stop.is_set, runner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +115,32 @@ class _Asked:
     patience: Patience
 
 
-def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool]) -> int:
-    """Samples until the run has ended, or `ended()`; returns the exit code."""
-    links = joining.first(asked.patience.join, ended)
+def _run_nodes(
+    asked: _Asked, joining: Joining, stopped: Callable[[], bool], nodes: NodeRunner
+) -> int:
+    """Runs host nodes alone until the run has ended, or `stopped()`; returns the exit code."""
+    links = _join(joining, asked.patience, stopped)
+    if links is None:
+        return EXIT_DONE
+    print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.callers)} trainers", flush=True)
+    talk = Talk(links, joining, Shared(), Pace(0.0, asked.patience.orphan), nodes)
+    finished = talk.serve(stopped)
+    print(f"ended after {nodes.served} nodes of groups", flush=True)
+    return EXIT_DONE if finished else EXIT_PREEMPTED
+
+
+def _join(joining: Joining, patience: Patience, stopped: Callable[[], bool]) -> Links | None:
+    """Links to the homes; None if the run has ended."""
+    links = joining.first(patience.join, stopped)
     if links is None:
         log.info("the run has ended")
+    return links
+
+
+def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: NodeRunner) -> int:
+    """Samples, and runs `nodes`, until the run has ended, or `ended()`; returns the exit code."""
+    links = _join(joining, asked.patience, ended)
+    if links is None:
         return EXIT_DONE
     config, graph, source = asked.config, asked.graph, asked.source
     with contextlib.ExitStack() as files:
@@ -140,7 +149,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool]) -> int:
             opened = _own_engine(config, graph, source)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files)
-        worker = _make_worker(config, joining, links, opened, asked.patience)
+        worker = _make_worker(config, joining, links, opened, asked.patience, nodes)
         if worker is None:
             return EXIT_DONE
         try:
@@ -189,7 +198,12 @@ class _Opened:
 
 
 def _make_worker(
-    config: Config, joining: Joining, links: Links, opened: _Opened, patience: Patience
+    config: Config,
+    joining: Joining,
+    links: Links,
+    opened: _Opened,
+    patience: Patience,
+    nodes: NodeRunner,
 ) -> Worker | None:
     """A worker with the first weights; None if the run has ended."""
     first = _first_weights(joining, links, opened.pull, patience.join)
@@ -199,11 +213,14 @@ def _make_worker(
     ended: collections.deque[Response] = collections.deque()
     worker = Worker(
         opened.sampler(weights, links.first_version, ended.append),
-        links,
-        joining,
+        Talk(
+            links,
+            joining,
+            Shared(version=links.first_version, newest=links.newest, slots=opened.slots),
+            Pace(config.flow.save_seconds, patience.orphan),
+            nodes,
+        ),
         opened.pull,
-        Pace(config.flow.save_seconds, patience.orphan),
-        slots=opened.slots,
         cache=config.flow.cache,
         ended=ended,
     )

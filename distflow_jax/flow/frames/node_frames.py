@@ -19,6 +19,7 @@ from distflow_jax.flow.frames.image_frames import SentImages, images_of, patch_o
 from distflow_jax.flow.saved_samples import Key
 from distflow_jax.layout import Metrics, Parts
 
+QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next
 _TAG = "__is__"  # of what JSON has no form for
 _TOKENS = "prompt"  # of the arrays
 

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from distflow_jax.dag.plan import Unit
+from distflow_jax.flow.frames.node_frames import NodeResult, read_result, task_frame
 from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
 from distflow_jax.flow.host_nodes import Group, HostThread, NodesAhead, Span
-from distflow_jax.flow.served_nodes.node_frames import NodeResult, read_result, task_frame
 from distflow_jax.layout import Metrics, Parts
 
 
