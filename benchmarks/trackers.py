@@ -58,7 +58,7 @@ class PairedRun(Run):
     gate: Gate
     starts: list[float]
 
-    def run_step(self, prompts: Any) -> dict[str, Any]:
+    def run_step(self) -> dict[str, Any]:
         """One step."""
         self.starts.append(time.perf_counter())
         step = self.state.step
@@ -66,7 +66,7 @@ class PairedRun(Run):
             signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
         # the row of this step is given in the next
         self.gate.open = step < WARM_STEPS or with_trackers(step + 1)
-        row = super().run_step(prompts)
+        row = super().run_step()
         if self.state.step == self.config.training.steps:  # stopped ones could not end
             signal_trackers(signal.SIGCONT)
         return row

@@ -22,7 +22,7 @@ def moved(sources, old, new):
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("runtime/samplers/run_flow.py", "runtime/ahead.py"),
+        ("runtime/samplers/make_source.py", "runtime/ahead.py"),
         ("planning/plan_run.py", "planning/agreement_of_settings.py"),
         ("flow/flow.py", "runtime/run_ahead.py"),
         ("run.py", "runtime/steps.py"),

@@ -21,9 +21,9 @@ class MarkedRun(Run):
         self.marks = []
         super().__init__(*given)
 
-    def run_step(self, prompts: Any) -> dict[str, Any]:
+    def run_step(self) -> dict[str, Any]:
         """One step."""
-        metrics = super().run_step(prompts)
+        metrics = super().run_step()
         now = {"time": time.perf_counter(), "own_cpu": own_cpu_seconds()}
         self.marks.append(now | {"machine_cpu": machine_cpu_seconds()} | self.work())
         return metrics

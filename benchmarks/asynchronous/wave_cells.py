@@ -173,9 +173,9 @@ class CostedRun(MarkedRun):
         sampler = engine, SimulatedSync(0.0, Lane(1))
         return build(self.prepared, self.instruments.spans, self.phases.span, sampler=sampler)
 
-    def run_step(self, prompts: Any) -> dict[str, Any]:
+    def run_step(self) -> dict[str, Any]:
         """One step, once all groups that may begin are complete on all processes."""
-        self.flow.drive(self._settled)
+        self.source.flow.drive(self._settled)
         processes.barrier(f"step {self.state.step}")
         with contextlib.ExitStack() as parts:
             for owner, name, part in PARTS:
@@ -183,22 +183,28 @@ class CostedRun(MarkedRun):
                 parts.callback(setattr, owner, name, call)
                 setattr(owner, name, self._watch.following(call, part))
             self._cpu["begun"] = time.process_time()
-            return super().run_step(prompts)
+            return super().run_step()
 
-    def sync_weights(self, version: int) -> None:
-        """Brings weights to the sampler; those of the step that has ended end its measurement."""
-        if version == self.state.step:
-            self._cpu["spent"] += time.process_time() - self._cpu["begun"]
-        super().sync_weights(version)
+    def start(self, files: contextlib.ExitStack) -> None:
+        """Starts the sampler; weights of the step that has ended end its measurement."""
+        super().start(files)
+        publish = self.source.flow.publish
+
+        def measured(params: Any, version: int) -> None:
+            if version == self.state.step:
+                self._cpu["spent"] += time.process_time() - self._cpu["begun"]
+            publish(params, version)
+
+        self.source.flow.publish = measured
 
     def work(self) -> dict[str, Any]:
         """Seconds by part and CPU-seconds so far, and rows of the last step."""
-        shares = self.runtime.coordinator.shares if self.waves is None else None
+        shares = self.runtime.coordinator.shares if self.runtime.waves is None else None
         rows = sum(len(mini.rows) for mini in shares.minis) if shares is not None else 0
         return {"parts": dict(self._watch.seconds), "cpu": self._cpu["spent"], "rows": rows}
 
     def _settled(self) -> bool:
-        producer = self.flow.producer
+        producer = self.source.flow.producer
         with producer.lock:
             end = producer.admission.end(producer.sampler.version)
             newest = producer.sampler.version >= self.state.step - 1

@@ -40,8 +40,22 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
 UNTIL: dict[str, Until] = {"informative": informative}
 
 
-class EndOfData(Exception):
-    """The data have no prompts for another step."""
+DATA_ENDED, PREEMPTED, STARVED = "the data ended", "stopped by SIGTERM", "no worker was there"
+_GO_ON = {DATA_ENDED: "raise data.epochs for more", PREEMPTED: "start again to go on"}
+
+
+class Ended(Exception):
+    """A run makes no further step, for a reason that its record names."""
+
+    def __init__(self, reason: str, *, more: str = "", fix: str = ""):
+        """`reason`: DATA_ENDED, PREEMPTED or STARVED; `more`: of it, and `fix`, for the log."""
+        fix = fix or _GO_ON.get(reason, "")
+        super().__init__(f"{reason}{more}; {fix}")
+        self.reason, self._what, self._fix = reason, f"{reason}{more}", fix
+
+    def told(self, step: int, steps: int) -> str:
+        """A line on the end of a run of `steps` after so many."""
+        return f"{self._what} after step {step} of {steps}; {self._fix}"
 
 
 class Rounds:
@@ -68,7 +82,7 @@ class Rounds:
     def next(self) -> bool:
         """Ends the running round and starts another one where that is needed. Collective.
 
-        Raises EndOfData where there are no prompts for a first round.
+        Raises Ended where there are no prompts for a first round.
         """
         if self._open:
             self._end_round()
@@ -79,7 +93,7 @@ class Rounds:
                 self._open = True
                 return True
         if not self._rounds:
-            raise EndOfData
+            raise Ended(DATA_ENDED)
         self._end()
         return False
 

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.coordinator.rounds import DATA_ENDED, STARVED, Ended
 from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.flow.homes.home_thread import HomeThread, Starved
+from distflow_jax.flow.homes.home_thread import HomeThread
 from distflow_jax.flow.host_nodes import NodesAhead, Span
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
@@ -141,8 +141,8 @@ class Flow:
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, complete, once all processes have theirs. Collective.
 
-        Raises EndOfData where the data have no group for the step, Starved where no worker comes to
-        sample it, and what a sampler, an environment or a node that ran ahead has raised for a
+        Raises Ended where the data have no group for the step, or no worker comes to sample it, and
+        what a sampler, an environment or a node that ran ahead has raised for a
         group of the step.
         """
         with self.swaps.block("wait"):
@@ -160,7 +160,7 @@ class Flow:
             with self._lock:
                 cut = admission.cut(step)
             if cut.start == cut.end:
-                raise EndOfData
+                raise Ended(DATA_ENDED)
             if self._rounds:
                 self.drive(decided, needs=cut.end)
             elif not self._agree(cut):
@@ -197,7 +197,8 @@ class Flow:
         self.drive(told.done)
         whole, wanted, news, alone = zip(*told.result(), strict=True)
         if any(alone):
-            raise Starved(*sorted({node for nodes in alone if nodes for node in nodes}))
+            nodes = sorted({node for nodes in alone if nodes for node in nodes})
+            raise _starved(self._config, nodes)
         with self._lock:
             refills = [
                 producer.judge(counter, bool(keep)) for theirs in news for counter, keep in theirs
@@ -209,6 +210,9 @@ class Flow:
         """Ends a step that `take` has given; returns the first counter that it did not look at."""
         with self._lock:
             return self.producer.admission.finish(step).end
+
+    def wait(self) -> None:
+        """Returns once records of the steps so far are written: there are none."""
 
     def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:
         """Evaluations up to a version that were not returned before; waits for them.
@@ -357,6 +361,13 @@ class Flow:
             ledger = self.saver.took(cut, groups)
         self._told -= set(cut.counters)
         return self.steps.join(cut, groups, {SWAPS: self.swaps.take()} | ledger.metrics())
+
+
+def _starved(config: FlowConfig, nodes: Sequence[str]) -> Ended:
+    """The end of a run for want of workers for some nodes."""
+    served = f" for {' and '.join(map(repr, nodes))} (worker --nodes)"  # beside those that sample
+    missing = f" for {config.starved_seconds:g} s{served if config.worker_nodes else ''}"
+    return Ended(STARVED, more=missing, fix="start again, with workers, to go on")
 
 
 @contextlib.contextmanager

@@ -12,13 +12,11 @@ import numpy as np
 
 from distflow_jax.checkpoint.adapters import adapters_info, changed_adapters
 from distflow_jax.checkpoint.checkpointer import Checkpointer
-from distflow_jax.config.run_config import Config
-from distflow_jax.flow.budgets.deadline_rule import in_order
-from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.place import Place
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.training_config import TrainingConfig
 
@@ -32,15 +30,6 @@ class RunState:
 
     models: dict[str, Any]  # of models, samplers and nodes with a state of their own, by state key
     step: int = 0
-    batches: int = 0  # of the loader that were used: one a step, or as many as a region took
-    # first prompt that no step looked at, where samplers run ahead; None: all of `batches` were
-    counter: int | None = None
-    # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
-    # Deadlines.begun; None: all from `counter` on are to begin
-    begun: dict[str, Any] | None = None
-    # account of tokens over all processes, see Ledger, where no samples are saved that bring one;
-    # None: samplers never ran ahead
-    ledger: dict[str, int] | None = None
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
@@ -54,14 +43,6 @@ class RunState:
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         self.rejected = self.rejected + 1 if 0 in kept else 0
 
-    def look_at(self, counter: int, batch: int) -> None:
-        """Notes the first prompt that no step has looked at; `batch`: prompts of a step."""
-        self.counter, self.batches = counter, -(-counter // batch)
-
-    def position(self, batch: int) -> int:
-        """Counter of the first prompt that no step looked at; `batch`: prompts of a step."""
-        return self.batches * batch if self.counter is None else self.counter
-
     def policy_params(self, key: str) -> Any:
         """Parameters of the policy of this state key, trained or frozen."""
         state = self.models[key]
@@ -70,8 +51,8 @@ class RunState:
 
 def first_or_restored_state(
     prepared: PreparedRun, runtime: Runtime, checkpointer: Checkpointer
-) -> RunState:
-    """The state of the newest checkpoint, to which the loader is set too, or that of step 0.
+) -> tuple[RunState, Place]:
+    """State and place of the newest checkpoint, to which the loader is set too, or of step 0.
 
     Samplers have no state yet, see run_sampler.start_samplers.
     """
@@ -79,7 +60,8 @@ def first_or_restored_state(
     offload, digests = runtime.offload, starting_weights(prepared.models, prepared.source)
     if checkpointer.latest() is None:
         first = states.initial({}, offload.adopt) | runtime.first_states
-        return RunState(first, starting_weights=digests)
+        place = Place(prepared.config.data.prompts_per_step)
+        return RunState(first, starting_weights=digests), place
     step, restored, info = checkpointer.restore(
         None,
         offload.abstract(states.abstract()),
@@ -91,65 +73,17 @@ def first_or_restored_state(
         ),
     )
     _check_starting_weights(info, digests, prepared)
-    check_order(info, step, prepared.config.flow)
-    check_batches(info, step, prepared.config)
-    prepared.loader.restore(info["loader"])
-    place = (processes.process_index(), processes.process_count())
-    of_nodes = {key: from_json(key, value, *place) for key, value in info["nodes"].items()}
-    return RunState(
+    place = Place.restored(info, step, prepared.config, prepared.loader)
+    here = (processes.process_index(), processes.process_count())
+    of_nodes = {key: from_json(key, value, *here) for key, value in info["nodes"].items()}
+    state = RunState(
         models=states.initial(restored, offload.adopt) | runtime.first_states | of_nodes,
         step=step,
-        batches=prepared.loader.position // prepared.config.data.prompts_per_step,
         starting_weights=digests,
-        # otherwise steps take whole batches, as the loader gives them
-        counter=info.get("counter") if prepared.config.flow.ahead else None,
-        begun=info.get("begun") if prepared.config.flow.round_tokens else None,
-        ledger=info.get("ledger"),
         nonfinite=info["nonfinite"],
         rejected=info.get("rejected", 0),  # older checkpoints have none
     )
-
-
-def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
-    """Raises ValueError if the run would train prompts again that a step before their turn took."""
-    begun = info.get("begun")
-    if begun is not None and not config.round_tokens and not in_order(begun):
-        raise ValueError(
-            f"the checkpoint of step {step} has trained prompts before others with lower counters, "
-            "as flow.round_tokens does: with flow.round_tokens=0 some would be trained twice; give "
-            "flow.round_tokens and flow.max_lag again, or start in a new --workdir"
-        )
-
-
-def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
-    """Raises ValueError if the next batch would not begin where the checkpoint's did.
-
-    Steps of a region, or of a budget of tokens, end amid a batch.
-    """
-    counter, batch = info.get("counter"), config.data.prompts_per_step
-    position = int(info["loader"]["position"])
-    if counter is None or not config.flow.ahead:
-        if position % batch:
-            raise ValueError(
-                f"data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
-                f"{position} prompts, which are no whole number of such batches, so some would be "
-                "trained on twice; give the number of before, or start in a new --workdir"
-            )
-    if counter is None:
-        return
-    first = counter // batch * batch
-    if not config.flow.ahead and counter > first:
-        raise ValueError(
-            f"the checkpoint of step {step} stands amid a batch, before prompt {counter}: with "
-            f"flow.max_lag=0 steps take whole batches, so prompts from {first} on would be trained "
-            "on twice; give flow.max_lag again, or start in a new --workdir"
-        )
-    if config.flow.ahead and position != first:
-        raise ValueError(
-            f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "
-            f"by which its batch began at prompt {position}; give that again, or start in a new "
-            "--workdir"
-        )
+    return state, place
 
 
 _KEPT = "rollout_corr/kept_weight_max"
@@ -203,23 +137,24 @@ def _check_starting_weights(
 
 
 def save_state(
-    prepared: PreparedRun, state: RunState, checkpointer: Checkpointer, *, added_to: bool
+    prepared: PreparedRun,
+    state: RunState,
+    place: Place,
+    checkpointer: Checkpointer,
+    *,
+    added_to: bool,
 ) -> None:
-    """Starts a checkpoint: the trained models, the loader's place, and the nodes' own states.
+    """Starts a checkpoint: the trained models, the place in the data, and the nodes' own states.
     Collective.
 
     `added_to`: whether each process adds to it, see Checkpointer.save.
     """
     own = node_states(prepared, state)
     states = processes.all_gather_json(own) if own else []
-    info = {
-        "loader": prepared.loader.state(loader_position(prepared, state)),
+    info = place.facts(prepared.loader) | {
         "nonfinite": state.nonfinite,
         "starting_weights": state.starting_weights,
         "rejected": state.rejected,
-        "counter": state.counter,
-        "begun": state.begun,
-        "ledger": state.ledger,
         "nodes": {key: to_json([theirs[key] for theirs in states]) for key in own},
     }
     info |= adapters_info(prepared.config.lora)
@@ -235,12 +170,6 @@ def node_states(prepared: PreparedRun, state: RunState) -> dict[str, Any]:
     others = prepared.models.keys() | prepared.samplers.keys()
     own = {key: x for key, x in state.models.items() if key not in others}
     return {key: encoded(key.removeprefix("node:"), x) for key, x in own.items()}
-
-
-def loader_position(prepared: PreparedRun, state: RunState) -> int:
-    """Counter after the last prompt that the run trained on."""
-    batch = prepared.config.data.prompts_per_step
-    return state.position(batch) // batch * batch
 
 
 def to_json(states: Sequence[Any]) -> dict[str, Any]:

@@ -28,17 +28,29 @@ from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
-from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.waves.carried_fields import carried
 from distflow_jax.planning.waves.wave_programs import WavePrograms, check_stateless
 from distflow_jax.programs.launch_log import launched
-from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.sample_source import give_step
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stages.wave_metrics import WaveSize, merged_metrics, wave_size
 from distflow_jax.training.update import without_sums
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
-Taker = WaveTaker | WaveReplay
+
+
+class SourceOfWaves(Protocol):
+    """A Source whose steps come in waves."""
+
+    @property
+    def taker(self) -> WaveTaker | WaveReplay:
+        """Hands the groups of a step over."""
+
+    def finish(self, step: int) -> None:
+        """Ends a step whose groups were taken."""
+
+    def measured(self) -> Metrics:
+        """Metrics of the samples of the step that has run."""
 
 
 class SpanOfWave(Protocol):
@@ -85,9 +97,12 @@ class WaveSteps:
         runners: Mapping[str, Runner],
         coordinator: Coordinator,
         batch: Coordinator,
+        source: SourceOfWaves,
+        span: SpanOfWave,
     ):
         """`units` stream, the others of `plan` wait; `runners` are those of all units, by name.
         `coordinator` is that of waves, `batch` that of the run."""
+        self._source, self._span = source, span
         self._plan, self._units = plan, tuple(units)
         self._updates = [  # (unit, state key, update) of those that train
             (unit, unit.tasks[0].state_key, programs.updates[unit.tasks[0].state_key])
@@ -118,15 +133,13 @@ class WaveSteps:
         self,
         step: int,
         states: Mapping[str, Any],
-        taker: Taker,
-        span: SpanOfWave,
-        given: Callable[[FieldStore], None],
         rehearse: Rehearse | None,
     ) -> tuple[dict[str, Any], Metrics]:
         """Runs a step; returns its states and metrics. Collective.
 
-        `given(store)` puts fields that the loop gives; `rehearse` as of dag.plan_walker.run_step.
+        `rehearse` as of dag.plan_walker.run_step.
         """
+        source, taker, span = self._source, self._source.taker, self._span
         states, found = dict(states), StepInWaves()
         self._found = found
         self._begin(states)
@@ -134,7 +147,7 @@ class WaveSteps:
             of_wave = functools.partial(span, wave=1 + self.waves)
             with of_wave("wait_for_samples"):
                 wave, store = taker.take(step)
-            given(store)
+            give_step(self._plan, store, step)
             self._wave(wave, states, store, of_wave, rehearse)
             self._collect(wave)
             taker.record(wave, **_filling(self._coordinator.shares))
@@ -144,11 +157,18 @@ class WaveSteps:
                 break
         with span("wait_for_samples"):
             store, of_nodes = taker.end()
-        given(store)
+        give_step(self._plan, store, step)
         metrics = dict(self._batch_of(store).merged(of_nodes))
         taker.note(dict(metrics))
         metrics |= self._rest(step, states, span, rehearse)
-        return states, metrics | self._merged()
+        metrics |= self._merged() | {"training/waves": self.waves}
+        source.finish(step)
+        return states, metrics | source.measured()
+
+    @property
+    def held(self) -> "WaveSteps":
+        """The holder of the rows of the step."""
+        return self
 
     @property
     def waves(self) -> int:
@@ -334,22 +354,6 @@ class WaveSteps:
             return None
         mesh = self._coordinator.meshes[self._rows.target_layout]
         return jax.jit(wave_size, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def make_wave_steps(
-    prepared: PreparedRun, runtime: Runtime, runners: Mapping[str, Runner]
-) -> WaveSteps | None:
-    """The steps of a run in waves; None for other runs. `runners` are those of all units."""
-    if runtime.waves is None:
-        return None
-    return WaveSteps(
-        prepared.plan,
-        prepared.streamed_units,
-        runtime.waves,
-        runners,
-        runtime.wave_coordinator,
-        runtime.coordinator,
-    )
 
 
 def _edge_of_rows(unit: Unit) -> Edge | None:

@@ -7,7 +7,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits
-from distflow_jax.coordinator.rounds import EndOfData, Rounds, informative
+from distflow_jax.coordinator.rounds import Ended, Rounds, informative
 from distflow_jax.data.step_columns import given_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
@@ -102,7 +102,7 @@ def test_at_the_limit_the_step_goes_on_smaller_with_a_warning(batches, max_round
 
 
 def test_the_end_of_the_data_is_told():
-    with pytest.raises(EndOfData):
+    with pytest.raises(Ended):
         run(lambda c: True, groups=4, max_rounds=2, batches=0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.tiny_model import prompt_of
 
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.coordinator.rounds import Ended
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.waves.group_facts import facts_of
 from distflow_jax.flow.waves.recordings import FOLDER, Recording, RecordWriter, drop_later
@@ -145,7 +145,7 @@ def test_a_replay_hands_out_what_was_trained(tmp_path):
         assert len(store.own) == sum(sizes)
         replay.note(metrics)
         assert metrics["reward/mean"] == 0.1 + step and replay.finish(step) == GROUPS * step
-    with pytest.raises(EndOfData, match="no whole record of a later one"):
+    with pytest.raises(Ended, match="no whole record of a later one"):
         replay.take(4)
     lines = (tmp_path / "replay" / "waves.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3]

@@ -67,10 +67,10 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
     """Beside checkpoints, evaluations and weights on their way; and a metric that cannot be read is
     left out of the run."""
     live, read, runs = device_memory.live_bytes, [], []
-    start, looked, ended = run.Run._start, threading.Event(), set()
+    start, looked, ended = run.Run.start, threading.Event(), set()
 
-    def started(self):
-        start(self)
+    def started(self, files):
+        start(self, files)
         runs.append(self)
         assert not self.state.models.keys() & self.prepared.samplers.keys()  # its thread's alone
 
@@ -86,12 +86,12 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
 
     def often():
         looked.set()
-        assert runs[-1].flow.producer.sampler.busy  # or there was nothing to fear
+        assert runs[-1].source.flow.producer.sampler.busy  # or there was nothing to fear
         for _ in range(READS):
             read.append((live(), sum(host_memory.bytes_by_kind().values()), peak_memory_gb()))
         raise RuntimeError("Array has been deleted")
 
-    monkeypatch.setattr(run.Run, "_start", started)
+    monkeypatch.setattr(run.Run, "start", started)
     monkeypatch.setattr(device_memory, "live_bytes", often)
     assert run.train_here(config_of(*flags), tmp_path) == 0
     assert len(read) == READS and len({sizes[:2] for sizes in read}) == 1

@@ -138,7 +138,7 @@ def test_an_error_while_a_run_starts_ends_its_sampler(tmp_path, monkeypatch):
         assert [t for t in threading.enumerate() if t.name.startswith("sampler")]
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(run, "make_taker", fails)
+    monkeypatch.setattr(run, "make_steps", fails)
     with pytest.raises(OSError, match="no space left"):
         run.train_here(config_of("flow.max_lag=1", *PART), tmp_path)
     assert not [t for t in threading.enumerate() if t.name.startswith("sampler")]
@@ -197,9 +197,9 @@ def delayed(monkeypatch, seed):
         time.sleep(draw.uniform(0, 0.05))
         return rounds(self)
 
-    def late_step(self, prompts):
+    def late_step(self):
         time.sleep(draw.uniform(0, 0.2))
-        return steps(self, prompts)
+        return steps(self)
 
     def late_nodes(self, group, span):
         time.sleep(draw.uniform(0, 0.05))

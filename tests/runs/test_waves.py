@@ -89,9 +89,9 @@ def gradients_of(monkeypatch, folder, *assignments):
     class Kept(run.Run):
         """A run that keeps its gradients."""
 
-        def run_step(self, prompts):
+        def run_step(self):
             """One step."""
-            metrics = super().run_step(prompts)
+            metrics = super().run_step()
             states = {k: s for k, s in self.state.models.items() if isinstance(s, TrainState)}
             moments = {k: optax.tree.get(s.opt_state, "mu") for k, s in states.items()}
             found.append(jax.device_get(moments))

@@ -10,7 +10,7 @@ import pytest
 from distflow_jax.checkpoint import additions
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.parallel import processes
-from distflow_jax.runtime.samplers.run_flow import end_saving
+from distflow_jax.runtime.samplers.ahead import end_saving
 
 OF = additions.FOLDER
 

@@ -8,7 +8,8 @@ import pytest
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.loader import DataConfig
 from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.runtime.run_state import RunState, check_batches, check_lost, check_order
+from distflow_jax.runtime.place import check_batches, check_order
+from distflow_jax.runtime.run_state import RunState, check_lost
 from distflow_jax.training.training_config import TrainingConfig
 
 FOLDER = pathlib.Path("run")

@@ -13,6 +13,8 @@ import time
 from distflow_jax import run
 from distflow_jax.commands.main import run_script
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.runtime.sample_source import Synchronous
+from distflow_jax.runtime.samplers.ahead import Ahead
 
 LONGEST = 0.2  # seconds
 REWARD = f"""
@@ -41,8 +43,9 @@ def delay_all() -> None:
     if seed := os.environ.get("DELAYS"):
         draw = random.Random(f"{seed} {os.getpid()}")
         RolloutEngine.generate = late(RolloutEngine.generate, draw, 0.2)
-        for name in ("run_step", "sync_weights"):
-            setattr(run.Run, name, late(getattr(run.Run, name), draw, 1.0))
+        run.Run.run_step = late(run.Run.run_step, draw, 1.0)
+        for source in (Synchronous, Ahead):
+            source.update_weights = late(source.update_weights, draw, 1.0)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from distflow_jax.commands.main import run_script
 if __name__ == "__main__":
     one_step = run.Run.run_step
 
-    def measured(self, prompts):
+    def measured(self):
         """A step, and what is resident after it."""
-        metrics = one_step(self, prompts)
+        metrics = one_step(self)
         gc.collect()
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
         with open(os.environ["RESIDENT"], "a") as file:

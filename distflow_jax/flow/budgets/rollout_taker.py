@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.flow.budgets.rollout_budget import RolloutBudget
 from distflow_jax.flow.flow import Flow
 from distflow_jax.layout import Metrics, Parts
@@ -23,12 +23,12 @@ class RolloutTaker:
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, once the rollout has ended. Collective.
 
-        Raises EndOfData where the data have no group for the step, and what a sampler, an
+        Raises Ended where the data have no group for the step, and what a sampler, an
         environment or a node that ran ahead has raised for a group that has begun.
         """
         flow, producer = self._flow, self._flow.producer
         if not producer.admission.has_step(step):
-            raise EndOfData
+            raise Ended(DATA_ENDED)
         with flow.swaps.block("wait"):
             producer.admit()  # before anything is due: all that may begin is under way
             cut = self._budget.end(flow.drive)

@@ -21,10 +21,6 @@ STALLED = (
 log = logging.getLogger("distflow_jax")
 
 
-class Starved(Exception):
-    """No worker has been there for too long, for the nodes that the arguments name."""
-
-
 class HomeThread:
     """Begins groups by the rule and takes what workers bring, until it is closed.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.step_groups import StepGroups
@@ -40,7 +40,7 @@ class WaveReplay:
     def take(self, step: int) -> tuple[Wave, FieldStore]:
         """The next wave of a step, and the fields of this process's groups in it.
 
-        Raises EndOfData after the last step of the recording, ValueError for a record that cannot
+        Raises Ended after the last step of the recording, ValueError for a record that cannot
         be read.
         """
         if not self._left:
@@ -75,7 +75,8 @@ class WaveReplay:
 
     def _begin(self, step: int) -> None:
         if step > self._recording.last:
-            raise EndOfData(f"{self._recording.folder} has no whole record of a later one")
+            folder = self._recording.folder
+            raise Ended(DATA_ENDED, fix=f"{folder} has no whole record of a later one")
         self._record = self._read(step)
         self._left = deque(self._record.waves)
 

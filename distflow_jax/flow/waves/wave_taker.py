@@ -3,7 +3,7 @@
 import time
 
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import EndOfData
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.flow.flow import Flow
 from distflow_jax.flow.host_nodes import Group
 from distflow_jax.flow.waves.recordings import RecordWriter
@@ -36,14 +36,14 @@ class WaveTaker:
     def take(self, step: int) -> tuple[Wave, FieldStore]:
         """The next wave, and the fields of this process's groups in it. Collective.
 
-        Raises EndOfData where the data have no group for the step, and what a sampler, an
+        Raises Ended where the data have no group for the step, and what a sampler, an
         environment or a node that ran ahead has raised for a group of the step.
         """
         flow, producer, planner = self._flow, self._flow.producer, self._source.planner
         if planner.step != step:
             raise ValueError(f"waves of step {planner.step} come before those of step {step}")
         if planner.cut.start == planner.cut.end:
-            raise EndOfData
+            raise Ended(DATA_ENDED)
         begun = time.monotonic()
         with flow.swaps.block("wait"):
             wave = self._source.next(flow.drive)

@@ -6,15 +6,20 @@ import pathlib
 import jax
 import numpy as np
 
+from distflow_jax.batch import Samples
+from distflow_jax.coordinator.staleness import staleness_metrics
 from distflow_jax.flow.flow_checks import nodes_ahead
 from distflow_jax.flow.waves.recordings import Recording, RecordWriter, drop_later
 from distflow_jax.flow.waves.wave_records import WaveRecords
 from distflow_jax.flow.waves.wave_replay import WaveReplay
+from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
 from distflow_jax.planning.waves.replayed_run import start_of_run
+from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.sample_source import Still
 
 
 def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -> Recording:
@@ -49,12 +54,45 @@ def make_record_writer(
     return RecordWriter(folder, start)
 
 
+class Recorded(Still):
+    """The samples of another run, wave by wave; see runtime/sample_source.py.
+
+    Attributes:
+      taker: hands the groups of a step over.
+    """
+
+    def __init__(self, prepared: PreparedRun, place: Place, taker: WaveReplay):
+        super().__init__(place)
+        self._max_lag, self.taker = prepared.config.flow.max_lag, taker
+
+    def begin(self, step: int) -> None:
+        """Nothing: no sampler needs weights."""
+
+    update_weights = begin
+
+    def finish(self, step: int) -> None:
+        """Ends a step whose groups were taken."""
+        self.place.look_at(self.taker.finish(step))
+
+    def measured(self) -> Metrics:
+        """Nothing: recorded metrics come with the groups."""
+        return {}
+
+    def observe(self, samples: Samples, step: int) -> Metrics:
+        """Ages of the samples of a step."""
+        return staleness_metrics(samples, step, self._max_lag)
+
+    def close(self) -> None:
+        """Ends the replay."""
+        self.taker.close()
+
+
 def make_replay(
-    prepared: PreparedRun, recording: Recording, folder: pathlib.Path, state: RunState
-) -> WaveReplay:
-    """Hands the groups of a recording to the training of a run in `folder`."""
+    prepared: PreparedRun, recording: Recording, folder: pathlib.Path, state: RunState, place: Place
+) -> Recorded:
+    """The groups of a recording, for the training of a run in `folder`."""
     plan = prepared.plan
-    return WaveReplay(
+    replay = WaveReplay(
         recording,
         WaveRecords(folder, state.step),
         nodes={node.id for node in nodes_ahead(plan)},
@@ -62,3 +100,4 @@ def make_replay(
         | {None: sampler_layout(prepared.sizes)},
         prompt=prepared.loader.prompt,
     )
+    return Recorded(prepared, place, replay)

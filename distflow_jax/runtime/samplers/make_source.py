@@ -1,5 +1,6 @@
-"""The asynchronous side of a run: its flow of groups, made from the prepared run."""
+"""Makes the source of a run's samples, and starts samplers that run ahead."""
 
+import contextlib
 import functools
 import logging
 import pathlib
@@ -30,7 +31,6 @@ from distflow_jax.flow.sample_saver import SampleSaver
 from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_records import WaveRecords
-from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.flow.waves.wave_room import WaveRoom
 from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.flow.waves.wave_taker import WaveTaker
@@ -41,19 +41,65 @@ from distflow_jax.parallel.peers import Peers
 from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.evaluating import EvaluateNow
 from distflow_jax.runtime.instruments import Instruments
+from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.recorder import Recorder
+from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.samplers.replays import make_record_writer, make_replay
+from distflow_jax.runtime.sample_source import Synchronous
+from distflow_jax.runtime.samplers.ahead import Ahead, EvaluateAhead
+from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_homes import deliver_to_workers, make_home_sampler
-from distflow_jax.runtime.samplers.run_sampler import evaluation_of
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
 
 log = logging.getLogger("distflow_jax")
 
 
-def evaluates_ahead(
+def make_source(
+    prepared: PreparedRun,
+    runtime: Runtime,
+    state: RunState,
+    place: Place,
+    instruments: Instruments,
+    checkpointer: Checkpointer,
+    recorder: Recorder,
+    schedule: StepSchedule,
+) -> tuple[Synchronous | Ahead | Recorded, EvaluateNow | EvaluateAhead]:
+    """Where a run's samples come from, and how it evaluates. Collective.
+
+    A source whose samplers run ahead takes the sampler's state out of `state`, and the samples of
+    the checkpoint that the run goes on from. The samplers must have been started.
+    """
+    config, phases = prepared.config.flow, instruments.phases
+
+    def now(
+        source: Synchronous | Recorded | Ahead,
+    ) -> tuple[Synchronous | Recorded | Ahead, EvaluateNow]:
+        return source, EvaluateNow(prepared, runtime, state, source, recorder, schedule, phases)
+
+    if prepared.recording is not None:
+        folder = checkpointer.folder.parent
+        return now(make_replay(prepared, prepared.recording, folder, state, place))
+    added = additions(checkpointer.folder / str(state.step)) if state.step else []
+    _tell_of_lag(added, config, state.step)
+    if not config.ahead:
+        if added or place.ledger is not None:  # for a run that goes on with samplers ahead
+            place.ledger = _account(checkpointer, state, place, added)[1].to_dict()
+        return now(Synchronous(prepared, runtime, state, place, instruments))
+    evaluates = _evaluates(config, schedule, recorder, state.step)
+    ahead = Ahead(prepared, runtime, state, place, phases, schedule, checkpointer)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(ahead.close)
+        _open(ahead, prepared, runtime, state, instruments, checkpointer, added, evaluates)
+        on_failure.pop_all()
+    if config.swap == "boundary":
+        return ahead, EvaluateAhead(prepared, ahead, recorder, schedule, phases)
+    return now(ahead)
+
+
+def _evaluates(
     config: FlowConfig, schedule: StepSchedule, recorder: Recorder, step: int
 ) -> Callable[[int], bool] | None:
     """Says whether samplers evaluate a version when they take it; None: the training does it.
@@ -68,34 +114,22 @@ def evaluates_ahead(
     return lambda version: evaluates(version) and not (known and version == step)
 
 
-def make_flow(
+def _open(
+    source: Ahead,
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
     instruments: Instruments,
     checkpointer: Checkpointer,
+    added: Sequence[Addition],
     evaluates: Callable[[int], bool] | None,
-    publish: Callable[[int], None],
-) -> Flow | None:
-    """The flow of a run whose samplers run ahead; None for others, and in a replay. Collective.
-
-    It takes the sampler's state out of `state`, and the samples of the checkpoint that the run goes
-    on from. The samplers must have been started. `evaluates(version)`: whether samplers evaluate a
-    version when they take it; None: none of them. `publish(version)`: calls `Flow.publish` with the
-    weights of so many finished steps.
-    """
-    config, plan = prepared.config, prepared.plan
-    if prepared.recording is not None:
-        return None
-    added = additions(checkpointer.folder / str(state.step)) if state.step else []
-    _tell_of_lag(added, config.flow, state.step)
-    if not config.flow.ahead:
-        if added or state.ledger is not None:  # for a run that goes on with samplers ahead
-            state.ledger = _account(checkpointer, state, added)[1].to_dict()
-        return None
+) -> None:
+    """Starts samplers that run ahead. `added`: samples of the checkpoint; `evaluates(version)`:
+    whether samplers evaluate a version when they take it; None: they evaluate none. Collective."""
+    config, plan, place = prepared.config, prepared.plan, source.place
     tasks = sampling_tasks(plan)
     sampled = frozenset(task.node.id for task in tasks)
-    producer = _producer(prepared, runtime, state, tasks, added)
+    producer = _producer(prepared, runtime, state, place, tasks, added)
     if config.flow.workers:
         delivery = deliver_to_workers(
             prepared,
@@ -103,17 +137,17 @@ def make_flow(
             producer,
             runtime.offload,
             checkpointer.folder,
-            publish,
+            source.update_weights,
         )
     else:
         delivery = make_delivery(
             config.flow,
             producer,
             runtime.sync,
-            publish,
+            source.update_weights,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
-    return Flow(
+    flow = Flow(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
@@ -124,22 +158,13 @@ def make_flow(
             instruments.phases.note,
             evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
         ),
-        saver=_saver(producer, config.flow, checkpointer, state, added, evaluates),
+        saver=_saver(producer, config.flow, checkpointer, state, place, added, evaluates),
     )
-
-
-def make_taker(
-    prepared: PreparedRun, flow: Flow | None, folder: pathlib.Path, state: RunState
-) -> WaveTaker | WaveReplay | RolloutTaker | None:
-    """Hands a step's groups to the training where `Flow.take` does not: wave by wave, or of
-    rollouts with a budget of tokens. None for other runs. Collective."""
-    if prepared.recording is not None:
-        return make_replay(prepared, prepared.recording, folder, state)
-    if flow is None:
-        return None
-    if prepared.config.flow.in_waves:
-        return make_waves(prepared, flow, folder, state)
-    return make_rollouts(prepared, flow) if prepared.config.flow.round_tokens else None
+    source.open(flow)
+    if config.flow.in_waves:
+        source.take_by(make_waves(prepared, flow, checkpointer.folder.parent, state))
+    elif config.flow.round_tokens:
+        source.take_by(make_rollouts(prepared, flow))
 
 
 def make_waves(
@@ -199,23 +224,6 @@ def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:
     return RolloutTaker(flow, budget, tokens=tokens)
 
 
-def end_saving(flow: Flow, checkpointer: Checkpointer, step: int, end: float) -> None:
-    """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
-    time.monotonic(); warns if it lacks some. Collective."""
-    flow.end_saving(end)
-    processes.all_gather_text("")  # all have added theirs then, or have no more time
-    checkpointer.wait()
-    complete = checkpointer.latest() or 0
-    if complete != step and not processes.process_index():
-        log.warning(
-            "the samples that the checkpoint of step %d needs are not complete: the run goes on "
-            "after step %d, its last complete one; give it more time to end by the launcher's "
-            "--grace_seconds",
-            step,
-            complete,
-        )
-
-
 def _tell_of_lag(added: Sequence[Addition], config: FlowConfig, step: int) -> None:
     """Warns of samples in a checkpoint that a larger max_lag began."""
     before = max((addition.facts["max_lag"] for addition in added), default=0)
@@ -242,6 +250,7 @@ def _producer(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
+    place: Place,
     tasks: Sequence[Task],
     added: Sequence[Addition],
 ) -> Producer:
@@ -269,10 +278,9 @@ def _producer(
             prepared.environments,
             contexts[0].on_response,
         )
-    position = state.position(config.data.prompts_per_step)
-    admission = _admission(prepared, state.step, position)
+    admission = _admission(prepared, state.step, place.position)
     if config.flow.round_tokens:
-        admission = _deadlines(prepared, state, saved)
+        admission = _deadlines(prepared, state, place, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
     kind: Callable[..., Producer] = Producer
     if config.flow.workers:
@@ -304,16 +312,18 @@ def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
     )
 
 
-def _deadlines(prepared: PreparedRun, state: RunState, saved: SavedSamples) -> Deadlines:
+def _deadlines(
+    prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples
+) -> Deadlines:
     """The rule of a run whose rollouts have a budget of tokens, which goes on from `state`."""
     config, batches = prepared.config, prepared.loader.num_steps
-    rule, position = flow_rule(config, prepared.plan), state.position(config.data.prompts_per_step)
+    rule, position = flow_rule(config, prepared.plan), place.position
     return Deadlines(
         rule,
         step=state.step,
         counter=position,
         # samples of a run without a budget belong to the steps that follow
-        begun=state.begun or begun_by_steps(rule, state.step, position, saved.counters),
+        begun=place.begun or begun_by_steps(rule, state.step, position, saved.counters),
         last=None if batches is None else batches * config.data.prompts_per_step,
         steps=config.training.steps,
     )
@@ -324,11 +334,12 @@ def _saver(
     config: FlowConfig,
     checkpointer: Checkpointer,
     state: RunState,
+    place: Place,
     added: Sequence[Addition],
     evaluates: Callable[[int], bool] | None,
 ) -> SampleSaver:
     """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
-    records, ledger = _account(checkpointer, state, added)
+    records, ledger = _account(checkpointer, state, place, added)
     return SampleSaver(
         producer,
         checkpointer.additions,
@@ -341,14 +352,14 @@ def _saver(
 
 
 def _account(
-    checkpointer: Checkpointer, state: RunState, added: Sequence[Addition]
+    checkpointer: Checkpointer, state: RunState, place: Place, added: Sequence[Addition]
 ) -> tuple[GroupRecords, Ledger]:
     """The records of a run that goes on from `state`, and the ledger of all that came before: of
     the checkpoint's samples, or its own. Collective."""
     records = GroupRecords(pathlib.Path(checkpointer.folder).parent, state.step)
     saved = [addition.facts["ledger"] for addition in added]
-    if not saved and state.ledger is not None:
-        saved = [state.ledger]
+    if not saved and place.ledger is not None:
+        saved = [place.ledger]
     return records, Ledger.restored(saved, records.known)
 
 

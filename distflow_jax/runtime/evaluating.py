@@ -1,0 +1,55 @@
+"""How a run evaluates its weights: here after a step, in samplers/ahead.py beside later steps."""
+
+import math
+
+from distflow_jax.layout import Metrics
+from distflow_jax.observe.phases import Phases
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.recorder import Recorder
+from distflow_jax.runtime.run_sampler import evaluate_sampler
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.sample_source import Source
+from distflow_jax.runtime.step_schedule import StepSchedule
+from distflow_jax.stages.evaluate import validation_metrics
+
+
+class EvaluateNow:
+    """Evaluates after the steps that are due, while nothing else samples."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        runtime: Runtime,
+        state: RunState,
+        source: Source,
+        recorder: Recorder,
+        schedule: StepSchedule,
+        phases: Phases,
+    ):
+        self._prepared, self._runtime, self._state = prepared, runtime, state
+        self._source, self._recorder = source, recorder
+        self._schedule, self._phases = schedule, phases
+
+    def after(self, step: int) -> Metrics:
+        """Evaluates the weights after a step; of the first one, the untrained ones too."""
+        if self._schedule.evaluates_first(step):
+            # the sampler still holds the untrained weights: their evaluation need not come before
+            # the first update
+            self._recorder.untrained(self._evaluate(0))
+        if not self._schedule.evaluates(step):
+            return {}
+        self._source.update_weights(step)
+        return self._evaluate(step)
+
+    def record(self, up_to: int, *, end: float = math.inf) -> None:
+        """Nothing is left to be recorded by then."""
+
+    def _evaluate(self, step: int) -> Metrics:
+        """Evaluates the sampler's weights, which `step` steps trained; writes the responses."""
+        with self._recorder.timed("evaluation", step):
+            with self._phases.span("testing"), self._source.free_sampler():
+                scored = evaluate_sampler(self._prepared, self._runtime, self._state)
+                metrics = validation_metrics(scored, self._prepared.config.eval.num_samples)
+            self._recorder.evaluation(step, scored)
+        return metrics

@@ -1,0 +1,110 @@
+"""The place of a run in its data, which its source of samples moves on and checkpoints keep."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from distflow_jax.config.run_config import Config
+from distflow_jax.data.loader import Loader
+from distflow_jax.flow.budgets.deadline_rule import in_order
+from distflow_jax.flow.flow_config import FlowConfig
+
+
+@dataclasses.dataclass
+class Place:
+    """The data that steps have taken so far."""
+
+    batch: int  # prompts of a step
+    batches: int = 0  # of the loader that were used: one a step, or as many as a region took
+    # first prompt that no step looked at, where samplers run ahead; None: all of `batches` were
+    counter: int | None = None
+    # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
+    # Deadlines.begun; None: all from `counter` on are to begin
+    begun: dict[str, Any] | None = None
+    # account of tokens over all processes, see Ledger, where no samples are saved that bring one;
+    # None: samplers never ran ahead
+    ledger: dict[str, int] | None = None
+
+    @classmethod
+    def restored(
+        cls, info: Mapping[str, Any], step: int, config: Config, loader: Loader
+    ) -> "Place":
+        """The place in a checkpoint of `step`, to which the loader is set. ValueError if the run
+        would train prompts twice."""
+        check_order(info, step, config.flow)
+        check_batches(info, step, config)
+        loader.restore(info["loader"])
+        batch, ahead = config.data.prompts_per_step, config.flow.ahead
+        return cls(
+            batch,
+            loader.position // batch,
+            # otherwise steps take whole batches, as the loader gives them
+            info.get("counter") if ahead else None,
+            info.get("begun") if config.flow.round_tokens else None,
+            info.get("ledger"),
+        )
+
+    def look_at(self, counter: int) -> None:
+        """Notes the first prompt that no step has looked at."""
+        self.counter, self.batches = counter, -(-counter // self.batch)
+
+    @property
+    def position(self) -> int:
+        """Counter of the first prompt that no step looked at."""
+        return self.batches * self.batch if self.counter is None else self.counter
+
+    @property
+    def loader_position(self) -> int:
+        """Counter after the last whole batch that the run trained on."""
+        return self.position // self.batch * self.batch
+
+    def facts(self, loader: Loader) -> dict[str, Any]:
+        """Its part of a checkpoint."""
+        return {
+            "loader": loader.state(self.loader_position),
+            "counter": self.counter,
+            "begun": self.begun,
+            "ledger": self.ledger,
+        }
+
+
+def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
+    """Raises ValueError if the run would train prompts again that a step before their turn took."""
+    begun = info.get("begun")
+    if begun is not None and not config.round_tokens and not in_order(begun):
+        raise ValueError(
+            f"the checkpoint of step {step} has trained prompts before others with lower counters, "
+            "as flow.round_tokens does: with flow.round_tokens=0 some would be trained twice; give "
+            "flow.round_tokens and flow.max_lag again, or start in a new --workdir"
+        )
+
+
+def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
+    """Raises ValueError if the next batch would not begin where the checkpoint's did.
+
+    Steps of a region, or of a budget of tokens, end amid a batch.
+    """
+    counter, batch = info.get("counter"), config.data.prompts_per_step
+    position = int(info["loader"]["position"])
+    if counter is None or not config.flow.ahead:
+        if position % batch:
+            raise ValueError(
+                f"data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
+                f"{position} prompts, which are no whole number of such batches, so some would be "
+                "trained on twice; give the number of before, or start in a new --workdir"
+            )
+    if counter is None:
+        return
+    first = counter // batch * batch
+    if not config.flow.ahead and counter > first:
+        raise ValueError(
+            f"the checkpoint of step {step} stands amid a batch, before prompt {counter}: with "
+            f"flow.max_lag=0 steps take whole batches, so prompts from {first} on would be trained "
+            "on twice; give flow.max_lag again, or start in a new --workdir"
+        )
+    if config.flow.ahead and position != first:
+        raise ValueError(
+            f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "
+            f"by which its batch began at prompt {position}; give that again, or start in a new "
+            "--workdir"
+        )

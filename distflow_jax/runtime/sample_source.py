@@ -1,0 +1,190 @@
+"""Sources of samples: what a run's steps train on, and where it comes from.
+
+Synchronous samples when a step asks for it. Ahead (samplers/ahead.py) has what samplers made while
+other steps trained, Recorded (samplers/replays.py) what those of another run made. Run calls
+
+    begin(step)             brings the weights of all finished steps to samplers that need them
+    update_weights(version)
+    offer(step, metrics)    publishes the weights of a step that has finished, or not
+    observe(samples, step)  takes account of what a step has trained on
+    at_rest(), free_sampler()
+    before_save(), save(step), settle(step, end)
+    close()
+
+and steps.py or wave_steps.py takes the samples. All calls but `at_rest` are collective.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from distflow_jax.batch import Prompt, Samples
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, Rounds
+from distflow_jax.dag.plan import Plan
+from distflow_jax.data.loader import Loader
+from distflow_jax.data.prefetch import Prefetch
+from distflow_jax.data.step_columns import given_columns
+from distflow_jax.flow.flow_checks import sampling_tasks
+from distflow_jax.layout import STEP, Metrics
+from distflow_jax.observe.spans import Spans
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import Instruments
+from distflow_jax.runtime.place import Place
+from distflow_jax.runtime.run_sampler import sync_weights
+from distflow_jax.runtime.run_state import RunState
+
+NextRound = Callable[[], bool]  # see dag.plan_walker.run_step
+
+
+class Source(Protocol):
+    """A source as steps on whole batches and evaluations use it. All calls are collective."""
+
+    def update_weights(self, version: int) -> None:
+        """Brings the weights of `version` finished steps to each sampler."""
+
+    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+        """Hands the coordinator a step's prompts, or samples; returns what starts each round of a
+        region. Raises Ended where there are none."""
+
+    def measured(self) -> Metrics:
+        """Metrics of the samples of the step that has run."""
+
+    def free_sampler(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing samples, and the run's state has the sampler's."""
+
+
+class Still:
+    """A source beside whose steps nothing samples.
+
+    Attributes:
+      place: in the data.
+      saves_samples: whether checkpoints of steps that others follow hold samples.
+    """
+
+    saves_samples = False
+
+    def __init__(self, place: Place):
+        self.place = place
+
+    def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
+        """Nothing: `begin` brings weights."""
+        return {}
+
+    def free_sampler(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is to be done for it."""
+        return contextlib.nullcontext()
+
+    at_rest = free_sampler
+
+    def before_save(self, *, with_samples: bool) -> None:
+        """Nothing is to be brought anywhere."""
+
+    def save(self, step: int) -> None:
+        """Adds nothing: no samples outlive their step."""
+
+    def settle(self, step: int, end: float) -> None:
+        """Returns at once."""
+
+
+class Synchronous(Still):
+    """Samples when a step asks for it: the plan's own nodes do, on prompts that this draws."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        runtime: Runtime,
+        state: RunState,
+        place: Place,
+        instruments: Instruments,
+    ):
+        super().__init__(place)
+        self._prepared, self._runtime, self._state = prepared, runtime, state
+        self._phases = instruments.phases
+        self._samples = bool(sampling_tasks(prepared.plan))  # otherwise evaluations alone do
+        self._prompts = Prefetch(
+            _read(prepared.loader, instruments.spans),
+            enabled=prepared.config.coordinator.double_buffer,
+        )
+        self._rounds: Rounds | None = None  # of the step, in a region
+
+    def begin(self, step: int) -> None:
+        """Brings the weights of all finished steps to samplers that need them."""
+        if self._samples:
+            self.update_weights(step - 1)
+
+    def update_weights(self, version: int) -> None:
+        """Brings the weights of `version` finished steps to each sampler."""
+        sync_weights(self._prepared, self._runtime, self._state, version, self._phases)
+
+    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+        """Hands the coordinator a step's prompts; a region draws some in each of its rounds."""
+        region = self._prepared.plan.region
+        if region is None:
+            given = self._draw(step)
+            if given is None:
+                raise Ended(DATA_ENDED)
+            coordinator.begin(given)
+            return no_round
+        self._rounds = Rounds(
+            coordinator,
+            lambda: self._draw(step),
+            self._prepared.until,
+            groups=self._prepared.config.data.prompts_per_step,
+            max_rounds=region.max_rounds,
+        )
+        return self._rounds.next
+
+    def measured(self) -> Metrics:
+        """Metrics of a region's rounds."""
+        return self._rounds.metrics() if self._rounds else {}
+
+    def observe(self, samples: Samples, step: int) -> Metrics:
+        """Nothing: all samples are of the step's own weights."""
+        return {}
+
+    def close(self) -> None:
+        """Ends the reading of prompts."""
+        self._prompts.close()
+
+    def _draw(self, step: int) -> dict[str, Any] | None:
+        """The columns of the loader's next batch; None at the end of the data."""
+        batch = next(self._prompts, None)
+        if batch is None:
+            return None
+        self.place.batches += 1
+        given = given_columns(batch, self._prepared.config.rollout.num_samples)
+        if _reads_step(self._prepared.plan):
+            given[STEP] = np.full(len(given["uid"]), step, np.int64)
+        return given
+
+
+def no_round() -> bool:
+    """No round of a region: its nodes ran before the step."""
+    return False
+
+
+def give_step(plan: Plan, store: FieldStore, step: int) -> None:
+    """Puts the number of the step for responses that were sampled ahead, of which nodes may have
+    dropped some, where a node reads it."""
+    if _reads_step(plan):
+        entries = store.uid if store.is_shared((None, STEP)) else store.own
+        store.put(None, STEP, np.full(len(entries), step, np.int64))
+
+
+def _reads_step(plan: Plan) -> bool:
+    return STEP in dict(plan.loader_fields)
+
+
+def _read(loader: Loader, spans: Spans) -> Iterator[list[Prompt]]:
+    """The prompts of this process's sampler, step by step."""
+    while True:
+        with spans.span("read_prompts"):
+            prompts: Sequence[Prompt] | None = next(loader, None)
+        if prompts is None:
+            return
+        yield list(prompts)
