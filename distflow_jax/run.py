@@ -1,7 +1,7 @@
 """One training run, as every process of a job runs it.
 
-A step trains on what a source of samples yields (runtime/sample_source.py): it samples when it is asked,
-or hands over what samplers made while other steps trained. With the built-in graph `grpo` and the
+A step trains on the samples of a source (runtime/sample_source.py): it samples when it is asked, or
+hands over what samplers made while other steps trained. With the built-in graph `grpo` and the
 first kind of source, a step is
 
     sampler.params = sync(policy.params)                  # source.begin: weights to the sampler

@@ -26,6 +26,7 @@ from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.homes.home_thread import HomeThread
 from distflow_jax.flow.host_nodes import NodesAhead, Span
+from distflow_jax.flow.inline_sampling import InlineSampling
 from distflow_jax.flow.lag_rule import Cut
 from distflow_jax.flow.producer import Producer
 from distflow_jax.flow.publishing.delivery import Delivery
@@ -35,7 +36,6 @@ from distflow_jax.flow.step_groups import StepGroups
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.watchdog.gossip import OTHERS
 
@@ -98,17 +98,17 @@ class Flow:
         if observer.evaluator is not None:
             held = self.publications.newest
             self._evaluations = Evaluations(observer.evaluator, self._host, held=held)
-        self._thread: SamplingThread | HomeThread | None = None
+        self._sampling: SamplingThread | HomeThread | InlineSampling
         # with these verdicts reach all processes after each round, without `take`
         self._rounds = config.swap == "boundary" and nodes.until is not None
         if delivery.thread is not None:
-            self._thread = delivery.thread(self._round)
+            self._sampling = delivery.thread(self._round)
         elif delivery.own_devices:
             order = None
             if config.swap == "boundary":
                 verdicts = gather if self._rounds else None
                 order = _exact_order(producer, verdicts, self._evaluations)
-            self._thread = SamplingThread(
+            self._sampling = SamplingThread(
                 producer,
                 self._arrive,
                 self._round,
@@ -118,25 +118,19 @@ class Flow:
                 buffers=config.buffers,
                 idle=self.publications.note_idle,
             )
-        self.at_rest = functools.partial(_held, self._thread, observer, producer)
+        else:
+            self._sampling = InlineSampling(
+                producer, self._round, cache=config.cache, idle=self.publications.note_idle
+            )
+        self.at_rest = functools.partial(_held, self._sampling, observer, producer)
 
     def publish(self, params: Any, version: int) -> None:
         """Gives the sampler the trainer's weights after `version` steps. Collective."""
         if version == self.publications.newest:
             return
         self.publications.newest = version
-        sync, sampler = self._delivery.sync, self.producer.sampler
         with self.swaps.block("leave"):
-            if self._thread is not None:
-                self._thread.make_room()
-                left = sync.leave(params)
-                self.swaps.moved(left.nbytes)
-                self._thread.deliver(left, version)
-                return
-            sampler.free_weights()
-            weights = jax.block_until_ready(sync(params))
-            self.swaps.moved(num_bytes(weights))
-            sampler.load(weights, version, cache=self._config.cache)
+            self.swaps.moved(self._sampling.bring(self._delivery.sync, params, version))
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The step's groups of this process, complete, once all processes have theirs. Collective.
@@ -171,8 +165,7 @@ class Flow:
                 with self._lock:
                     later = admission.cut(step + 1).end
                 self.drive(functools.partial(self.steps.knows, self.producer, cut), needs=later)
-                if self._thread is None:  # the devices are the trainer's from here on
-                    self.producer.sampler.drain()
+                self._sampling.rest()  # devices that it shares are the trainer's from here on
                 return self.joined(cut)
 
     def _agree(self, cut: Cut) -> bool:
@@ -181,24 +174,23 @@ class Flow:
         are with all processes then. Collective."""
         producer, publications, version = self.producer, self.publications, cut.step - 1
 
-        def starved() -> list[str] | bool:
-            return self._delivery.thread is not None and (self._thread.starved or False)
-
         def due() -> bool:
-            if _has(producer, cut) or publications.asked_for(version) or bool(starved()):
+            news = publications.asked_for(version) or bool(self._sampling.starved)
+            if news or _has(producer, cut):
                 return True
             with producer.lock:
                 return bool(producer.given_up())
 
         self.drive(due, needs=cut.end)
         asked = publications.asked_for(version)
-        told = self._gather.begin([_has(producer, cut), asked, self._news(), starved()])
+        told = self._gather.begin(
+            [_has(producer, cut), asked, self._news(), self._sampling.starved]
+        )
         told.add_done_callback(lambda _: self._wake())
         self.drive(told.done)
         whole, wanted, news, alone = zip(*told.result(), strict=True)
-        if any(alone):
-            nodes = sorted({node for nodes in alone if nodes for node in nodes})
-            raise _starved(self._config, nodes)
+        if nodes := {node for missing in alone for node in missing}:
+            raise _starved(self._config, sorted(nodes))
         with self._lock:
             refills = [
                 producer.judge(counter, bool(keep)) for theirs in news for counter, keep in theirs
@@ -223,8 +215,8 @@ class Flow:
         """
         if (evaluations := self._evaluations) is None:
             return []
-        if end < math.inf and isinstance(self._thread, SamplingThread):
-            self._thread.end_with(version)
+        if end < math.inf:
+            self._sampling.end_with(version)
 
         for due in evaluations.missing(version):
             ended = functools.partial(_ended, evaluations, due, end)
@@ -269,7 +261,7 @@ class Flow:
 
     def close(self) -> None:
         """Drops what is under way, unless a sampler's thread is still at it."""
-        at_rest = self._thread is None or self._thread.close()
+        at_rest = self._sampling.close()
         self._host.close()
         self._gather.close()
         self.publications.close()
@@ -284,21 +276,14 @@ class Flow:
         Raises what a sampler or a node that ran ahead has raised for one of these groups.
         `waits_for`: what it is, for the watchdog; "": the oldest of them.
         """
-        producer = self.producer
         while not until():
             self._raise_errors(needs)
             if time.monotonic() >= self._next_note:
                 self._observer.note(waits_for or self._missing(needs))
                 self._next_note = time.monotonic() + NOTE_SECONDS
-            if self._thread is None:
-                producer.admit()
-                if producer.sampler.busy:
-                    self._round()
-                    continue
-            with self._lock:
-                if self._thread is None:
-                    self.publications.note_idle()
-                self._lock.wait(IDLE_SECONDS)
+            if not self._sampling.round():
+                with self._lock:
+                    self._lock.wait(IDLE_SECONDS)
 
     def _wake(self) -> None:
         with self._lock:
@@ -322,8 +307,7 @@ class Flow:
         if not needs:
             return
         self.saver.check()
-        if self._thread is not None:
-            self._thread.raise_error()
+        self._sampling.raise_error()
         _raise_of_groups(self.producer, needs)
 
     def _missing(self, needs: int) -> str:
@@ -372,14 +356,14 @@ def _starved(config: FlowConfig, nodes: Sequence[str]) -> Ended:
 
 @contextlib.contextmanager
 def _held(
-    thread: SamplingThread | HomeThread | None, observer: Observer, producer: Producer, version: int
+    sampling: SamplingThread | HomeThread | InlineSampling,
+    observer: Observer,
+    producer: Producer,
+    version: int,
 ) -> Iterator[None]:
     """A block in which no round of the sampler runs. The watchdog is told what it waits for."""
-    if thread is None:
-        yield
-        return
     observer.note(producer.oldest)
-    with thread.hold(version):
+    with sampling.hold(version):
         observer.note("")
         yield
 

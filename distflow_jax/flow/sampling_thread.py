@@ -12,6 +12,7 @@ from typing import Any
 from distflow_jax.flow.evaluations import Evaluations
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.producer import Producer
+from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.requests import Response
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
@@ -53,6 +54,7 @@ class SamplingThread:
         self._buffers, self._arriving = buffers, False
         self._wanted: int | None = None  # version at which somebody wants the sampler
         self._told = 0  # deliveries and wishes so far; under the lock
+        self.starved: list[str] = []  # nodes that wait for a worker: never
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._end = self._executor.submit(self._serve)
@@ -61,6 +63,13 @@ class SamplingThread:
         """Raises what has ended the thread, if anything has."""
         if self._end.done():
             self._end.result()
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
+        self.make_room()
+        left = sync.leave(params)
+        self.deliver(left, version)
+        return left.nbytes
 
     def make_room(self) -> None:
         """Waits until weights may leave: those that no sampler takes any more are dropped."""
@@ -79,6 +88,13 @@ class SamplingThread:
             self._inbox[version] = left
             self._told += 1
             self._lock.notify_all()
+
+    def round(self) -> bool:
+        """Nothing: the thread samples."""
+        return False
+
+    def rest(self) -> None:
+        """Nothing: the trainer shares no devices with it."""
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:

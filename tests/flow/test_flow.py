@@ -136,7 +136,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
     assert flow.evaluated(0, end=time.monotonic()) is None
     flow.end_saving(time.monotonic())
     assert not flow.saver.settled
-    thread = flow._thread
+    thread = flow._sampling
     flow.close()
     thread.raise_error()
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.flow.homes.home_producer import HomeProducer
+from distflow_jax.resharding.weight_sync import WeightSync
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 JOIN_SECONDS = 60.0
@@ -64,15 +65,24 @@ class HomeThread:
         if self._end.done():
             self._end.result()
 
-    def make_room(self) -> None:
-        """Returns at once: weights that no group needs are forgotten as newer ones come."""
-
-    def deliver(self, left: Any, version: int) -> None:
-        """Makes weights known to workers; they are copied before this returns."""
-        self._shelve(left, version)
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
+        left = sync.leave(params)
+        self._shelve(left, version)  # they are copied before this returns
         with self._lock:
             self._home.publish(version)
             self._lock.notify_all()
+        return left.nbytes
+
+    def round(self) -> bool:
+        """Nothing: workers sample."""
+        return False
+
+    def rest(self) -> None:
+        """Nothing: the trainer shares no devices with workers."""
+
+    def end_with(self, version: int) -> None:
+        """Nothing: workers evaluate no version."""
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:
