@@ -1,6 +1,7 @@
 """Steps in waves on nodes that are plain functions: what one wave after the other leaves behind."""
 
 import contextlib
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -133,18 +134,15 @@ def steps(stages=STAGES):
         for _ in range(2)
     ]
     runners = {unit.name: make_runner(unit, stages) for unit in units if unit.name != "gen"}
-    return WaveSteps(made, units, WavePrograms({}, {}), runners | {"gen": None}, *coordinators)
+    source = types.SimpleNamespace(taker=None, finish=lambda step: None, measured=dict)
+    of_all = (runners | {"gen": None}, *coordinators, source)
+    span = lambda name, **_: contextlib.nullcontext()  # noqa: E731
+    return WaveSteps(made, units, WavePrograms({}, {}), *of_all, span)
 
 
 def run(waves, groups):
-    return waves.run(
-        1,
-        {},
-        Prepared(groups),
-        lambda name, **_: contextlib.nullcontext(),
-        lambda store: None,
-        None,
-    )
+    waves._source.taker = Prepared(groups)
+    return waves.run(1, {}, None)
 
 
 def test_advantages_stand_beside_their_responses():
