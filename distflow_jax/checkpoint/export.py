@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
-from distflow_jax.checkpoint.model_choice import chosen_model, is_scalar, models_of
+from distflow_jax.checkpoint.trained_weights import chosen_model, is_scalar, models_of
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,

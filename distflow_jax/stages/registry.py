@@ -10,8 +10,6 @@ from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
-from distflow_jax.stages.combine import build_weighted_sum
-from distflow_jax.stages.pairs import build_choose_pairs
 from distflow_jax.stages.predictions import (
     build_old_logp,
     build_ref_logp,
@@ -20,6 +18,7 @@ from distflow_jax.stages.predictions import (
 )
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
+from distflow_jax.stages.score_choices import build_choose_pairs, build_weighted_sum
 from distflow_jax.stages.stage_context import (
     ModelContext,
     NodeContext,

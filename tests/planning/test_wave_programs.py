@@ -13,7 +13,7 @@ from distflow_jax.batch import RowShape
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.parallel.host_memory import live_bytes
 from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_plan import device_bytes, plan_memory
