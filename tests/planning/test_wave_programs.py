@@ -127,7 +127,7 @@ def test_accumulators_are_planned_as_they_lie():
     states = made.made.initial({})
     before = live_bytes()
     state = update.begin(states["actor"])
-    planned = device_bytes(made.waves.accumulators["actor"])
+    planned = device_bytes(made.waves.updates["actor"].state.sums)
     assert live_bytes() - before == pytest.approx(planned, rel=0.05)
     costs = {name: costs_of(p.traced, None) for name, p in made.whole.items()}
     memory = plan_memory(made.run, made.waves.units, costs).segments[-1]
