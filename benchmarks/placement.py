@@ -12,7 +12,6 @@ other, so only programs on a single device overlap with others.
 """
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import os
@@ -38,7 +37,7 @@ from distflow_jax.config.run_config import Config  # noqa: E402
 from distflow_jax.dag.plan_walker import run_step  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
 from distflow_jax.data.step_columns import given_columns  # noqa: E402
-from distflow_jax.parallel.host_memory import buffers  # noqa: E402
+from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.planning.plan_run import prepare  # noqa: E402
 from distflow_jax.planning.run_models import States  # noqa: E402
 from distflow_jax.programs.units import format_bytes  # noqa: E402
@@ -85,17 +84,6 @@ class Watch:
         for kind, size in bytes_by_kind().items():
             size -= self.others.get(kind, 0)
             self.most[kind] = max(size, self.most.get(kind, 0))
-
-
-def bytes_by_kind() -> dict[str, int]:
-    """Bytes of all live arrays on this process's devices by kind of memory.
-
-    Buffers that several arrays share count once.
-    """
-    total: dict[str, int] = collections.defaultdict(int)
-    for (_, kind, _), size in buffers(jax.live_arrays()).items():
-        total[kind] += size
-    return dict(total)
 
 
 class Side:

@@ -79,6 +79,17 @@ def delete(tree: Any) -> None:
         x.delete()
 
 
+def bytes_by_kind() -> dict[str, int]:
+    """Bytes of all live arrays on this process's devices by kind of memory.
+
+    Buffers that several arrays share count once.
+    """
+    total: dict[str, int] = collections.defaultdict(int)
+    for (_, kind, _), size in buffers(jax.live_arrays()).items():
+        total[kind] += size
+    return dict(total)
+
+
 def buffers(arrays: Iterable[jax.Array]) -> dict[tuple[jax.Device, str, int], int]:
     """(device, kind of memory, address) -> bytes, of each local buffer of `arrays` (any shape)."""
     found = {}

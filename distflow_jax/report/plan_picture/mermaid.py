@@ -22,7 +22,8 @@ def to_mermaid(plan: Plan) -> str:
     """The plan as a flowchart."""
     # generated ids: a node named "end" or "default" would be a key word
     ids = {LOADER: "loader"} | {t.node.id: f"n{i}" for i, t in enumerate(plan.tasks, 1)}
-    lines = [f"%% plan {_comment(plan.name)}, digest {plan.digest[:12]}", "flowchart LR"]
+    name = "".join(c if c.isprintable() else " " for c in plan.name)
+    lines = [f"%% plan {name}, digest {plan.digest[:12]}", "flowchart LR"]
     if plan.loader_fields:
         lines.append("  " + _node("loader", ["loader", *loader_lines(plan)]))
     boxes = {
@@ -72,7 +73,3 @@ def _node(name: str, words: Sequence[str]) -> str:
 def _escape(text: str) -> str:
     """Replaces characters that would end a label or be markup by Mermaid's entity codes."""
     return "".join(c if c.isalnum() or c in " _-.,:/()" else f"#{ord(c)};" for c in text)
-
-
-def _comment(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)
