@@ -38,10 +38,11 @@ from distflow_jax.coordinator.batch_metrics import (
     gather_images,
     gather_table,
     image_metrics,
+    means_by_age,
+    staleness_metrics,
 )
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData, Rounds
-from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
 from distflow_jax.dag.plan import Plan
 from distflow_jax.dag.plan_walker import run_step
 from distflow_jax.dag.residency import UPDATE_WEIGHTS

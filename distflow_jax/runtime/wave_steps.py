@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,13 +39,6 @@ from distflow_jax.training.update import without_sums
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 Taker = WaveTaker | WaveReplay
-
-
-class SpanOfWave(Protocol):
-    """A Span with facts for the trace."""
-
-    def __call__(self, name: str, **args: Any) -> AbstractContextManager[Any]:
-        """Times the `with` block under a name; the trace has `args`."""
 
 
 @dataclasses.dataclass
@@ -119,7 +112,7 @@ class WaveSteps:
         step: int,
         states: Mapping[str, Any],
         taker: Taker,
-        span: SpanOfWave,
+        span: Callable[..., AbstractContextManager[Any]],
         given: Callable[[FieldStore], None],
         rehearse: Rehearse | None,
     ) -> tuple[dict[str, Any], Metrics]:
