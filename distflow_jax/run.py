@@ -32,8 +32,8 @@ import numpy as np
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.run_config import Config
+from distflow_jax.coordinator.batch_metrics import means_by_age
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
-from distflow_jax.coordinator.staleness import means_by_age
 from distflow_jax.data.example import Dataset
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.metrics import without_empty

@@ -6,7 +6,9 @@
 In a checkout the same as `distflow launch local`; --help shows the flags.
 """
 
-from distflow_jax.commands.launch import local
+import sys
+
+from distflow_jax.commands.launch.hosts import run_launcher
 
 if __name__ == "__main__":
-    local.run(program="python scripts/launch_local.py")
+    run_launcher("local", sys.argv[1:], "python scripts/launch_local.py")

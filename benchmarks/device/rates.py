@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.parallel.device_memory import device_memory_bytes
+from distflow_jax.parallel.host_memory import device_memory_bytes
 from distflow_jax.parallel.mesh import canonical_order
 from distflow_jax.planning.chips import Chip, chip_of
 

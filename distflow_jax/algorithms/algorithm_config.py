@@ -13,6 +13,7 @@ from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import KL_ESTIMATORS, LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES, PolicyLossKind
+from distflow_jax.parsing.setting_checks import check_least, check_one_of, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +191,7 @@ def _check_names(config: AlgorithmConfig) -> None:
         ("rejection", ("none", *REJECTIONS)),
         ("proximal", PROXIMAL),
     ):
-        if getattr(config, field) not in table:
-            raise ValueError(
-                f"algorithm.{field}={getattr(config, field)!r} is unknown; "
-                f"choose one of {sorted(table)}"
-            )
+        check_one_of(f"algorithm.{field}", getattr(config, field), sorted(table))
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
@@ -217,7 +214,10 @@ def _check_policy_loss(config: AlgorithmConfig) -> None:
     for name in sorted(set().union(*users.values())):
         if getattr(config, name) is not None:
             _check_used(config, name, "policy_loss", users)
-            _check_positive(config, name, zero=name == "cpgd_drift_coef")
+            if name == "cpgd_drift_coef":  # 0: without it
+                check_least("algorithm", config, 0, name)
+            else:
+                check_positive("algorithm", config, name)
     if config.clip is not None:
         clipping = {name: ("clip",) * ("clip_low" in keys) for name, keys in users.items()}
         _check_used(config, "clip", "policy_loss", clipping)
@@ -226,16 +226,8 @@ def _check_policy_loss(config: AlgorithmConfig) -> None:
                 f"algorithm.clip={config.clip} has no effect beside clip_low and clip_high; "
                 "remove one of the three"
             )
-        if config.clip <= 0:
-            raise ValueError(f"algorithm.clip must be positive, got {config.clip}")
+        check_positive("algorithm", config, "clip")
     _check_ranges(config, config.policy_options | config.select_options)
-
-
-def _check_positive(config: AlgorithmConfig, name: str, *, zero: bool = False) -> None:
-    value = getattr(config, name)
-    if value < 0 or (value == 0 and not zero):
-        must = "must not be negative" if zero else "must be positive"
-        raise ValueError(f"algorithm.{name} {must}, got {value}")
 
 
 def _check_ranges(config: AlgorithmConfig, options: Mapping[str, float | None]) -> None:
@@ -275,11 +267,8 @@ def _check_aggregation(config: AlgorithmConfig) -> None:
 
 
 def _check_kl(config: AlgorithmConfig) -> None:
-    for name in ("kl_coef", "kl_target"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"algorithm.{name} must not be negative, got {getattr(config, name)}")
-    if config.kl_horizon < 1:
-        raise ValueError(f"algorithm.kl_horizon must be at least 1, got {config.kl_horizon}")
+    check_least("algorithm", config, 0, "kl_coef", "kl_target")
+    check_least("algorithm", config, 1, "kl_horizon")
     for name, default, needs, there in (
         ("kl_estimator", "k3", "a positive kl_coef", config.kl_coef > 0),
         ("kl_in_reward", False, "a positive kl_coef", config.kl_coef > 0),

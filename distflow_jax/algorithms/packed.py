@@ -35,19 +35,24 @@ def _row_by_row(fn: Callable[..., jax.Array], dims: int) -> Callable[..., jax.Ar
     return fn
 
 
+def _over_sequences(reduce: Callable[..., jax.Array], x: jax.Array, rows: Rows) -> jax.Array:
+    """A segment reduction of x [..., L] over the response tokens of each sequence, [..., S]."""
+    size = rows.valid.shape[-1]
+    # `size` is out of range for the reduction, which drops these tokens
+    index = jnp.where(rows.response_mask, rows.segment - 1, size)
+
+    def one_row(x, index):
+        return reduce(x, index, num_segments=size)
+
+    return _row_by_row(one_row, x.ndim)(jnp.where(rows.response_mask, x, 0), index)
+
+
 def per_sequence(x: jax.Array, rows: Rows) -> jax.Array:
     """Sum of x [..., L] over the response tokens of each sequence, [..., S].
 
     Values outside response_mask are ignored, even inf and nan.
     """
-    size = rows.valid.shape[-1]
-    # `size` is out of range for segment_sum, which drops these tokens
-    index = jnp.where(rows.response_mask, rows.segment - 1, size)
-
-    def one_row(x, index):
-        return jax.ops.segment_sum(x, index, num_segments=size)
-
-    return _row_by_row(one_row, x.ndim)(jnp.where(rows.response_mask, x, 0), index)
+    return _over_sequences(jax.ops.segment_sum, x, rows)
 
 
 def sums_of_segments(x: jax.Array, segment: jax.Array, num_segments: int) -> jax.Array:
@@ -72,14 +77,7 @@ def sequence_max(x: jax.Array, rows: Rows) -> jax.Array:
 
     Values outside response_mask are ignored, even inf and nan.
     """
-    size = rows.valid.shape[-1]
-    # `size` is out of range for segment_max, which drops these tokens
-    index = jnp.where(rows.response_mask, rows.segment - 1, size)
-
-    def one_row(x, index):
-        return jax.ops.segment_max(x, index, num_segments=size)
-
-    return _row_by_row(one_row, x.ndim)(jnp.where(rows.response_mask, x, 0), index)
+    return _over_sequences(jax.ops.segment_max, x, rows)
 
 
 def counted(rows: Rows) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
+from distflow_jax.parsing.setting_checks import check_least, check_one_of, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +21,8 @@ class PreferenceConfig:
     beta: float = 0.1  # strength of the pull towards the reference; smaller lets the policy move on
 
     def __post_init__(self):
-        if self.loss not in PREFERENCE_LOSSES:
-            raise ValueError(
-                f"preference.loss={self.loss!r} is unknown; choose one of "
-                f"{sorted(PREFERENCE_LOSSES)}"
-            )
-        if self.beta <= 0:
-            raise ValueError(f"preference.beta must be positive, got {self.beta}")
+        check_one_of("preference.loss", self.loss, PREFERENCE_LOSSES)
+        check_positive("preference", self, "beta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +33,7 @@ class RewardModelConfig:
     center_coef: float = 0.0  # weight of (s+ + s-)^2, which keeps scores around 0
 
     def __post_init__(self):
-        for name in ("margin", "center_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"reward_model.{name} must not be negative, got {getattr(self, name)}"
-                )
+        check_least("reward_model", self, 0, "margin", "center_coef")
 
 
 def dpo(delta: jax.Array, *, beta: float) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.masked import masked_variance, safe_divide
+from distflow_jax.parsing.setting_checks import check_one_of, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,14 +19,10 @@ class ValueConfig:
     aggregation: str = "token-mean"  # as algorithm.aggregation, without fixed-budget
 
     def __post_init__(self):
-        if self.clip <= 0:
-            raise ValueError(f"critic.loss.clip must be positive, got {self.clip}")
+        check_positive("critic.loss", self, "clip")
         # the token budget belongs to the policy's loss; the critic learns from whole responses
         choices = sorted(set(AGGREGATIONS) - {"fixed-budget"})
-        if self.aggregation not in choices:
-            raise ValueError(
-                f"critic.loss.aggregation={self.aggregation!r} is unknown; choose one of {choices}"
-            )
+        check_one_of("critic.loss.aggregation", self.aggregation, choices)
 
 
 class ValueLoss(NamedTuple):

@@ -84,13 +84,3 @@ def update_waits(algorithm: AlgorithmConfig | None, mini_batches: int, epochs: i
     if algorithm.proximal == "recomputed":
         return weights_wait(mini_batches, epochs)
     return ""
-
-
-def needs_order(algorithm: AlgorithmConfig) -> str:
-    """Why parts of a batch have to be trained in the order of their prompts."""
-    if algorithm.loss_aggregation == "fixed-budget":
-        return (
-            "algorithm.aggregation='fixed-budget' cuts the step where its responses, in the order "
-            "of their prompts, reach algorithm.token_budget"
-        )
-    return ""

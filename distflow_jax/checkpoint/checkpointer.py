@@ -24,6 +24,7 @@ from etils import epath
 from distflow_jax.checkpoint import additions, checksums, late_writes
 from distflow_jax.checkpoint.additions import AdditionWriter
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.setting_checks import check_least
 
 ITEMS = ("arrays", "record")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
@@ -43,10 +44,7 @@ class CheckpointConfig:
     keep: int = 2  # finished checkpoints to keep; with 2 or more, one may be damaged
 
     def __post_init__(self):
-        if self.every < 1:
-            raise ValueError(f"checkpoint.every must be at least 1 step, got {self.every}")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep must be at least 1, got {self.keep}")
+        check_least("checkpoint", self, 1, "every", "keep")
 
 
 class Contents(NamedTuple):

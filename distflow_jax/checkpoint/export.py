@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
 from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
-from distflow_jax.checkpoint.model_choice import chosen_model, is_scalar, models_of
+from distflow_jax.checkpoint.trained_weights import chosen_model, is_scalar, models_of
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,
@@ -82,7 +82,7 @@ def run_export(
     key = chosen_model(model, models, f"checkpoint {step} of {workdir}")
     opened = _source_of_run(workdir, source)
     lora = adapters_of(contents, key, workdir)
-    network = _network_of(models[key], opened.config)
+    network = scalar_model(opened.config) if is_scalar(models[key]) else opened.config
     saved = network if lora is None else adapted(network, lora)
     _check_shapes(models[key], saved, f"model {key!r} of {workdir} at step {step}", opened.spec)
 
@@ -120,10 +120,6 @@ def _source_of_run(workdir: pathlib.Path, spec: str) -> ModelSource:
             f"the initial model of {workdir} was not found: {error}. Give its source now with "
             "--source"
         ) from error
-
-
-def _network_of(saved: ArrayTable, decoder: DecoderConfig) -> Network:
-    return scalar_model(decoder) if is_scalar(saved) else decoder
 
 
 def _check_shapes(

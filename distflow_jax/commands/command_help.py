@@ -1,7 +1,6 @@
 """Text of --help: a subcommand's flags, and the config's keys by section. Imports no jax."""
 
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator
 
@@ -87,11 +86,6 @@ def shown(command: Subcommand, program: str) -> list[str]:
                 line += f" {word}"
         found.append(line)
     return found
-
-
-def examples_of(command: Subcommand) -> list[list[str]]:
-    """The examples as lists of arguments."""
-    return [shlex.split(example) for example in command.examples]
 
 
 def _entry(name: str, summary: str) -> str:

@@ -16,6 +16,7 @@ from absl import flags
 import distflow_jax
 from distflow_jax.commands.command_flags import Flag
 from distflow_jax.commands.command_help import help_text, launch_overview, overview
+from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
 from distflow_jax.config.command_line import chosen_keys, define_config, run_main, with_flag_files
 from distflow_jax.config.shipped import config_file
@@ -53,8 +54,7 @@ def launch(arguments: list[str], program: str) -> None:
         sys.exit(0 if arguments else EXIT_USAGE)
     if name not in LAUNCHERS:
         sys.exit(user_error(f"unknown launcher {name!r} ({hint(name, LAUNCHERS)})"))
-    launcher = importlib.import_module(f"{MODULE}.launch.{name}")
-    launcher.run(arguments[1:], f"{program} {name}")
+    hosts.run_launcher(name, arguments[1:], f"{program} {name}")
 
 
 def run_script(name: str) -> None:

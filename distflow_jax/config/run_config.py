@@ -19,6 +19,7 @@ from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.parsing.setting_checks import check_least, check_positive
 from distflow_jax.report.trackers.tracker import check_names
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.rollout_config import RolloutConfig
@@ -45,8 +46,7 @@ class ModelSourceConfig:
     vision: str = ""
 
     def __post_init__(self):
-        if not self.yarn_factor >= 1:
-            raise ValueError(f"model.yarn_factor must be at least 1, got {self.yarn_factor:g}")
+        check_least("model", self, 1, "yarn_factor")
         if self.yarn_positions < 0 or (self.yarn_positions and self.yarn_factor == 1):
             raise ValueError(
                 f"model.yarn_positions={self.yarn_positions} with model.yarn_factor="
@@ -72,8 +72,7 @@ class CriticConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     def __post_init__(self):
-        if self.warmup < 0:
-            raise ValueError(f"critic.warmup must not be negative, got {self.warmup}")
+        check_least("critic", self, 0, "warmup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +101,8 @@ class ObserveConfig:
     def __post_init__(self):
         parse_steps(self.profile_steps)
         check_names(self.trackers)
-        if not self.tracker_seconds > 0:
-            raise ValueError(
-                f"observe.tracker_seconds must be positive, got {self.tracker_seconds:g}"
-            )
-        for name in ("samples_every", "report_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"observe.{name} must not be negative, got {getattr(self, name)}")
+        check_positive("observe", self, "tracker_seconds")
+        check_least("observe", self, 0, "samples_every", "report_every")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,18 +40,6 @@ class OpenedGraph:
     build: Callable[[Any], Graph]  # from the config that references take their values from
 
 
-def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
-    """Reads a graph from YAML text; a Path or a single line names a file.
-
-    `config` is a dataclass of dataclasses, from which `${section.key}` takes its value.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the text is no valid graph; the message names the file and the place.
-    """
-    return open_yaml(text_or_path, config).build(config)
-
-
 def open_yaml(
     text_or_path: str | pathlib.Path, config: Any = None, above: Sequence[pathlib.Path] = ()
 ) -> OpenedGraph:

@@ -121,7 +121,8 @@ def run_units(
             if active or trains:
                 states |= kept
             if active:
-                merge_measured(metrics, measured, _title(unit))
+                nodes = "node" if len(unit.tasks) == 1 else "one of the nodes"
+                merge_measured(metrics, measured, f"{nodes} {unit.name!r}")
             ran.update(task.node.id for task in unit.tasks)
         for source, field in unit.frees:
             if source in ran:
@@ -181,10 +182,6 @@ def _check_written(task: Task, written: Mapping[str, Any]) -> None:
             f"node {task.node.id!r}: its stage and its writes differ: missing {missing}, not "
             f"declared {extra}"
         )
-
-
-def _title(unit: Unit) -> str:
-    return f"{'node' if len(unit.tasks) == 1 else 'one of the nodes'} {unit.name!r}"
 
 
 def merge_measured(metrics: Metrics, measured: Metrics, source: str) -> None:

@@ -1,13 +1,27 @@
-"""Data sets by their name in the config."""
+"""Data sets by their name in the config: files, generated tasks, of the hub, of reasoning_gym.
 
+`hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]` and `reasoning_gym:NAME?option=value&...` are opened here.
+"""
+
+import fnmatch
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import re
 from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType, ModuleType
+from typing import Any
 
-from distflow_jax.data import files, generated_tasks, huggingface, reasoning_gym_tasks
+import huggingface_hub
+
+from distflow_jax.data import files, generated_tasks
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
-from distflow_jax.data.example import Dataset
+from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.pictures.image_paths import check_root
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.data.spec import parse_spec
+from distflow_jax.did_you_mean import nearest, several
 
 SCHEMES = ("hf", "task", "reasoning_gym")
 
@@ -54,9 +68,9 @@ def open_dataset(
     if colon and kind == "task":
         return generated_tasks.open_task(spec, **wording)
     if colon and kind == "reasoning_gym":
-        return reasoning_gym_tasks.ReasoningGym(spec, **wording)
+        return ReasoningGym(spec, **wording)
     if colon and kind == "hf":
-        repo, paths = huggingface.download(spec)
+        repo, paths = download(spec)
         return files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
     near = nearest(kind, SCHEMES)
     if near and colon:
@@ -68,3 +82,148 @@ def is_generated(spec: str) -> bool:
     """Whether a data set is computed rather than read from files."""
     kind, colon, _ = spec.partition(":")
     return bool(colon) and kind in GENERATED
+
+
+SPEC = re.compile(
+    r"hf:(?P<repo>[^@:]+)(@(?P<revision>[^:]+))?(:((?P<subset>.+)/)?(?P<split>[^/]+))?"
+)
+
+
+def download(spec: str) -> tuple[str, list[Path]]:
+    """(repository, paths of one split's Parquet files in the cache); the default split is "train".
+
+    Only the files of that split are downloaded; without a network the cached files are used.
+    HF_TOKEN gives access to gated data sets.
+
+    Raises:
+      ValueError: a malformed name, or no such repository or revision.
+      FileNotFoundError: no Parquet files of that split, or neither cache nor hub is available.
+    """
+    match = SPEC.fullmatch(spec)
+    if not match:
+        raise ValueError(f"{spec!r} is not of the form hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]")
+    repo, revision, subset = match["repo"], match["revision"], match["subset"]
+    split = match["split"] or "train"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=split_patterns(subset, split),
+        )
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError) as e:
+        raise ValueError(f"cannot open {spec!r}: {str(e).splitlines()[0]}") from e
+    except huggingface_hub.errors.LocalEntryNotFoundError as e:
+        raise FileNotFoundError(
+            f"cannot open {spec!r}: it is not in the cache and the hub is not reachable "
+            f"({str(e).splitlines()[0]})"
+        ) from e
+    files = [p.relative_to(folder).as_posix() for p in Path(folder).rglob("*.parquet")]
+    return repo, [Path(folder) / file for file in split_files(files, subset, split, spec)]
+
+
+def split_patterns(subset: str | None, split: str) -> list[str]:
+    """Patterns of a split's files: `train-00000-of-00001.parquet`, `train/0000.parquet`.
+
+    `*` matches slashes too, as on the hub.
+    """
+    prefixes = [f"{subset}/", f"*/{subset}/"] if subset else ["", "*/"]
+    endings = [f"{split}-*.parquet", f"{split}.parquet", f"{split}/*.parquet"]
+    return [prefix + ending for prefix in prefixes for ending in endings]
+
+
+def split_files(files: list[str], subset: str | None, split: str, spec: str) -> list[str]:
+    """The files of one split, sorted. Raises if there are none, or if several subsets have it.
+
+    >>> split_files(["main/train-0.parquet", "main/test-0.parquet"], None, "train", "hf:a/b")
+    ['main/train-0.parquet']
+    """
+    patterns = split_patterns(subset, split)
+    chosen = sorted(f for f in files if any(fnmatch.fnmatchcase(f, p) for p in patterns))
+    if not chosen:
+        found = sorted({str(PurePosixPath(f).parent) for f in files})
+        raise FileNotFoundError(
+            f"{spec!r} has no Parquet files of split {split!r}"
+            + (f" in subset {subset!r}" if subset else "")
+            + (f"; its cached Parquet files lie in {', '.join(found)}" if found else "")
+            + ". Many data sets in other formats have some at revision refs/convert/parquet"
+        )
+    subsets = sorted({_subset_of(f, split) for f in chosen})
+    if len(subsets) > 1:
+        raise ValueError(
+            f"{spec!r} has several subsets with a split {split!r}: {', '.join(subsets)}; "
+            f"name one, as in {':'.join(spec.split(':')[:2])}:{subsets[0]}/{split}"
+        )
+    return chosen
+
+
+def _subset_of(file: str, split: str) -> str:
+    parent = PurePosixPath(file).parent
+    return str(parent.parent if parent.name == split else parent)
+
+
+class ReasoningGym:
+    """One of reasoning_gym's procedural data sets; score it with the reward `reasoning_gym`.
+
+    Options go to the generator (`size`, `seed` and its own). `extra_info["entry"]` holds the whole
+    entry, since scoring needs its metadata.
+    """
+
+    first_image_row = None
+
+    def __init__(self, spec: str, *, system_prompt: str = "", prompt_suffix: str = ""):
+        package = _package(spec)
+        task, texts = parse_spec(spec)
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
+        if task not in known:
+            near = several(task, known, 3, 0.4) or sorted(known)
+            raise ValueError(
+                f"reasoning_gym has no data set {task!r}; did you mean {', '.join(near)}?"
+            )
+        options = {"size": 10_000, "seed": 0} | {k: _value(text) for k, text in texts.items()}
+        try:
+            self._entries = package.create_dataset(task, **options)
+        except (TypeError, AssertionError) as error:  # raised for unknown and bad options
+            raise ValueError(f"{spec!r}: reasoning_gym refuses these options: {error}") from error
+        self.name = f"reasoning_gym:{task}"
+        self._task = task
+        self._wording = {"system_prompt": system_prompt, "prompt_suffix": prompt_suffix}
+        version = importlib.metadata.version("reasoning_gym")  # its code determines the rows
+        self.made_by = f"reasoning_gym=={version}"
+        content = json.dumps([task, options, version, self._wording], sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, row: int) -> Example:
+        entry = self._entries[row]
+        return Example(
+            prompt=instruction(entry["question"], **self._wording),
+            data_source=self._task,
+            ground_truth=entry["answer"],
+            extra_info={"index": row, "entry": entry},
+            ability="reasoning",
+        )
+
+    def place(self, row: int) -> str:
+        """Name and number of a row."""
+        return f"{self.name}, row {row + 1}"
+
+
+def _package(spec: str) -> ModuleType:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        if error.name != "reasoning_gym":
+            raise
+        raise ValueError(
+            f"{spec!r} needs an optional package: pip install reasoning_gym"
+        ) from error
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

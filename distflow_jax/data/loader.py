@@ -17,6 +17,7 @@ from distflow_jax.data.tokens.encoded_rows import TRAIN_ON, EncodedRows, PromptE
 from distflow_jax.data.tokens.row_limits import OVERLONG, RowLimits, rows_in_limit
 from distflow_jax.images.picture_files import ImageSource
 from distflow_jax.images.placing import SeeingTokenizer, read_images
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +51,11 @@ class DataConfig:
     train_on: str = "answer"
 
     def __post_init__(self):
-        limits = {"prompts_per_step": 1, "max_prompt_length": 1, "epochs": 0, "image_tokens": 1}
-        for name, least in limits.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"data.{name} must be at least {least}, got {value}")
+        check_least("data", self, 1, "prompts_per_step", "max_prompt_length", "image_tokens")
+        check_least("data", self, 0, "epochs")
         check_choice(self.columns, "data.columns")
-        if self.overlong not in OVERLONG:
-            raise ValueError(
-                f"data.overlong must be one of {', '.join(OVERLONG)}, got {self.overlong!r}"
-            )
-        if self.train_on not in TRAIN_ON:
-            raise ValueError(
-                f"data.train_on must be one of {', '.join(TRAIN_ON)}, got {self.train_on!r}"
-            )
+        check_one_of("data.overlong", self.overlong, OVERLONG)
+        check_one_of("data.train_on", self.train_on, TRAIN_ON)
         if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
             raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
 

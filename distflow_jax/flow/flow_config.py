@@ -5,6 +5,7 @@ import math
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.addresses import checked_address
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
 SWAPS = ("in_flight", "boundary")
@@ -64,10 +65,7 @@ class FlowConfig:
                 "ahead"
             )
         for name, known in (("swap", SWAPS), ("cache", CACHES), ("waves", WAVES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"flow.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+            check_one_of(f"flow.{name}", getattr(self, name), known)
         if self.swap == "boundary" and self.cache == "recompute":
             raise ValueError(
                 "flow.cache='recompute' has no effect with flow.swap='boundary': no response is "
@@ -147,8 +145,7 @@ class FlowConfig:
                 f"flow.lease_seconds={self.lease_seconds:g} would end between two words of a "
                 f"worker: use at least {2 * self.save_seconds:g}, twice flow.save_seconds"
             )
-        if self.max_tries < 1:
-            raise ValueError(f"flow.max_tries must be at least 1, got {self.max_tries}")
+        check_least("flow", self, 1, "max_tries")
         checked_address("flow.listen", self.listen, least_port=0)
         if self.worker_nodes and not self.workers:
             raise ValueError(

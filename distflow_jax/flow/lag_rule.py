@@ -40,10 +40,6 @@ class Rule:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
-    def may_begin(self, step: int, held: int) -> bool:
-        """Whether a group of this step may begin with the weights of `held` finished steps."""
-        return held >= step - 1 - self.max_lag
-
     def newest_step(self, held: int) -> int:
         """The last step whose groups may begin with the weights of `held` finished steps."""
         return held + 1 + self.max_lag
@@ -51,11 +47,6 @@ class Rule:
     def exact_version(self, step: int) -> int:
         """The version that answers a step's groups where each version has its own steps."""
         return max(0, step - 1 - self.max_lag)
-
-    @property
-    def most_groups(self) -> int:
-        """Groups that have begun, are not filtered and are not trained on: never more."""
-        return (self.max_lag + 1) * self.groups
 
     @property
     def observed_lag(self) -> int:
@@ -141,10 +132,6 @@ class Admission:
     def untrained(self, counter: int) -> bool:
         """Whether no finished step has looked at a counter."""
         return counter >= self.position
-
-    def may_begin(self, counter: int, held: int) -> bool:
-        """Whether the group of a counter may begin with the weights of `held` finished steps."""
-        return counter < self.end(held)
 
     def end(self, held: int) -> int:
         """The first counter that may not begin with the weights of `held` finished steps."""

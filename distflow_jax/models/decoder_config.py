@@ -6,6 +6,7 @@ import math
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
 from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.setting_checks import check_one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,10 +224,7 @@ class DecoderConfig:
                 f"model num_heads {self.num_heads} is not divisible by num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"model activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
-            )
+        check_one_of("model activation", self.activation, ACTIVATIONS)
         if self.num_experts and self.activation != "silu":
             raise ValueError(
                 f"experts with model activation={self.activation!r} are not supported, only 'silu'"

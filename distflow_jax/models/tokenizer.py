@@ -16,7 +16,7 @@ import tokenizers
 
 from distflow_jax.images.placing import ANSWER, ANSWERED
 from distflow_jax.models import tokenizer_files
-from distflow_jax.models.chat import answers, contents
+from distflow_jax.models.chat import answers, message_parts
 from distflow_jax.models.chat import render as chat
 from distflow_jax.models.chat.dialect import MARKS
 from distflow_jax.models.chat.message_parts import checked, in_parts
@@ -128,11 +128,11 @@ class Tokenizer:
             text = answers.continued(messages, lambda open: self._written(open, variables, False))
         else:
             text = self._written(messages, variables, add_generation_prompt)
-        contents.check_contents(messages, text)
+        message_parts.check_contents(messages, text)
         if all(message.keys() == {"role", "content"} for message in messages):
             for i in _tried(self, tuple(message["role"] for message in messages))[0]:
                 if messages[i]["content"]:
-                    raise contents.left_out(i, messages[i])
+                    raise message_parts.left_out(i, messages[i])
         return text
 
     def _written(
@@ -280,6 +280,6 @@ def _tried(tokenizer: Tokenizer, roles: tuple[str, ...]) -> tuple[tuple[int, ...
         text = tokenizer._written(messages, {}, False)
     except ValueError:  # it writes other conversations
         return (), ""
-    found = contents.squeezed(text)
+    found = message_parts.squeezed(text)
     lost = tuple(i for i, word in enumerate(words) if word not in found)
     return lost, text.partition(words[-1])[2]

@@ -1,9 +1,10 @@
-"""Arrays moved between device memory and the memory of the host.
+"""Memory of devices and of the host: sizes, live arrays, and arrays moved between the two.
 
 Shards are moved one by one, so that no process waits for another. Transfers are asynchronous.
 """
 
 import collections
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -111,3 +112,29 @@ def _to_kind(x: jax.Array, kind: str | None) -> jax.Array:
     shards = jax.device_put([shard.data for shard in x.addressable_shards], targets)
     layout = x.sharding.with_memory_kind(kinds[0])
     return jax.make_array_from_single_device_arrays(x.shape, layout, shards)
+
+
+def device_memory_bytes() -> int:
+    """Memory of one of this process's devices, in bytes; 0 if the platform does not report it.
+
+    A CPU device has an equal share of the host's memory.
+    """
+    local = jax.local_devices()
+    if local[0].platform == "cpu":
+        return host_memory_bytes() // len(local)
+    stats = local[0].memory_stats() or {}
+    return int(stats.get("bytes_limit", 0))
+
+
+def host_memory_bytes() -> int:
+    """Memory of this host, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def live_bytes() -> int:
+    """Bytes of live arrays on the fullest of this process's devices."""
+    total: dict[jax.Device, int] = collections.defaultdict(int)
+    for (device, kind, _), size in buffers(jax.live_arrays()).items():
+        if kind == device.default_memory().kind:
+            total[device] += size
+    return max(total.values(), default=0)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from distflow_jax.parallel.device_memory import device_memory_bytes, host_memory_bytes
+from distflow_jax.parallel.host_memory import device_memory_bytes, host_memory_bytes
 
 
 @dataclasses.dataclass(frozen=True)

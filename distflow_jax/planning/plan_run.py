@@ -26,8 +26,7 @@ from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
-from distflow_jax.dag.response_images import with_response_images
-from distflow_jax.dag.router_replay import with_router_replay
+from distflow_jax.dag.response_fields import with_response_images, with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
 from distflow_jax.data.example import Dataset

@@ -70,7 +70,9 @@ def tiles(run: RunFolder) -> list[Tile]:
         # by the mean: not every step of a long run is read
         tokens = _mean(series(rows, "perf/total_num_tokens")) * max(rows)
         more = f"{format_value(tokens)} tokens" if tokens else ""
-        found.append(Tile("in steps", _duration(_mean(seconds) * max(rows)), more))
+        whole = _mean(seconds) * max(rows)
+        shown = format_seconds(whole) if math.isfinite(whole) else "?"
+        found.append(Tile("in steps", shown, more))
     gap = series(rows, "training/rollout_probs_diff_max")
     if gap:
         most = format_value(max(gap.values()))
@@ -103,7 +105,3 @@ def edges(values: list[float]) -> tuple[float, float]:
 
 def _mean(points: Mapping[int, float]) -> float:
     return sum(points.values()) / len(points) if points else 0.0
-
-
-def _duration(seconds: float) -> str:
-    return format_seconds(seconds) if math.isfinite(seconds) else "?"

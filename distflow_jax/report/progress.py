@@ -104,7 +104,8 @@ class Progress:
             words.append(("left", format_seconds(left)))
         if self._cell is not None:
             self._rewards += [(step, metrics[REWARD])] if REWARD in metrics else []
-            self._state = (_text(step, self._total, words), step)
+            pairs = (" ".join(pair) for pair in words)
+            self._state = ("  ".join([f"step {step}/{self._total}", *pairs]), step)
             if time.monotonic() - self._shown >= CELL_SECONDS:
                 self._shown = time.monotonic()
                 self._show_cell()
@@ -210,7 +211,3 @@ def fitted(begin: str, words: Sequence[tuple[str, str]], width: int) -> str:
         if len(text) <= width:
             return text
     return cut(text, width)
-
-
-def _text(step: int, total: int, words: Iterable[tuple[str, str]]) -> str:
-    return "  ".join([f"step {step}/{total}", *(" ".join(pair) for pair in words)])

@@ -124,7 +124,7 @@ class RowsAllToAll:
 
     def _traffic(self, moves: RowMoves, leaves: Sequence[jax.Array]) -> Traffic:
         """Bytes that this process's devices receive from other devices."""
-        here = [i for i, d in enumerate(self._source.devices.flat) if d in set(_local_devices())]
+        here = [i for i, d in enumerate(self._source.devices.flat) if d in set(jax.local_devices())]
         row_bytes = sum(x.dtype.itemsize * int(np.prod(x.shape[2:])) for x in leaves)
         rounds, devices, _, capacity = moves.send.shape
         filled = moves.receive[:, here] < np.iinfo(np.int32).max
@@ -133,10 +133,6 @@ class RowsAllToAll:
         payload = int(filled.sum()) * row_bytes
         capacity_bytes = rounds * len(here) * (devices - 1) * capacity * row_bytes
         return Traffic(payload, capacity_bytes - payload, rounds)
-
-
-def _local_devices() -> list[Any]:
-    return jax.local_devices()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from distflow_jax.parsing.setting_checks import check_least, check_positive
 from distflow_jax.rewards.call import score_requests
 from distflow_jax.rewards.function import check_signature, load_function
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
@@ -54,18 +55,12 @@ class RewardConfig:
     overlong_cap: bool = False  # clip the length penalty at -1
 
     def __post_init__(self):
-        for name in ("timeout_seconds", "start_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"reward.{name} must be positive, got {getattr(self, name)}")
-        if self.num_workers < -1:
-            raise ValueError(f"reward.num_workers must be at least -1, got {self.num_workers}")
+        check_positive("reward", self, "timeout_seconds", "start_seconds")
+        check_least("reward", self, -1, "num_workers")
+        check_least("reward", self, 0, "overlong_buffer")
         if not 0 <= self.max_error_rate <= 1:
             raise ValueError(
                 f"reward.max_error_rate must be between 0 and 1, got {self.max_error_rate}"
-            )
-        if self.overlong_buffer < 0:
-            raise ValueError(
-                f"reward.overlong_buffer must not be negative, got {self.overlong_buffer}"
             )
         if self.overlong_buffer >= 1 and self.overlong_buffer != int(self.overlong_buffer):
             raise ValueError(

@@ -17,6 +17,7 @@ from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel.rules import sharding
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 
 ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
@@ -105,10 +106,7 @@ def check_speculation(config: EngineConfig) -> None:
             f"rollout.speculative_tokens {config.speculative_tokens} must be at least 0 and below "
             f"the page size of {config.page_size} tokens"
         )
-    if config.speculative_ngram < 1:
-        raise ValueError(
-            f"rollout.speculative_ngram must be at least 1, got {config.speculative_ngram}"
-        )
+    check_least("rollout", config, 1, "speculative_ngram")
 
 
 def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
@@ -122,16 +120,12 @@ def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
 
 def check_cache_dtype(name: str) -> None:
     """ValueError for what keys and values cannot be kept as."""
-    if name not in CACHE_DTYPES:
-        raise ValueError(
-            f"rollout.cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r}"
-        )
+    check_one_of("rollout.cache_dtype", name, CACHE_DTYPES)
 
 
 def check_attention(name: str, platform: str = "") -> None:
     """ValueError for no way of attention, or a kernel that is not for this platform."""
-    if name not in ATTENTIONS:
-        raise ValueError(f"rollout.attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+    check_one_of("rollout.attention", name, ATTENTIONS)
     if platform and name in ("gpu", "tpu") and implementation_for(platform) != name:
         raise ValueError(
             f"rollout.attention={name!r} is a kernel for {name.upper()}s, and the devices here are "
@@ -141,10 +135,7 @@ def check_attention(name: str, platform: str = "") -> None:
 
 def check_weights_dtype(name: str) -> None:
     """ValueError for what a sampler's weights cannot be kept as."""
-    if name not in WEIGHTS_DTYPES:
-        raise ValueError(
-            f"rollout.weights_dtype must be one of {', '.join(WEIGHTS_DTYPES)}, got {name!r}"
-        )
+    check_one_of("rollout.weights_dtype", name, WEIGHTS_DTYPES)
 
 
 def stored_dtype(config: EngineConfig) -> str:

@@ -103,8 +103,9 @@ class ContextFactory:
             waiting=self._waiting,
         )
 
-    def _model(self, task: Task) -> ModelContext:
-        return ModelContext(
+    def _network(self, task: Task) -> dict[str, Any]:
+        """Arguments of the contexts of a model: its node and its network."""
+        return dict(
             node=task.node,
             prefix=self._prefix(task.node),
             model=self._decoder(task),
@@ -113,16 +114,14 @@ class ContextFactory:
             temperature=self._temperature,
         )
 
+    def _model(self, task: Task) -> ModelContext:
+        return ModelContext(**self._network(task))
+
     def _train(self, task: Task) -> TrainContext:
         config = self._run.config
         optimizer, schedule = optimizer_of(config, task.node.role, task.node.condition)
         return TrainContext(
-            node=task.node,
-            prefix=self._prefix(task.node),
-            model=self._decoder(task),
-            forward=self._run.sizes.forward,
-            shape=self._shape(task),
-            temperature=self._temperature,
+            **self._network(task),
             optimizer=optimizer,
             schedule=schedule,
             mini_batches=config.training.mini_batches,

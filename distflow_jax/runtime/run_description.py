@@ -12,7 +12,7 @@ from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
-from distflow_jax.parallel import device_memory, processes
+from distflow_jax.parallel import host_memory, processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.program_table import (
     bytes_of_fields,
@@ -144,7 +144,7 @@ def planned_metrics(run: PreparedRun, runtime: Runtime, instruments: Instruments
     """
     bubble, memory = run.sizes.bubble_share, runtime.compiled.memory
     waits = {"perf/pipeline_bubble": bubble} if bubble else {}
-    live = instruments.measured("perf/memory_live_gb", lambda: device_memory.live_bytes() / GIB)
+    live = instruments.measured("perf/memory_live_gb", lambda: host_memory.live_bytes() / GIB)
     between, most = memory.between / GIB, memory.fullest.total / GIB
     planned = {"perf/memory_live_planned_gb": between, "perf/memory_planned_gb": most}
     return waits | live | planned

@@ -1,6 +1,7 @@
 """How a run makes a step: on the whole batch at once, or wave by wave."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from distflow_jax.coordinator.coordinator import Coordinator
@@ -10,7 +11,7 @@ from distflow_jax.layout import Metrics
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.sample_source import Source
-from distflow_jax.runtime.wave_steps import SpanOfWave, WaveSteps
+from distflow_jax.runtime.wave_steps import WaveSteps
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -24,7 +25,7 @@ class WholeSteps:
         runners: Mapping[str, Runner],
         coordinator: Coordinator,
         source: Source,
-        span: SpanOfWave,
+        span: Callable[..., AbstractContextManager[Any]],
     ):
         self._plan, self._runners, self._source, self._span = plan, runners, source, span
         self.held = coordinator
@@ -52,7 +53,7 @@ def make_steps(
     runtime: Runtime,
     runners: Mapping[str, Runner],
     source: Source,
-    span: SpanOfWave,
+    span: Callable[..., AbstractContextManager[Any]],
 ) -> WholeSteps | WaveSteps:
     """The steps of a run; `runners` are those of all units."""
     plan, coordinator = prepared.plan, runtime.coordinator

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,13 +53,6 @@ class SourceOfWaves(Protocol):
         """Metrics of the samples of the step that has run."""
 
 
-class SpanOfWave(Protocol):
-    """A Span with facts for the trace."""
-
-    def __call__(self, name: str, **args: Any) -> AbstractContextManager[Any]:
-        """Times the `with` block under a name; the trace has `args`."""
-
-
 @dataclasses.dataclass
 class StepInWaves:
     """Results of a step in waves so far, on this process."""
@@ -98,7 +91,7 @@ class WaveSteps:
         coordinator: Coordinator,
         batch: Coordinator,
         source: SourceOfWaves,
-        span: SpanOfWave,
+        span: Callable[..., AbstractContextManager[Any]],
     ):
         """`units` stream, the others of `plan` wait; `runners` are those of all units, by name.
         `coordinator` is that of waves, `batch` that of the run."""

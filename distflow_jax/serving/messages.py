@@ -14,8 +14,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.serving.message_images import take_images
-from distflow_jax.serving.prompts import PromptReader, ReadPrompt
+from distflow_jax.serving.prompts import PromptReader, ReadPrompt, take_images
 
 SERVICE = "distflow.Sampler"
 MAX_STOPS = 16

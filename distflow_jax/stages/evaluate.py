@@ -16,6 +16,7 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
+from distflow_jax.parsing.setting_checks import check_least
 from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
@@ -43,9 +44,7 @@ class EvalConfig:
     max_response_length: int = 0  # longest response in tokens; 0: rollout.max_response_length
 
     def __post_init__(self):
-        for name in ("every", "num_prompts", "max_response_length"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"eval.{name} must not be negative, got {getattr(self, name)}")
+        check_least("eval", self, 0, "every", "num_prompts", "max_response_length")
         check_choice(self.columns or {}, "eval.columns")
         check_sampling(
             num_samples=self.num_samples,

@@ -10,11 +10,15 @@ from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
 from distflow_jax.stages.advantage import build_advantage, first_coefficient
-from distflow_jax.stages.combine import build_weighted_sum
-from distflow_jax.stages.logprob import build_old_logp, build_ref_logp
-from distflow_jax.stages.pairs import build_choose_pairs
+from distflow_jax.stages.predictions import (
+    build_old_logp,
+    build_ref_logp,
+    build_scores,
+    build_values,
+)
 from distflow_jax.stages.reward import build_reward
 from distflow_jax.stages.rollout import build_rollout
+from distflow_jax.stages.score_choices import build_choose_pairs, build_weighted_sum
 from distflow_jax.stages.stage_context import (
     ModelContext,
     NodeContext,
@@ -30,7 +34,6 @@ from distflow_jax.stages.update_model import (
     build_sft_update,
     build_value_update,
 )
-from distflow_jax.stages.values import build_scores, build_values
 from distflow_jax.user_functions import load_function
 
 Builder = Callable[[Any], Stage]  # of the record that StageKind.context names

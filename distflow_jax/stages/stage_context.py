@@ -103,13 +103,9 @@ class ModelContext(NodeContext):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainContext(NodeContext):
+class TrainContext(ModelContext):
     """A model, its optimizer and the settings of every objective: for MODEL_TRAIN nodes."""
 
-    model: DecoderConfig
-    forward: ForwardConfig
-    shape: UpdateShape
-    temperature: float  # of the sampler, by which logits are divided; 1 without a sampler
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule  # learning rate by optimizer step
     mini_batches: int  # optimizer steps per pass over a batch

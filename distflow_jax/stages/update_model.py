@@ -13,15 +13,13 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
-from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.objectives.preference_objective import (
+from distflow_jax.training.objectives.pair_objectives import (
     PreferenceBatch,
-    preference_objective,
-)
-from distflow_jax.training.objectives.reward_model_objective import (
     RewardModelBatch,
+    preference_objective,
     reward_model_objective,
 )
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
 from distflow_jax.training.state import TrainState, divided, joined

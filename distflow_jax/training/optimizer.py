@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
 from distflow_jax.training.compressed_moments import MOMENTS, kept_as
 
 _VECTORS = ("norm", "bias")  # suffixes of parameters that are not matrices
@@ -29,24 +30,13 @@ class OptimizerConfig:
     moments: str = "float32"
 
     def __post_init__(self):
-        if self.lr < 0:
-            raise ValueError(f"optimizer.lr must not be negative, got {self.lr}")
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(
-                f"optimizer.schedule must be 'constant' or 'cosine', got {self.schedule!r}"
-            )
-        for name in ("warmup_steps", "min_lr_ratio", "eps", "weight_decay", "clip_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"optimizer.{name} must not be negative, got {getattr(self, name)}"
-                )
+        zeros = ("lr", "warmup_steps", "min_lr_ratio", "eps", "weight_decay", "clip_norm")
+        check_least("optimizer", self, 0, *zeros)
+        check_one_of("optimizer.schedule", self.schedule, ("constant", "cosine"))
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.moments not in MOMENTS:
-            raise ValueError(
-                f"optimizer.moments must be one of {', '.join(MOMENTS)}, got {self.moments!r}"
-            )
+        check_one_of("optimizer.moments", self.moments, MOMENTS)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
 from distflow_jax.training.optimizer import OptimizerConfig
 
 
@@ -61,21 +62,11 @@ class TrainingConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        for name in ("steps", "mini_batches", "epochs", "row_tokens", "pipeline_repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
-        for name in (
-            "row_sequences",
-            "micro_batch_rows",
-            "logp_chunk",
-            "pipeline_microbatches",
-            "max_nonfinite",
-            "max_rejected",
-            "balance_coef",
-            "device_memory_gib",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        ones = ("steps", "mini_batches", "epochs", "row_tokens", "pipeline_repeats")
+        zeros = ("row_sequences", "micro_batch_rows", "logp_chunk", "pipeline_microbatches")
+        zeros += ("max_nonfinite", "max_rejected", "balance_coef", "device_memory_gib")
+        check_least("training", self, 1, *ones)
+        check_least("training", self, 0, *zeros)
         if self.pipeline_repeats > 1 and self.remat == "none":
             raise ValueError(
                 f"training.pipeline_repeats={self.pipeline_repeats} needs training.remat other "
@@ -94,8 +85,4 @@ class TrainingConfig:
                 f"training.logp_chunk={self.logp_chunk} does not divide "
                 f"training.row_tokens={self.row_tokens}; use {near}"
             )
-        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(
-                "training.compute_dtype must be auto, float32 or bfloat16, got "
-                f"{self.compute_dtype!r}"
-            )
+        check_one_of("training.compute_dtype", self.compute_dtype, ("auto", "float32", "bfloat16"))

@@ -44,6 +44,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from distflow_jax.parsing.setting_checks import check_positive
 from distflow_jax.watchdog.gossip import NOTE
 
 START_SECONDS = 60.0  # for a child to start on a loaded host
@@ -72,9 +73,7 @@ class HealthConfig:
     stuck_seconds: float = 1800.0
 
     def __post_init__(self):
-        for name in ("heartbeat_seconds", "dead_seconds", "stuck_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"health.{name} must be positive, got {getattr(self, name)}")
+        check_positive("health", self, "heartbeat_seconds", "dead_seconds", "stuck_seconds")
         if self.dead_seconds < 3 * self.heartbeat_seconds:
             raise ValueError(
                 f"health.dead_seconds={self.dead_seconds:g} must be at least 3 beats: use "

@@ -9,7 +9,9 @@ The image holds the package, not this checkout.
 In a checkout the same as `distflow launch gke`; --help shows the flags.
 """
 
-from distflow_jax.commands.launch import gke
+import sys
+
+from distflow_jax.commands.launch.hosts import run_launcher
 
 if __name__ == "__main__":
-    gke.run(program="python scripts/launch/gke.py")
+    run_launcher("gke", sys.argv[1:], "python scripts/launch/gke.py")

@@ -6,7 +6,9 @@
 In a checkout the same as `distflow launch slurm`; --help shows the flags.
 """
 
-from distflow_jax.commands.launch import slurm
+import sys
+
+from distflow_jax.commands.launch.hosts import run_launcher
 
 if __name__ == "__main__":
-    slurm.run(program="python scripts/launch/slurm.py")
+    run_launcher("slurm", sys.argv[1:], "python scripts/launch/slurm.py")

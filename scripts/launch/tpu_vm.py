@@ -7,7 +7,9 @@
 In a checkout the same as `distflow launch tpu_vm`; --help shows the flags.
 """
 
-from distflow_jax.commands.launch import tpu_vm
+import sys
+
+from distflow_jax.commands.launch.hosts import run_launcher
 
 if __name__ == "__main__":
-    tpu_vm.run(program="python scripts/launch/tpu_vm.py")
+    run_launcher("tpu_vm", sys.argv[1:], "python scripts/launch/tpu_vm.py")

@@ -28,8 +28,8 @@ from distflow_jax.algorithms.preference import PreferenceConfig
 from distflow_jax.algorithms.value import ValueConfig, value_loss
 from distflow_jax.rewards.call import result_from
 from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives import pair_objectives
 from distflow_jax.training.objectives import policy_objective as policy
-from distflow_jax.training.objectives import preference_objective as preference
 
 HEADER = "| what | verl | TRL | AReaL | here |"
 NONE = "–"
@@ -601,13 +601,13 @@ def length_of_ipo(row):
     sequences = responses(2, 4, groups=[0, 0])
     logp = [np.float32([-1, -2]), np.float32([-1, -3, -2, -2])]
     packed = pack(sequences, 1, shared=False, together=True)
-    batch = preference.PreferenceBatch(
+    batch = pair_objectives.PreferenceBatch(
         first(packed.rows), first(packed.tokens([np.zeros_like(x) for x in logp]))
     )
     config = PreferenceConfig(loss="ipo", beta=0.1)
-    objective = preference.preference_objective(TINY, config, ForwardConfig())
+    objective = pair_objectives.preference_objective(TINY, config, ForwardConfig())
     table = first(packed.tokens(logp))
-    with mock.patch.object(preference, "response_logp", lambda *_: (table, None)):
+    with mock.patch.object(pair_objectives, "response_logp", lambda *_: (table, None)):
         batch, count = objective.whole(batch)
         loss, _ = objective.evaluate({}, batch, count, jnp.float32(1))
     sums, means = ([f(x) for x in formulas.wide(logp)] for f in (np.sum, np.mean))

@@ -75,7 +75,10 @@ def test_pairs_are_found_wherever_they_lie_in_the_row():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PreferenceConfig(loss="dppo"), r"'dppo' is unknown; choose one of \['dpo', 'ipo'"),
+        (
+            lambda: PreferenceConfig(loss="dppo"),
+            "preference.loss must be one of dpo, ipo, got 'dppo'",
+        ),
         (lambda: PreferenceConfig(beta=0.0), "beta must be positive"),
         (lambda: RewardModelConfig(margin=-1.0), "margin must not be negative"),
     ],

@@ -10,7 +10,6 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.whole_batch import (
     advantage_waits,
     loss_waits,
-    needs_order,
     update_waits,
     weights_wait,
 )
@@ -33,9 +32,6 @@ WAITS = {
     "epochs=3": update_waits(None, 1, 3),
     "training.mini_batches=2": weights_wait(2, 1),
     "training.epochs=2": weights_wait(1, 2),
-    "aggregation='fixed-budget'": needs_order(
-        AlgorithmConfig(aggregation="fixed-budget", token_budget=10)
-    ),
 }
 
 
@@ -55,5 +51,5 @@ def test_mini_batches_stream_where_old_log_probs_come_from_the_sampler(proximal)
 
 def test_the_default_algorithm_streams():
     default = AlgorithmConfig()
-    assert advantage_waits(default) == loss_waits(default) == needs_order(default) == ""
+    assert advantage_waits(default) == loss_waits(default) == ""
     assert update_waits(default, 1, 1) == weights_wait(1, 1) == ""

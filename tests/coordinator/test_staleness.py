@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.batch import Samples
-from distflow_jax.coordinator.staleness import means_by_age, staleness_metrics
+from distflow_jax.coordinator.batch_metrics import means_by_age, staleness_metrics
 
 
 def samples_of(versions, masks=None):

@@ -3,10 +3,9 @@
 import random
 
 import pytest
-from support.graph_text import write_graph
+from support.graph_text import read_graph, write_graph
 
 from distflow_jax.dag.graph import Graph, Node, When, find_cycle
-from distflow_jax.dag.graph_yaml import read_graph
 
 TWO = """
 name: two

@@ -4,13 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.graph_text import write_graph
+from support.graph_text import read_graph, write_graph
 from support.paths import ROOT
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config, CriticConfig
 from distflow_jax.dag.graph import DATA, Graph
-from distflow_jax.dag.graph_yaml import read_graph
 from distflow_jax.dag.load_graph import built_in, load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout

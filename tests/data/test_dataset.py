@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distflow_jax.data.dataset import open_dataset
+from distflow_jax.data.dataset import open_dataset, split_files
 from distflow_jax.data.generated_tasks import is_held_out, value_of
-from distflow_jax.data.huggingface import split_files
 
 GSM8K = [  # the form of GSM8K's rows
     {

@@ -89,7 +89,7 @@ def test_constants_and_steps_are_checked():
 def test_samples_of_a_run_without_a_budget_are_young_enough(lag):
     """Groups of steps of B each, all of them begun: each step has to train just these."""
     rule, step, counter = Rule(groups=3, max_lag=lag), 7, 20
-    begun = begun_by_steps(rule, step, counter, range(counter, counter + rule.most_groups))
+    begun = begun_by_steps(rule, step, counter, range(counter, counter + (lag + 1) * 3))
     deadlines = Deadlines(rule, step=step, counter=counter, begun=begun)
     for number in range(lag + 1):
         first = counter + number * 3

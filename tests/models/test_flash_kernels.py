@@ -17,9 +17,8 @@ from support.waiting import HANG
 
 from distflow_jax.models.attention import InRow, masked_attention
 from distflow_jax.models.block_attention import block_attention
-from distflow_jax.models.kernels.flash_cost import flash_cost
 from distflow_jax.models.kernels.flash_tpu import listed_tiles
-from distflow_jax.models.kernels.tiles import Reach, tiles_of
+from distflow_jax.models.kernels.tiles import Reach, flash_cost, tiles_of
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 TRITON_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"

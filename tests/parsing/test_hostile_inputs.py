@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.graph_text import read_graph
 from support.paths import ROOT
 from support.waiting import HANG
 
 from distflow_jax.checkpoint.checkpointer import step_of
-from distflow_jax.dag.graph_yaml import read_graph
 from distflow_jax.data.files import FileDataset, find_files
 from distflow_jax.models.chat import dialect, render
 from distflow_jax.models.chat.render import is_plain

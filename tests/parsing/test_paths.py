@@ -4,9 +4,10 @@ import os
 import pathlib
 
 import pytest
+from support.graph_text import read_graph
 from support.named_places import KINDS, MADE, NAMED, REFUSED, make_place
 
-from distflow_jax.dag.graph_yaml import MOST_BASES, read_graph
+from distflow_jax.dag.graph_yaml import MOST_BASES
 from distflow_jax.parsing import paths
 from distflow_jax.parsing.json_text import read_json_object, read_text
 from distflow_jax.parsing.paths import checked_path, named_path, reading

@@ -22,7 +22,7 @@ from distflow_jax.dag.residency import plan_residency
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
-from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.parallel.host_memory import live_bytes
 from distflow_jax.planning import memory_plan
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import _changes, shortage

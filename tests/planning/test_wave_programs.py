@@ -13,7 +13,7 @@ from distflow_jax.batch import RowShape
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.parallel.host_memory import live_bytes
 from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_plan import device_bytes, plan_memory
@@ -127,7 +127,7 @@ def test_accumulators_are_planned_as_they_lie():
     states = made.made.initial({})
     before = live_bytes()
     state = update.begin(states["actor"])
-    planned = device_bytes(made.waves.accumulators["actor"])
+    planned = device_bytes(made.waves.updates["actor"].state.sums)
     assert live_bytes() - before == pytest.approx(planned, rel=0.05)
     costs = {name: costs_of(p.traced, None) for name, p in made.whole.items()}
     memory = plan_memory(made.run, made.waves.units, costs).segments[-1]

@@ -13,7 +13,7 @@ from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
-from distflow_jax.parallel.device_memory import live_bytes
+from distflow_jax.parallel.host_memory import live_bytes
 from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.memory_plan import device_bytes
 from distflow_jax.planning.plan_run import plan_run

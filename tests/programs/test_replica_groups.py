@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow_jax.programs.replica_groups import axes_of, read_groups
+from distflow_jax.programs.traffic import axes_of, read_groups
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 

@@ -15,7 +15,7 @@ from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.observe.memory import peak_memory_gb
-from distflow_jax.parallel import device_memory, host_memory
+from distflow_jax.parallel import host_memory
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.recorder import Recorder
 
@@ -66,7 +66,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
 ):
     """Beside checkpoints, evaluations and weights on their way; and a metric that cannot be read is
     left out of the run."""
-    live, read, runs = device_memory.live_bytes, [], []
+    live, read, runs = host_memory.live_bytes, [], []
     start, looked, ended = run.Run.start, threading.Event(), set()
 
     def started(self, files):
@@ -92,7 +92,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
         raise RuntimeError("Array has been deleted")
 
     monkeypatch.setattr(run.Run, "start", started)
-    monkeypatch.setattr(device_memory, "live_bytes", often)
+    monkeypatch.setattr(host_memory, "live_bytes", often)
     assert run.train_here(config_of(*flags), tmp_path) == 0
     assert len(read) == READS and len({sizes[:2] for sizes in read}) == 1
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]

@@ -291,7 +291,7 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_p
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started):
-    folder, flags = tmp_path / "run", ("flow.starved_seconds=6", "flow.worker_nodes=('reward',)")
+    folder, flags = tmp_path / "run", ("flow.starved_seconds=20", "flow.worker_nodes=('reward',)")
     job = trainers(started, folder, flags, processes=2)
     worker(started, folder, flags, orphan=1)
     both = worker(started, folder, flags, own=("--nodes=rollout,reward",))
@@ -299,7 +299,7 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     both.kill(signal.SIGSTOP)
     assert job.end() == EXIT_PREEMPTED, job.output()
     both.kill()
-    assert "no worker was there for 6 s for 'reward' (worker --nodes)" in job.output()
+    assert "no worker was there for 20 s for 'reward' (worker --nodes)" in job.output()
     before = json.loads((folder / "doors.json").read_text())["incarnation"]
     job = trainers(started, folder, flags[1:], processes=2)
     until(

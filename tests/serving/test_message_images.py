@@ -22,7 +22,7 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
-from distflow_jax.serving import message_images
+from distflow_jax.serving import prompts
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.jetstream import door_config
 from distflow_jax.serving.messages import Limits, sample_request
@@ -127,11 +127,11 @@ def test_what_is_no_image_is_said_in_one_line(reader, messages, says):
 
 
 def test_sizes_are_bounded_before_anything_is_decoded(reader, monkeypatch):
-    monkeypatch.setattr(message_images, "MAX_PIXELS", 599)
+    monkeypatch.setattr(prompts, "MAX_PIXELS", 599)
     monkeypatch.setattr(PictureFile, "pixels", None)  # never called
     with pytest.raises(ValueError, match="part 0: the image has 30 x 20 pixels; .* at most 599"):
         read(reader, message(GOOD))
-    monkeypatch.setattr(message_images, "MAX_URI_BYTES", 100)
+    monkeypatch.setattr(prompts, "MAX_URI_BYTES", 100)
     with pytest.raises(ValueError, match="the images have 0 MiB as data URIs; give at most 0"):
         read(reader, message(GOOD))
 

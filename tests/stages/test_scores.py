@@ -7,8 +7,7 @@ import pytest
 
 from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Node
-from distflow_jax.stages.combine import build_weighted_sum
-from distflow_jax.stages.pairs import build_choose_pairs
+from distflow_jax.stages.score_choices import build_choose_pairs, build_weighted_sum
 
 
 def weighted(reads, weights):

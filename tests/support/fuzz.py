@@ -19,12 +19,12 @@ import gguf
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distflow_jax.dag.graph_yaml import read_graph
 from distflow_jax.data.files import FileDataset
 from distflow_jax.models.chat.render import MOST_TEMPLATE, render
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parsing.json_text import read_text
+from support.graph_text import read_graph
 from support.model_files import SIZES, random_params, tensors_of, write_gguf, write_hf
 from support.waiting import HANG
 

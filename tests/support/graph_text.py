@@ -1,12 +1,19 @@
-"""Graphs as YAML text: what `read_graph` reads, for tests that vary or round-trip a graph."""
+"""Graphs from YAML text, and as YAML text, for tests that vary or round-trip a graph."""
 
 import dataclasses
+import pathlib
 import re
 from typing import Any
 
 import yaml
 
 from distflow_jax.dag.graph import Graph, Node
+from distflow_jax.dag.graph_yaml import open_yaml
+
+
+def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
+    """The graph of YAML text; a Path or a single line names a file; see open_yaml."""
+    return open_yaml(text_or_path, config).build(config)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -20,15 +20,13 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.objectives.preference_objective import (
+from distflow_jax.training.objectives.pair_objectives import (
     PreferenceBatch,
-    preference_objective,
-)
-from distflow_jax.training.objectives.reward_model_objective import (
     RewardModelBatch,
+    preference_objective,
     reward_model_objective,
 )
+from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 

@@ -24,8 +24,7 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objective import at_least_one
 from distflow_jax.training.objectives import (
-    preference_objective,
-    reward_model_objective,
+    pair_objectives,
     sft_objective,
     value_objective,
 )
@@ -44,9 +43,9 @@ PARAMS = {
 }
 FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
 OBJECTIVES = {
-    "dpo": preference_objective.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
-    "ipo": preference_objective.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
-    "reward_model": reward_model_objective.reward_model_objective(
+    "dpo": pair_objectives.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "ipo": pair_objectives.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
+    "reward_model": pair_objectives.reward_model_objective(
         SCALAR, RewardModelConfig(margin=0.2, center_coef=0.05), FORWARD
     ),
     "sft": sft_objective.sft_objective(TINY, FORWARD),
@@ -109,7 +108,7 @@ def no_network(monkeypatch):
     def on_tokens(table, rows):
         return jnp.where(rows.response_mask, table[rows.tokens], 0.0)
 
-    for module in (preference_objective, sft_objective):
+    for module in (pair_objectives, sft_objective):
         monkeypatch.setattr(module, "response_logp", logp)
     monkeypatch.setattr(
         value_objective,
@@ -120,7 +119,7 @@ def no_network(monkeypatch):
     for i, s in enumerate(SEQUENCES):
         number[s.group, s.sample] = i
     monkeypatch.setattr(
-        reward_model_objective,
+        pair_objectives,
         "sequence_scores",
         lambda params, m, rows, f: jnp.where(
             rows.valid, params["score"][jnp.asarray(number)[rows.group, rows.member]], 0.0
@@ -136,8 +135,8 @@ def batch_of(name, seed, *, shared, poison=0.0):
     ref, old, returns = (packed.tokens(x, poison) for x in (REF, OLD, RETURNS))
     return first(
         {
-            "dpo": lambda: preference_objective.PreferenceBatch(rows, ref),
-            "reward_model": lambda: reward_model_objective.RewardModelBatch(rows),
+            "dpo": lambda: pair_objectives.PreferenceBatch(rows, ref),
+            "reward_model": lambda: pair_objectives.RewardModelBatch(rows),
             "sft": lambda: sft_objective.SftBatch(rows),
             "value": lambda: value_objective.ValueBatch(rows, returns, old),
         }[{"ipo": "dpo", "value by sequence": "value"}.get(name, name)]()

@@ -24,7 +24,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
 from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
-from distflow_jax.algorithms.whole_batch import loss_waits, needs_order
+from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import token_field
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.token_age import build_token_age
@@ -409,7 +409,7 @@ def test_a_step_in_waves_is_the_step_at_once(name):
     metrics = objective.finish({**metrics["sum"], **metrics["max"]})
     other = packed_batch(f, config, 3, shared=True, poison=np.nan)
     for seed, waves in enumerate((1, 2, 5, 16)):
-        parts = cut(seed, 5, waves=waves, ordered=bool(needs_order(config)))
+        parts = cut(seed, 5, waves=waves, ordered=config.loss_aggregation == "fixed-budget")
         batch, most = (other, 1e-5) if seed % 2 else (packed_batch(f, config, 2), 1e-6)
         got, found = run(params, batch, parts)
         assert distance(got, wanted) < most

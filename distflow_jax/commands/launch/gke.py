@@ -22,27 +22,21 @@ import re
 import yaml
 
 from distflow_jax.commands.launch import gke_workers, hosts
+from distflow_jax.commands.launch.gke_workers import TPUS
 from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.parallel import job
 
+PROGRAM = "distflow launch gke"
 PORT = 8476  # of process 0, on GPU nodes
 GROUP = 1000  # of the user of the image that the Dockerfile makes
 REPLICATED_JOB = "hosts"
 
-# --tpu -> (label of the node pool, dims of a topology)
-TPUS = {
-    "v4": ("tpu-v4-podslice", 3),
-    "v5e": ("tpu-v5-lite-podslice", 2),
-    "v5p": ("tpu-v5p-slice", 3),
-    "v6e": ("tpu-v6e-slice", 2),
-    "tpu7x": ("tpu7x", 3),
-}
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
 
 
-def make_parser(program: str = "distflow launch gke") -> argparse.ArgumentParser:
+def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.cluster_parser(__doc__, program, python="python")
     add = parser.add_argument
@@ -83,14 +77,12 @@ def make_parser(program: str = "distflow launch gke") -> argparse.ArgumentParser
     return parser
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch gke"
-) -> argparse.Namespace:
+def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Namespace:
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
     check(options)
-    gke_workers.check_group(options, TPUS)
+    gke_workers.check_group(options)
     options.worker = group_command(options)
     return options
 
@@ -178,11 +170,6 @@ def check_topology(tpu: str, topology: str) -> None:
         )
 
 
-def verbatim(text: str) -> str:
-    """Escapes `text` for Kubernetes, which replaces $(NAME) by a variable's value."""
-    return text.replace("$(", "$$(")
-
-
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """The variables that the manifest sets, equal in all pods."""
     mine = {job.GRACE: str(options.grace_seconds)} | gke_workers.tls_variables(options)
@@ -220,11 +207,7 @@ def pod_template(options: argparse.Namespace) -> dict:
     container = template["containers"][0]
     template["nodeSelector"] = nodes
     # no shell: SIGTERM goes to process 1, which must be the script
-    container["command"] = [verbatim(word) for word in (options.python, *options.command)]
-    container["env"] = [
-        {"name": name, "value": verbatim(value)} for name, value in environment(options).items()
-    ]
-    container["resources"] = {"limits": resources}
+    container |= gke_workers.program(options, options.command, environment(options), resources)
     gke_workers.mount_tls(options, template, None)
     if options.slices > 1:  # the hosts' network is faster between slices
         template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -310,20 +293,15 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     return result
 
 
-def main(arguments: list[str], program: str = "distflow launch gke") -> int:
+def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the JobSet, and the Job of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
     parts, shown = [manifest(options)], run_hosts(options)
     if options.workers:
-        parts += gke_workers.worker_parts(options, shared_template(options), TPUS)
+        parts += gke_workers.worker_parts(options, shared_template(options))
         shown += gke_workers.worker_hosts(options)
     text = "---\n".join(yaml.safe_dump(part, sort_keys=False, width=10_000) for part in parts)
     if options.dry_run:
         print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
         return 0
     return hosts.submit(["kubectl", "create", "--filename=-"], text)
-
-
-def run(arguments: list[str] | None = None, program: str = "distflow launch gke") -> None:
-    """Ends the process with the launcher's exit code; `arguments` of None are the process's."""
-    hosts.run_main(main, arguments, program)

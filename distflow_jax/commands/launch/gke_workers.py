@@ -20,6 +20,14 @@ _TLS_FILES = {
     "DISTFLOW_TLS_KEY": "tls.key",
     "DISTFLOW_TLS_CA": "ca.crt",
 }
+# --tpu -> (label of the node pool, dims of a topology)
+TPUS = {
+    "v4": ("tpu-v4-podslice", 3),
+    "v5e": ("tpu-v5-lite-podslice", 2),
+    "v5p": ("tpu-v5p-slice", 3),
+    "v6e": ("tpu-v6e-slice", 2),
+    "tpu7x": ("tpu7x", 3),
+}
 # chips of a slice of one host, by its topology
 _ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8, "2x2x1": 4}
 
@@ -48,8 +56,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_group(options: argparse.Namespace, tpus: Mapping[str, tuple[str, int]]) -> None:
-    """Raises ValueError for flags of workers that the cluster would refuse; see gke.TPUS."""
+def check_group(options: argparse.Namespace) -> None:
+    """Raises ValueError for flags of workers that the cluster would refuse."""
     hosts.at_least(1, worker_gpus=options.worker_gpus)
     hosts.at_least(0, workers=options.workers, worker_max_restarts=options.worker_max_restarts)
     if options.tls_secret:
@@ -66,9 +74,9 @@ def check_group(options: argparse.Namespace, tpus: Mapping[str, tuple[str, int]]
     tpu = _tpu(options)
     if not tpu:
         return
-    if tpu not in tpus:
-        raise ValueError(f"--worker_tpu must be one of {', '.join(sorted(tpus))}, got {tpu!r}")
-    dims = tpus[tpu][1]
+    if tpu not in TPUS:
+        raise ValueError(f"--worker_tpu must be one of {', '.join(sorted(TPUS))}, got {tpu!r}")
+    dims = TPUS[tpu][1]
     fit = [t for t in _ONE_HOST if t.count("x") == dims - 1]
     if options.worker_topology not in fit:
         raise ValueError(
@@ -98,21 +106,32 @@ def mount_tls(
     pod["containers"][0]["volumeMounts"].append(mount)
 
 
-def worker_parts(
-    options: argparse.Namespace, template: dict[str, Any], tpus: Mapping[str, tuple[str, int]]
-) -> list[dict[str, Any]]:
+def program(
+    options: argparse.Namespace,
+    command: list[str],
+    variables: Mapping[str, str],
+    limits: Mapping[str, int],
+) -> dict[str, Any]:
+    """Entries of a container: the interpreter with `command`, its variables and accelerators."""
+
+    def verbatim(text: str) -> str:  # Kubernetes replaces $(NAME) by a variable's value
+        return text.replace("$(", "$$(")
+
+    return {
+        "command": [verbatim(word) for word in (options.python, *command)],
+        "env": [{"name": name, "value": verbatim(value)} for name, value in variables.items()],
+        "resources": {"limits": limits},
+    }
+
+
+def worker_parts(options: argparse.Namespace, template: dict[str, Any]) -> list[dict[str, Any]]:
     """The manifests of the group: its Job.
 
     `template`: a pod of the trainers' group, without nodes, command and variables.
     """
-    nodes, resources = _place(options, tpus)
-    container = template["containers"][0] | {
-        "command": [_verbatim(word) for word in (options.python, *options.worker)],
-        "env": [
-            {"name": name, "value": _verbatim(value)} for name, value in _variables(options).items()
-        ],
-        "resources": {"limits": resources},
-    }
+    nodes, resources = _place(options)
+    own = program(options, options.worker, _variables(options), resources)
+    container = template["containers"][0] | own
     pod = template | {"nodeSelector": nodes, "containers": [container]}
     mount_tls(options, pod, ["ca.crt"])
     user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
@@ -157,13 +176,11 @@ def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     ]
 
 
-def _place(
-    options: argparse.Namespace, tpus: Mapping[str, tuple[str, int]]
-) -> tuple[dict[str, str], dict[str, int]]:
+def _place(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, int]]:
     """(labels of the nodes, limits of the container)."""
     if tpu := _tpu(options):
         nodes = {
-            "cloud.google.com/gke-tpu-accelerator": tpus[tpu][0],
+            "cloud.google.com/gke-tpu-accelerator": TPUS[tpu][0],
             "cloud.google.com/gke-tpu-topology": options.worker_topology,
         }
         resources = {"google.com/tpu": _ONE_HOST[options.worker_topology]}
@@ -185,8 +202,3 @@ def _tpu(options: argparse.Namespace) -> str:
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     tls = {n: path for n, path in tls_variables(options).items() if n == "DISTFLOW_TLS_CA"}
     return worker_variables(options, {job.GRACE: str(options.grace_seconds), **tls})
-
-
-def _verbatim(text: str) -> str:
-    """See gke.verbatim."""
-    return text.replace("$(", "$$(")

@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import importlib
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from distflow_jax.commands.subcommands import SUBCOMMANDS, python_arguments
+from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parallel import job
@@ -162,15 +163,11 @@ def _run(
         ) from None
 
 
-def run_main(
-    main: Callable[[list[str], str], int], arguments: list[str] | None, program: str
-) -> None:
-    """Exits with the result of main(arguments, program), or with 2 and a ValueError's message.
-
-    `arguments` of None are those of the process.
-    """
+def run_launcher(name: str, arguments: list[str], program: str) -> None:
+    """Runs the launcher of that name; ends the process with its exit code, 2 for a user error."""
+    launcher = importlib.import_module(f"{MODULE}.launch.{name}")
     try:
-        code = main(sys.argv[1:] if arguments is None else arguments, program)
+        code = launcher.main(arguments, program)
     except (ValueError, *NAME_ERRORS) as error:
         code = user_error(str(error))
     sys.exit(code)

@@ -24,11 +24,12 @@ import time
 from collections.abc import Callable
 
 from distflow_jax.commands.launch import hosts
-from distflow_jax.commands.launch.worker_group import worker_command
+from distflow_jax.commands.launch.worker_group import add_workers, worker_command
 from distflow_jax.parallel import job
 from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.paths import named_path
 
+PROGRAM = "distflow launch local"
 DOORS = "doors.json"  # of a run's folder: where the trainers answer
 LOOK_SECONDS = 0.2
 LEAVE_SECONDS = 10.0  # after the run for workers to end by themselves, and again after SIGTERM
@@ -40,44 +41,33 @@ EXPLAINED = (STOPPED_WITH_CHECKPOINT, 2)  # exit codes whose process has printed
 CRASH_GRACE_SECONDS = 5.0
 
 
-def make_parser(program: str = "distflow launch local") -> argparse.ArgumentParser:
+def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.parser(__doc__, program)
-    parser.add_argument("--processes", type=int, default=2, help="number of processes (default 2)")
-    parser.add_argument(
-        "--devices_per_process",
-        type=int,
-        default=1,
-        help="CPU devices of each process (default 1)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--processes", type=int, default=2, help="number of processes (default 2)")
+    each = "CPU devices of each process (default 1)"
+    add("--devices_per_process", type=int, default=1, help=each)
+    add(
         "--grace_seconds",
         type=float,
         default=60.0,
         help="time to write a checkpoint between SIGTERM and SIGKILL (default 60)",
     )
-    parser.add_argument(
+    add(
         "--stopped_seconds",
         type=float,
         default=10.0,
         help="a process that a signal stops for longer ends the job (default 10)",
     )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        help="workers that sample, of a run with flow.workers (default 0)",
-    )
-    parser.add_argument(
-        "--devices_per_worker", type=int, default=1, help="CPU devices of each worker (default 1)"
-    )
+    add_workers(parser)
+    each = "CPU devices of each worker (default 1)"
+    add("--devices_per_worker", type=int, default=1, help=each)
     hosts.add_command(parser)
     return parser
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch local"
-) -> argparse.Namespace:
+def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Namespace:
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     parser = make_parser(program)
     options = parser.parse_args(arguments)
@@ -265,7 +255,7 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def main(arguments: list[str], program: str = "distflow launch local") -> int:
+def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Starts the processes and returns the exit code."""
     options = parse_arguments(arguments, program)
     signals: queue.SimpleQueue = queue.SimpleQueue()
@@ -320,11 +310,6 @@ def main(arguments: list[str], program: str = "distflow launch local") -> int:
             process.wait()
         for reader in readers:
             reader.join(timeout=5)
-
-
-def run(arguments: list[str] | None = None, program: str = "distflow launch local") -> None:
-    """Ends the process with the launcher's exit code; `arguments` of None are the process's."""
-    hosts.run_main(main, arguments, program)
 
 
 class LocalWorkers:

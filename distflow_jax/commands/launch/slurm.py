@@ -26,6 +26,7 @@ from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.parallel import job
 from distflow_jax.parsing.paths import named_path
 
+PROGRAM = "distflow launch slurm"
 # Longest time between the ends of two processes: srun's exit code is the highest of theirs, and the
 # code of a process that srun kills for being late would hide the 75 of the others.
 LATE_SECONDS = 60
@@ -44,7 +45,7 @@ exit "$code"
 """
 
 
-def make_parser(program: str = "distflow launch slurm") -> argparse.ArgumentParser:
+def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.cluster_parser(__doc__, program, python="")
     add = parser.add_argument
@@ -81,9 +82,7 @@ def make_parser(program: str = "distflow launch slurm") -> argparse.ArgumentPars
     return parser
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch slurm"
-) -> argparse.Namespace:
+def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Namespace:
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.python = options.python or sys.executable
@@ -209,7 +208,7 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     ]
 
 
-def main(arguments: list[str], program: str = "distflow launch slurm") -> int:
+def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the job, and that of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
     text = script(options)
@@ -225,8 +224,3 @@ def main(arguments: list[str], program: str = "distflow launch slurm") -> int:
         print(f"{slurm_workers.submission(text, workers)}\n{hosts.describe(shown, where)}")
         return 0
     return slurm_workers.submit(text, workers)
-
-
-def run(arguments: list[str] | None = None, program: str = "distflow launch slurm") -> None:
-    """Ends the process with the launcher's exit code; `arguments` of None are the process's."""
-    hosts.run_main(main, arguments, program)

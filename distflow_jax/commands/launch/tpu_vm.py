@@ -15,13 +15,14 @@ import shlex
 
 from distflow_jax.commands.launch import hosts
 
+PROGRAM = "distflow launch tpu_vm"
 # {accelerator type: TensorCores per chip, which the number in its name counts}
 CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
 FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
 CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
 
 
-def make_parser(program: str = "distflow launch tpu_vm") -> argparse.ArgumentParser:
+def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """The parser of the flags before `--`, and of the command after it."""
     parser = hosts.cluster_parser(__doc__, program, python=".venv/bin/python")
     add = parser.add_argument
@@ -34,9 +35,7 @@ def make_parser(program: str = "distflow launch tpu_vm") -> argparse.ArgumentPar
     return parser
 
 
-def parse_arguments(
-    arguments: list[str], program: str = "distflow launch tpu_vm"
-) -> argparse.Namespace:
+def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Namespace:
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
@@ -105,7 +104,7 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     ]
 
 
-def main(arguments: list[str], program: str = "distflow launch tpu_vm") -> int:
+def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Starts the run, or prints the command; returns the exit code."""
     options = parse_arguments(arguments, program)
     command = gcloud_command(options)
@@ -114,8 +113,3 @@ def main(arguments: list[str], program: str = "distflow launch tpu_vm") -> int:
         print(f"{shlex.join(command)}\n\n{hosts.describe(run_hosts(options), where)}")
         return 0
     return hosts.submit(command)
-
-
-def run(arguments: list[str] | None = None, program: str = "distflow launch tpu_vm") -> None:
-    """Ends the process with the launcher's exit code; `arguments` of None are the process's."""
-    hosts.run_main(main, arguments, program)

@@ -41,16 +41,16 @@ def worker_command(command: Sequence[str]) -> list[str]:
     return [*command[:place], script, *kept, f"--join={workdir}"]
 
 
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that says how large the second group is."""
+    what = "workers that sample, of a run with flow.workers (default 0)"
+    parser.add_argument("--workers", type=int, default=0, help=what)
+
+
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the second group that all clusters have."""
-    add = parser.add_argument
-    add(
-        "--workers",
-        type=int,
-        default=0,
-        help="workers that sample, of a run with flow.workers (default 0)",
-    )
-    add(
+    add_workers(parser)
+    parser.add_argument(
         "--worker_flag",
         action="append",
         default=[],

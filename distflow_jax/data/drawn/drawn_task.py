@@ -18,6 +18,7 @@ from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example, instruction
 from distflow_jax.images import pillow
 from distflow_jax.images.picture_files import Drawing
+from distflow_jax.parsing.setting_checks import check_one_of
 
 COLOURS = {
     "red": (214, 39, 40),
@@ -70,11 +71,9 @@ class DrawnTask:
     prompt_suffix: str = ""
 
     def __post_init__(self):
-        asks = ", ".join(self.ASKS)
         if not self.ask:
             object.__setattr__(self, "ask", self.ASKS[0])
-        if self.ask not in self.ASKS:
-            raise ValueError(f"{self.name} ask must be one of {asks}, got {self.ask!r}")
+        check_one_of(f"{self.name} ask", self.ask, self.ASKS)
         if self.size < 1:
             raise ValueError(f"{self.name} size must be at least 1, got {self.size}")
         self._bounds()

@@ -1,7 +1,6 @@
 """`task:walk`: a dot and a square on a board, and the step that brings the dot nearer."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
@@ -92,9 +91,5 @@ class Walk(DrawnTask):
             answer,
             tuple(other for other in STEPS if other != answer),
             board.objects,
-            functools.partial(_paint, board, height, width),
+            lambda draw: board.paint(draw, height, width),
         )
-
-
-def _paint(board: Board, height: int, width: int, draw: Any) -> None:
-    board.paint(draw, height, width)

@@ -46,7 +46,8 @@ class WaveReplay:
         if not self._left:
             self._begin(step)
         wave = self._left.popleft()
-        return wave, self._fields(wave.counters)
+        counters = wave.counters
+        return wave, self._steps.fields(tuple(counters), self._mine(counters))
 
     def record(self, wave: Wave, *, rows: int, room: int) -> None:
         """Records a wave that was taken last, whose groups lie in so many rows of so many."""
@@ -94,6 +95,3 @@ class WaveReplay:
             found = (self._read(step).groups[:1] for step in steps)
             self._other = list(next(filter(None, found), ()))
         return self._other
-
-    def _fields(self, counters: Collection[int]) -> FieldStore:
-        return self._steps.fields(tuple(counters), self._mine(counters))

@@ -4,15 +4,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.models.chat.contents import (
+from distflow_jax.models.chat.message_parts import (
     CLOSE,
     OPEN,
+    THOUGHT_KEYS,
     left_out,
     split_thought,
     squeezed,
     texts,
 )
-from distflow_jax.models.chat.message_parts import THOUGHT_KEYS
 from distflow_jax.parsing.one_line import shown
 
 _EMPTY = re.compile(rf"\A\s*{OPEN}\s*{CLOSE}\s*")

@@ -14,8 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
-from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mask
+from distflow_jax.models.kernels.tiles import (
+    Reach,
+    Tiles,
+    flash_cost,
+    mask_facts,
+    nbytes,
+    pair_mask,
+)
 
 # tile sides: a tile of sums and two of scores and their gradients fit a program's registers
 SIDES = (64,)

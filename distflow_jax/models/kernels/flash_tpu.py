@@ -15,8 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_precision
-from distflow_jax.models.kernels.flash_cost import flash_cost, nbytes
-from distflow_jax.models.kernels.tiles import Reach, Tiles, mask_facts, pair_mask
+from distflow_jax.models.kernels.tiles import (
+    Reach,
+    Tiles,
+    flash_cost,
+    mask_facts,
+    nbytes,
+    pair_mask,
+)
 
 LANES = 128
 SIDES = (128, 256)  # of tiles: shorter ones are masked less, but the list is longer

@@ -2,12 +2,14 @@
 
 B rows or shards of rows, T tokens of one, S tokens of a whole row, C tokens of a block, n = T / C
 and m = S / C blocks. A tile is a block of queries times a block of keys.
+`flash_cost` estimates what kernels over tiles cost, for XLA's scheduler and for plans of runs.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from distflow_jax.models.attention import InRow, whole_rows
 
@@ -127,3 +129,23 @@ def pair_mask(
     """
     related = (segment == own) | (segment == parent)
     return related & (key_place <= place) & (position > before)
+
+
+def flash_cost(q: jax.Array, k: jax.Array, *, products: int, moved: int) -> pl.CostEstimate:
+    """Upper bound of a kernel's cost, reached if every row is a single sequence.
+
+    The kernel computes `products` matrix products in each tile on or below the diagonal and reads
+    `moved` bytes, each once. q is [B, n, K, X, H], k [B, m, K, C, H]. A whole row has at most
+    m (m + 1) / 2 tiles under any packing, divided equally among the shards of a row.
+    """
+    rows, blocks, kv_heads, queries, head_dim = q.shape
+    tiles = rows * blocks * (k.shape[1] + 1) // 2
+    scores = tiles * kv_heads * queries * k.shape[3]
+    return pl.CostEstimate(
+        flops=2 * products * scores * head_dim, transcendentals=scores, bytes_accessed=moved
+    )
+
+
+def nbytes(*arrays: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Total bytes of the arrays, of any shape."""
+    return sum(x.size * x.dtype.itemsize for x in arrays)

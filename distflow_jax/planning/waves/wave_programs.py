@@ -80,11 +80,6 @@ class WavePrograms:
     units: Mapping[str, Program]  # by the unit's name; updates in them accumulate
     updates: Mapping[str, WaveUpdate]  # by state key
 
-    @property
-    def accumulators(self) -> dict[str, Accumulators]:
-        """Specs of what waves add up, by state key."""
-        return {key: update.state.sums for key, update in self.updates.items()}
-
     def compile(self) -> None:
         """Compiles all of them, once."""
         for program in self.units.values():

@@ -1,15 +1,15 @@
 """Texts of a plan's picture: captions of boxes and wires, and titles of outlines."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from distflow_jax.dag.plan import Plan, Task
-from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import Edge
 from distflow_jax.programs.units import format_bytes
 
 LOADER = "(loader)"  # not a valid id of a node
 AFTER = "after"  # kind of a wire without fields
+_LOOP = "loop: "  # before the title of a region
 
 Bytes = Mapping[tuple[str | None, str], int]  # (source, field) -> bytes
 
@@ -85,37 +85,19 @@ def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str
     return bare
 
 
-def outlines(plan: Plan, regions: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """{node: titles of its outlines, outermost first}: its region's, its device segment's.
-
-    Raises ValueError for a region with an unknown node.
-    """
-    ids = [task.node.id for task in plan.tasks]
-    found: dict[str, tuple[str, ...]] = {name: () for name in ids}
-    for region, members in sorted(regions.items()):
-        for name in sorted(members):
-            if name not in found:
-                raise ValueError(f"region {region!r}: unknown node {name!r} ({hint(name, ids)})")
-            found[name] += (region_title(region),)
+def outlines(plan: Plan) -> dict[str, str]:
+    """{node: title of its outline}: its region's or its device segment's, which share no node."""
+    found = {}
+    if plan.region is not None:
+        found |= dict.fromkeys(plan.region.nodes, f"{_LOOP}until {plan.region.until}")
     for number, segment in enumerate(plan.segments, 1):
-        for task in segment:
-            found[task.node.id] += (segment_title(number),)
+        found |= {task.node.id: f"device segment {number}" for task in segment}
     return found
 
 
-def region_title(name: str) -> str:
-    """Title of a region's outline."""
-    return f"loop: {name}"
-
-
 def is_region_title(title: str) -> bool:
-    """Whether a title is one of region_title."""
-    return title.startswith("loop: ")
-
-
-def segment_title(number: int) -> str:
-    """Title of a device segment's outline; numbers begin at 1."""
-    return f"device segment {number}"
+    """Whether an outline is that of a region."""
+    return title.startswith(_LOOP)
 
 
 def role_of(plan: Plan) -> dict[str, str]:

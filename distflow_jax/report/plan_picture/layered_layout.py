@@ -31,12 +31,12 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A box to place. `outlines` are the groups that it belongs to, outermost first."""
+    """A box to place; boxes with the same `outline` stay together. "": it has none."""
 
     key: str
     column: int
     height: float
-    outlines: tuple[str, ...] = ()
+    outline: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,7 @@ class _Item:
     key: tuple[str, ...]
     column: int
     height: float
-    outlines: tuple[str, ...]
-    levels: tuple[int, ...]  # of each outline: nested outlines at most, itself included
+    outline: str
     box: str | None
     y: float = 0.0  # top
     into: list["_Joint"] = dataclasses.field(default_factory=list)
@@ -129,15 +128,10 @@ def arrange(boxes: Sequence[Box], wires: Iterable[Wire]) -> Arrangement:
 
 def _items(boxes: Sequence[Box], wires: Sequence[Wire]) -> tuple[list[list[_Item]], list[_Joint]]:
     """Boxes and tracks by column, and the joints between them."""
-    levels: dict[str, int] = {}
-    for box in boxes:
-        for i, name in enumerate(box.outlines):
-            levels[name] = max(levels.get(name, 0), len(box.outlines) - i)
     columns: list[list[_Item]] = [[] for _ in range(1 + max(box.column for box in boxes))]
     placed: dict[str, _Item] = {}
     for box in boxes:
-        inside = tuple(levels[name] for name in box.outlines)
-        item = _Item((box.key,), box.column, box.height, box.outlines, inside, box.key)
+        item = _Item((box.key,), box.column, box.height, box.outline, box.key)
         placed[box.key] = item
         columns[box.column].append(item)
     joints: list[_Joint] = []
@@ -155,7 +149,7 @@ def _items(boxes: Sequence[Box], wires: Sequence[Wire]) -> tuple[list[list[_Item
         for column in range(left.column + 1, target.column):
             key = (wire.source, wire.kind, column)
             if key not in tracks:
-                tracks[key] = _Item(("", wire.source, wire.kind), column, 1.0, (), (), None)
+                tracks[key] = _Item(("", wire.source, wire.kind), column, 1.0, "", None)
                 columns[column].append(tracks[key])
                 join(left, tracks[key], wire, ends=False)
             left = tracks[key]
@@ -190,22 +184,20 @@ def _order(columns: list[list[_Item]], joints: list[_Joint]) -> list[list[_Item]
     return best
 
 
-def _group(
-    items: Sequence[_Item], wanted: Mapping[tuple[str, ...], float], level: int = 0
-) -> list[_Item]:
+def _group(items: Sequence[_Item], wanted: Mapping[tuple[str, ...], float]) -> list[_Item]:
     """Items sorted by their wanted places, with the items of an outline together."""
     groups: dict[tuple[str, ...], list[_Item]] = {}
     for item in items:
-        name = ("", item.outlines[level]) if len(item.outlines) > level else item.key
+        name = ("", item.outline) if item.outline else item.key
         groups.setdefault(name, []).append(item)
 
-    def mean(name: tuple[str, ...]) -> float:
-        return sum(wanted[item.key] for item in groups[name]) / len(groups[name])
+    def place(name: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+        mean = sum(wanted[item.key] for item in groups[name]) / len(groups[name])
+        return round(mean, 6), name
 
     ordered = []
-    for name in sorted(groups, key=lambda name: (round(mean(name), 6), name)):
-        inner = groups[name]
-        ordered += _group(inner, wanted, level + 1) if len(inner) > 1 else inner
+    for name in sorted(groups, key=place):
+        ordered += sorted(groups[name], key=lambda item: (round(wanted[item.key], 6), item.key))
     return ordered
 
 
@@ -273,8 +265,8 @@ def _close_gaps(columns: Sequence[Sequence[_Item]], joints: Iterable[_Joint]) ->
     for joint in joints:
         ends = (joint.left.y + joint.leave, joint.right.y + joint.arrive)
         spans.append((min(ends), max(ends)))
-    levels = max(max(item.levels, default=0) for item in items)
-    gap = BOX_GAP + levels * (2 * OUTLINE_PAD + OUTLINE_TITLE)
+    outlined = any(item.outline for item in items)
+    gap = BOX_GAP + outlined * (2 * OUTLINE_PAD + OUTLINE_TITLE)
     cuts: list[tuple[float, float]] = []  # (height, distance by which items below it move up)
     reached = None
     for top, bottom in sorted(spans):
@@ -314,10 +306,7 @@ def _fall(column: Sequence[_Item], wishes: Sequence[float], weights: Sequence[fl
 def _distance(above: _Item, below: _Item) -> float:
     """Distance between two neighbours, with room for outlines that end or begin there."""
     base = TRACK_GAP if above.box is None or below.box is None else BOX_GAP
-    common = 0
-    for a, b in zip(above.outlines, below.outlines, strict=False):
-        if a != b:
-            break
-        common += 1
-    ending, beginning = max(above.levels[common:], default=0), max(below.levels[common:], default=0)
+    if above.outline == below.outline:
+        return base
+    ending, beginning = bool(above.outline), bool(below.outline)
     return base + ending * OUTLINE_PAD + beginning * (OUTLINE_PAD + OUTLINE_TITLE)

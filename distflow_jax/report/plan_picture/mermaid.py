@@ -1,12 +1,11 @@
 """A plan as a Mermaid flowchart, which GitHub and many editors render."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from distflow_jax.dag.plan import Plan
 from distflow_jax.report.plan_picture.captions import (
     AFTER,
     LOADER,
-    Bytes,
     is_region_title,
     loader_lines,
     node_lines,
@@ -19,17 +18,12 @@ from distflow_jax.report.plan_picture.legend import MOVE_STYLES, ROLE_COLORS
 _ARROWS = {"stay": "-->", "pack": "==>", "reshard": "==>", AFTER: "-.->"}  # others: -.->
 
 
-def to_mermaid(
-    plan: Plan, *, sizes: Bytes | None = None, regions: Mapping[str, Iterable[str]] | None = None
-) -> str:
-    """The plan as a flowchart; `sizes` and `regions` are those of picture.draw."""
-    if regions is None:
-        regions = {f"until {plan.region.until}": plan.region.nodes} if plan.region else {}
-    regions = {name: sorted(members) for name, members in regions.items()}
-    outlined = outlines(plan, regions)
+def to_mermaid(plan: Plan) -> str:
+    """The plan as a flowchart."""
     # generated ids: a node named "end" or "default" would be a key word
     ids = {LOADER: "loader"} | {t.node.id: f"n{i}" for i, t in enumerate(plan.tasks, 1)}
-    lines = [f"%% plan {_comment(plan.name)}, digest {plan.digest[:12]}", "flowchart LR"]
+    name = "".join(c if c.isprintable() else " " for c in plan.name)
+    lines = [f"%% plan {name}, digest {plan.digest[:12]}", "flowchart LR"]
     if plan.loader_fields:
         lines.append("  " + _node("loader", ["loader", *loader_lines(plan)]))
     boxes = {
@@ -37,8 +31,8 @@ def to_mermaid(
         for place, task in enumerate(plan.tasks, 1)
         for title, rest in [node_lines(task, place)]
     }
-    lines += _grouped(list(boxes), boxes, outlined, level=0)
-    captions = wire_captions(plan, sizes)
+    lines += _grouped(boxes, outlines(plan))
+    captions = wire_captions(plan)
     for caption in captions:
         arrow = _ARROWS.get(caption.kind, "-.->")
         label = f'|"{_escape(", ".join(caption.fields))}"|' if caption.fields else ""
@@ -57,29 +51,17 @@ def to_mermaid(
     return "\n".join(lines) + "\n"
 
 
-def _grouped(
-    names: Sequence[str],
-    boxes: Mapping[str, str],
-    outlined: Mapping[str, Sequence[str]],
-    level: int,
-    path: str = "g",
-) -> list[str]:
-    """Lines of nodes, and of subgraphs for the outlines at this level."""
-    lines: list[str] = []
-    indent = "  " * (level + 1)
+def _grouped(boxes: Mapping[str, str], outlined: Mapping[str, str]) -> list[str]:
+    """Lines of nodes, and of a subgraph for each outline."""
+    lines = [f"  {box}" for name, box in boxes.items() if name not in outlined]
     groups: dict[str, list[str]] = {}
-    for name in names:
-        if len(outlined[name]) > level:
-            groups.setdefault(outlined[name][level], []).append(name)
-        else:
-            lines.append(indent + boxes[name])
+    for name, box in boxes.items():
+        if name in outlined:
+            groups.setdefault(outlined[name], []).append(f"    {box}")
     for number, (title, members) in enumerate(groups.items(), 1):
-        place = f"{path}{number}"
-        lines.append(f'{indent}subgraph {place}["{_escape(title)}"]')
-        lines += _grouped(members, boxes, outlined, level + 1, f"{place}_")
-        lines.append(f"{indent}end")
+        lines += [f'  subgraph g{number}["{_escape(title)}"]', *members, "  end"]
         if is_region_title(title):
-            lines.append(f"{indent}style {place} stroke:#be185d,stroke-dasharray:6 4")
+            lines.append(f"  style g{number} stroke:#be185d,stroke-dasharray:6 4")
     return lines
 
 
@@ -91,7 +73,3 @@ def _node(name: str, words: Sequence[str]) -> str:
 def _escape(text: str) -> str:
     """Replaces characters that would end a label or be markup by Mermaid's entity codes."""
     return "".join(c if c.isalnum() or c in " _-.,:/()" else f"#{ord(c)};" for c in text)
-
-
-def _comment(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)

@@ -8,6 +8,7 @@ from distflow_jax.report.plan_picture.captions import is_region_title
 from distflow_jax.report.plan_picture.layered_layout import OUTLINE_PAD, OUTLINE_TITLE
 
 TITLE_SIZE = 10.0
+_PAD = OUTLINE_PAD - 3.0  # from an outline to its members
 _CLEAR = 26.0  # distance from a rectangle to boxes that are not members
 
 
@@ -32,32 +33,27 @@ class _Frame:
 def outline(
     title: str,
     members: Collection[str],
-    inside: int,
     spans: Sequence[Sequence[tuple[str | None, float, float]]],
     columns: Sequence[Column],
 ) -> tuple[list[Shape], list[Shape]]:
     """(areas, lines and titles): a frame per stretch of columns with adjacent members.
 
     `spans` are (key, top, bottom) of each column's boxes from top to bottom, with key None for a
-    passing wire; `inside` counts the levels of nested outlines, itself included.
+    passing wire.
     """
-    pad = OUTLINE_PAD * inside - 3.0
     frames: list[Shape] = []
     titles: list[Shape] = []
-    for stretch in _stretches(members, spans, pad, pad + OUTLINE_TITLE * inside):
-        points = _rectangle(stretch, columns, pad)
+    for stretch in _stretches(members, spans):
+        points = _rectangle(stretch, columns)
         if _in_the_way(points, members, spans, columns, stretch[0].column):
-            points = _staircase(stretch, columns, pad)
+            points = _staircase(stretch, columns)
         drawn = _drawn(points, title, columns[stretch[0].column].label)
         frames, titles = [*frames, drawn[0]], [*titles, *drawn[1:]]
     return frames, titles
 
 
 def _stretches(
-    members: Collection[str],
-    spans: Sequence[Sequence[tuple[str | None, float, float]]],
-    pad: float,
-    head: float,
+    members: Collection[str], spans: Sequence[Sequence[tuple[str | None, float, float]]]
 ) -> list[list[_Frame]]:
     stretches: list[list[_Frame]] = []
     whole = False  # whether the previous column has a single frame
@@ -66,8 +62,8 @@ def _stretches(
         adjacent = False
         for key, top, bottom in boxes:
             if key in members:
-                start = frames.pop().top if adjacent else top - head
-                frames.append(_Frame(number, start, bottom + pad))
+                start = frames.pop().top if adjacent else top - _PAD - OUTLINE_TITLE
+                frames.append(_Frame(number, start, bottom + _PAD))
             adjacent = key in members
         if whole and len(frames) == 1:
             stretches[-1] += frames
@@ -77,20 +73,20 @@ def _stretches(
     return stretches
 
 
-def _rectangle(stretch: Sequence[_Frame], columns: Sequence[Column], pad: float) -> list[Point]:
-    left, right = columns[stretch[0].column].label - pad, columns[stretch[-1].column].right + pad
+def _rectangle(stretch: Sequence[_Frame], columns: Sequence[Column]) -> list[Point]:
+    left, right = columns[stretch[0].column].label - _PAD, columns[stretch[-1].column].right + _PAD
     top, bottom = min(f.top for f in stretch), max(f.bottom for f in stretch)
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _staircase(stretch: Sequence[_Frame], columns: Sequence[Column], pad: float) -> list[Point]:
+def _staircase(stretch: Sequence[_Frame], columns: Sequence[Column]) -> list[Point]:
     """A polygon that slopes only between columns, where wires bend and no text stands."""
     above: list[Point] = []
     below: list[Point] = []
     for frame in stretch:
         column = columns[frame.column]
-        left = column.label - (pad if frame is stretch[0] else 0.0)
-        right = column.right + (pad if frame is stretch[-1] else 0.0)
+        left = column.label - (_PAD if frame is stretch[0] else 0.0)
+        right = column.right + (_PAD if frame is stretch[-1] else 0.0)
         above += [(left, frame.top), (right, frame.top)]
         below += [(left, frame.bottom), (right, frame.bottom)]
     return above + below[::-1]

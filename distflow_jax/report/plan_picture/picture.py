@@ -2,7 +2,6 @@
 
     to_svg(draw(plan))                                        # report/drawing.py
     draw(plan, sizes={("rollout", "response"): 98304})        # with the bytes of fields
-    draw(plan, regions={"filter": ["rollout", "reward"]})     # with an outline of a region
 
 A node's colour shows its role; a wire's colour and dashes show the move of its fields. The fields
 that a node reads stand beside its left edge, on their wire. The picture does not depend on the
@@ -56,20 +55,9 @@ class _Content:
     height: float
 
 
-def draw(
-    plan: Plan, *, sizes: Bytes | None = None, regions: Mapping[str, Iterable[str]] | None = None
-) -> Drawing:
-    """Draws a plan.
-
-    Args:
-      plan: the plan.
-      sizes: {(source, field): bytes}, shown on wires.
-      regions: {name: ids of the nodes that repeat}; None: the plan's own region.
-    """
-    if regions is None:
-        regions = {f"until {plan.region.until}": plan.region.nodes} if plan.region else {}
-    regions = {name: sorted(members) for name, members in regions.items()}
-    captions, outlined = wire_captions(plan, sizes), outlines(plan, regions)
+def draw(plan: Plan, *, sizes: Bytes | None = None) -> Drawing:
+    """Draws a plan; `sizes`: {(source, field): bytes}, shown on wires."""
+    captions, outlined = wire_captions(plan, sizes), outlines(plan)
     labels = {
         _key(c): wrap([f"{f}," for f in c.fields[:-1]] + [*c.fields[-1:]], _LABEL, _LABEL_WIDTH)
         for c in captions
@@ -78,7 +66,7 @@ def draw(
         Wire(*_key(c), 5.0 + _LABEL_LEADING * max(0.4, len(labels[_key(c)]))) for c in captions
     ]
     contents = _contents(plan, wires)
-    boxes = [Box(c.key, c.column, c.height, outlined.get(c.key, ())) for c in contents]
+    boxes = [Box(c.key, c.column, c.height, outlined.get(c.key, "")) for c in contents]
     placed = arrange(boxes, wires)
     columns = _columns(contents, labels, placed, outlined)
 
@@ -95,7 +83,8 @@ def draw(
         column = columns[content.column]
         shapes += _box(content, ROLE_COLORS[roles[content.key]], column, placed.tops[content.key])
     kinds = {caption.kind for caption in captions}
-    legend = legend_entries(set(roles.values()), kinds, bool(plan.segments), bool(regions))
+    loops = plan.region is not None
+    legend = legend_entries(set(roles.values()), kinds, bool(plan.segments), loops)
     return page(plan, shapes, legend)
 
 
@@ -130,14 +119,13 @@ def _columns(
     contents: Iterable[_Content],
     labels: Mapping[tuple[str, str, str], Sequence[str]],
     placed: Arrangement,
-    outlined: Mapping[str, Sequence[str]],
+    outlined: Mapping[str, str],
 ) -> list[Column]:
     widths, texts = {}, {}
     column_of = {}
     for content in contents:
         column_of[content.key] = content.column
-        titles = outlined.get(content.key, ())
-        width = max([content.width, *(text_width(title, _SMALL) for title in titles)])
+        width = max(content.width, text_width(outlined.get(content.key, ""), _SMALL))
         widths[content.column] = max(widths.get(content.column, 0.0), width)
     for (_, target, _), lines in labels.items():
         width = max((text_width(line, _LABEL) for line in lines), default=0.0) + _ARROW + 10.0
@@ -181,26 +169,21 @@ def _box(content: _Content, colors: tuple[str, str], column: Column, top: float)
 
 
 def _outlines(
-    outlined: Mapping[str, Sequence[str]],
+    outlined: Mapping[str, str],
     contents: Mapping[str, _Content],
     placed: Arrangement,
     columns: Sequence[Column],
 ) -> list[Shape]:
-    """Areas of outer outlines, then of inner ones, then all lines and titles on top."""
+    """Areas of outlines, then their lines and titles."""
     spans = [
         [(key, top, top + contents[key].height if key else top) for key, top in order]
         for order in placed.order
     ]
-    depths: dict[str, int] = {}
-    for names in outlined.values():
-        for depth, title in enumerate(names):
-            depths[title] = max(depths.get(title, 0), depth)
     areas: list[Shape] = []
     lines: list[Shape] = []
-    for title in sorted(depths, key=lambda title: (depths[title], title)):
-        members = [key for key, names in outlined.items() if title in names]
-        inside = max(len(outlined[key]) - outlined[key].index(title) for key in members)
-        area, line = outline(title, members, inside, spans, columns)
+    for title in sorted(set(outlined.values())):
+        members = [key for key, its in outlined.items() if its == title]
+        area, line = outline(title, members, spans, columns)
         areas, lines = [*areas, *area], [*lines, *line]
     return [*areas, *lines]
 

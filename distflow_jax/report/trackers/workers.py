@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from distflow_jax.report.trackers.follower import LAST_WORDS, Follower, Words
 from distflow_jax.report.trackers.sender import ORPHAN_SECONDS, steps_text
@@ -49,7 +49,7 @@ class Trackers:
         seconds: float = 60.0,
     ):
         self._folder, self._specs, self._seconds = folder, tuple(specs), seconds
-        self._workers: list[_Worker] = []
+        self._workers: list[_Thread | _Process] = []
         for spec in specs:
             status = _Status(spec, folder)
             if spec == "tensorboard":
@@ -87,21 +87,6 @@ class Trackers:
     def _send(self, word: str) -> None:
         for worker in self._workers:
             worker.send(word)
-
-
-class _Worker(Protocol):
-    """Feeds one tracker."""
-
-    status: "_Status"
-
-    def send(self, word: str) -> None:
-        """Passes a word to the follower, without waiting."""
-
-    def wait(self, deadline: float, *, leave: bool) -> bool:
-        """Waits for the end until `deadline`, a time of time.monotonic().
-
-        Returns False where it did not come: the worker is ended, or with `leave` left alone.
-        """
 
 
 class _Status:
@@ -179,7 +164,8 @@ class _Thread:
         self._words.put(word)
 
     def wait(self, deadline: float, *, leave: bool) -> bool:
-        """Waits for the thread; one that hangs ends with the process."""
+        """Waits for the thread until `deadline`, a time of time.monotonic(); returns whether it has
+        ended. One that hangs ends with the process."""
         self._thread.join(_left(deadline))
         return not self._thread.is_alive()
 
@@ -231,7 +217,7 @@ class _Process:
             self._check_death()
 
     def wait(self, deadline: float, *, leave: bool) -> bool:
-        """Waits for the process; kills one that does not end, unless it is left alone."""
+        """As of _Thread. Kills a process that does not end, unless it is to `leave` it alone."""
         if self._unsent:
             pipe = select.poll()
             pipe.register(self._process.stdin, select.POLLOUT)

@@ -8,8 +8,8 @@ from typing import Any
 
 from distflow_jax.batch import Samples
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.coordinator.batch_metrics import staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
-from distflow_jax.coordinator.staleness import staleness_metrics
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
 from distflow_jax.flow.flow import Flow

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Samples
-from distflow_jax.coordinator.staleness import staleness_metrics
+from distflow_jax.coordinator.batch_metrics import staleness_metrics
 from distflow_jax.flow.flow_checks import nodes_ahead
 from distflow_jax.flow.waves.recordings import Recording, RecordWriter, drop_later
 from distflow_jax.flow.waves.wave_records import WaveRecords

@@ -210,7 +210,7 @@ def _by_age(
 ) -> dict[str, jax.Array]:
     """Parts that tokens of each age have of the means of terms [R, L], and their share of tokens.
 
-    The means by age are those sums over the shares (coordinator/staleness.py).
+    The means by age are those sums over the shares (coordinator/batch_metrics.py).
     """
     found = {}
     for number in range(max_lag + 1):

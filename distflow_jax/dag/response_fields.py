@@ -1,12 +1,26 @@
-"""Router replay in a graph: nodes that train a policy read the experts that its sampler chose.
+"""Fields of responses that a model adds to a graph: images that it sees, experts of a mixture.
 
-Graphs, built in or a user's, are therefore the same for dense models and mixtures of experts.
+Graphs, built in or a user's, are therefore the same for all models.
 """
 
 import dataclasses
 
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.layout import ROUTED_EXPERTS
+from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS
+
+
+def with_response_images(graph: Graph) -> Graph:
+    """Adds the images of responses to the samplers whose responses become rows.
+
+    No node reads them: they are packed where rows are.
+    """
+    nodes = [
+        dataclasses.replace(node, writes={**node.writes, RESPONSE_IMAGES: RESPONSE_IMAGES})
+        if _samples(node)
+        else node
+        for node in graph.nodes
+    ]
+    return dataclasses.replace(graph, nodes=nodes)
 
 
 def with_router_replay(graph: Graph) -> Graph:
