@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
