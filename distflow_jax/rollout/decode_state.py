@@ -29,9 +29,10 @@ PAGE_CHUNK = 32  # pages that attention takes at a time: more than these are a m
 class EngineConfig:
     """Static sizes of an engine."""
 
-    slots: int  # responses decoded side by side
+    slots: int  # responses that have begun and keep their pages, at most
     max_prompt: int  # tokens
     max_response: int  # tokens, the end token included
+    lanes: int = 0  # of these, decoded side by side; 0: all
     tokens_per_call: int = 16  # k: decode steps between two looks from the host
     page_size: int = 64  # tokens per page of the cache
     group_size: int = 8  # slots that share one prompt at most
@@ -233,6 +234,7 @@ class StateShapes:
         self.model, self.config, self.mesh = model, config, mesh
         self.ranks = mesh.shape["data"]
         self.slots = config.slots // self.ranks
+        self.lanes = (config.lanes or config.slots) // self.ranks
         self.owners = 2 * self.slots
         self.members = min(config.group_size, self.slots)  # slots that share a prompt, at most
         self.pages = num_pages(config, self.ranks)

@@ -53,7 +53,9 @@ class Scheduler:
 
         Held sequences do not count.
         """
-        return bool(self._loop.waiting or self._loop.ended or self._loop.slots.running())
+        loop = self._loop
+        returning = any(s.injection is not None for s in loop.slots.sequences.values())
+        return bool(loop.waiting or loop.ended or returning or loop.slots.running())
 
     @property
     def stalled(self) -> bool:
@@ -110,6 +112,7 @@ class Scheduler:
                 if not sequence.ended:
                     cut.append(sequence.partial.response(loop.stops))
                 loop.vacate(slot)
+        loop.parked = {key: s for key, s in loop.parked.items() if s.group is not group}
         loop.drop_waiting(group)
         loop.finish(group, group.left)
         return cut
@@ -124,6 +127,9 @@ class Scheduler:
                 self._loop.vacate(slot)
                 self._loop.finish(sequence.group)
                 return
+        if parked := self._loop.parked.pop((group_id, sample), None):
+            self._loop.finish(parked.group)
+            return
         group = self._loop.groups.get(group_id)
         if group is None or not self._loop.waiting.remove_resumed(group, sample):
             raise ValueError(f"response {sample} of request {group_id} is not under way")
@@ -302,7 +308,7 @@ class HeldSequences:
         # the last token sampled has not been fed yet
         queue = [*map(int, before[-1:]), *map(int, tokens)]
         # a slot is fed ids alone
-        fits = 0 < len(queue) <= config.max_forced and shown is None
+        fits = slot is not None and 0 < len(queue) <= config.max_forced and shown is None
         if not fits:
             whole = len(sequence.partial.request.prompt.tokens) + len(fed)
             check_length(whole, longest_read(config))
@@ -310,19 +316,30 @@ class HeldSequences:
         images = joined([(len(before), sequence.partial.shown), (len(tokens), shown)])
         sequence.partial, sequence.logits_by = Partial(request, sample, fed, shown=images), None
         sequence.tokens = len(fed)
-        if fits:
-            begun = request.begun
-            self._loop.slots.inject(Injection(slot, queue, begun + limit, begun + len(fed)))
+        if slot is None:
+            del self._loop.parked[group_id, sample]
+            self._loop.waiting.push_resumed(sequence.group, sequence.partial)
+        elif fits:
+            begun, slots = request.begun, self._loop.slots
+            sequence.injection = Injection(slot, queue, begun + limit, begun + len(fed))
+            sequence.returned_at = slots.tick()
+            slots.inject_waiting()
         else:
             self._loop.preempt(slot)
 
     def release(self, group_id: int, sample: int) -> None:
         """Frees the slot of a held sequence. Raises ValueError where it is not held."""
         slot, sequence = self._find(group_id, sample)
-        self._loop.vacate(slot)
+        if slot is None:
+            del self._loop.parked[group_id, sample]
+        else:
+            self._loop.vacate(slot)
         self._loop.finish(sequence.group)
 
-    def _find(self, group_id: int, sample: int) -> tuple[int, SlotSequence]:
+    def _find(self, group_id: int, sample: int) -> tuple[int | None, SlotSequence]:
+        """(its slot, a held sequence); None: it is parked."""
+        if (parked := self._loop.parked.get((group_id, sample))) is not None:
+            return None, parked
         for slot, sequence in self._loop.slots.sequences.items():
             wanted = sequence.group.id == group_id and sequence.partial.sample == sample
             if wanted and sequence.ended:

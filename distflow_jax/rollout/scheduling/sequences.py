@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
+from distflow_jax.rollout.engine.slot_commands import Injection
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.scheduling.sampling_order import longest
@@ -63,6 +64,9 @@ class SlotSequence:
     admitted: int  # tokens of the response on admission
     tokens: int  # tokens of the response now; those of the last call reach `partial` later
     ended: bool = False
+    ended_at: int = 0  # place among all ends, of a held sequence
+    injection: Injection | None = None  # what it reads once a lane is free, while it is held
+    returned_at: int = 0  # place among all that got something to read
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
     unfed: bool = False  # whether a token is to be fed before the next one is drawn
     recorded: "Recorded | None" = None  # experts of an ended response

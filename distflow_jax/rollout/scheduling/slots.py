@@ -7,7 +7,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
+from distflow_jax.rollout.engine.slot_commands import SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial
 from distflow_jax.rollout.scheduling.cached_prompts import CachedPrompts
@@ -32,7 +32,12 @@ class Slots:
         self.sequences: dict[int, SlotSequence] = {}  # running and held, by slot
         ranks, slots = engine.shapes.ranks, engine.shapes.slots
         self.free = [list(range((r + 1) * slots - 1, r * slots - 1, -1)) for r in range(ranks)]
-        self._order = 0
+        self._order = self._ticks = 0
+
+    def tick(self) -> int:
+        """A number that grows: what came first has the lower one."""
+        self._ticks += 1
+        return self._ticks
 
     def running(self) -> dict[int, SlotSequence]:
         """Sequences that have not ended, in the order of their slots."""
@@ -45,8 +50,27 @@ class Slots:
         return config.max_read >= config.max_prompt + config.max_response
 
     def ranks(self) -> list[int]:
-        """Data ranks, the one with the most free slots first."""
-        return sorted(range(len(self.free)), key=lambda r: (-len(self.free[r]), r))
+        """Data ranks, the one with the most places first."""
+        return sorted(range(len(self.free)), key=lambda r: (-self.places(r), r))
+
+    def places(self, rank: int) -> int:
+        """Sequences that a data rank can take: it has a free slot and a free lane for each."""
+        return min(len(self.free[rank]), self.free_lanes(rank))
+
+    def free_lanes(self, rank: int) -> int:
+        """Lanes of a data rank that no running sequence has."""
+        here = sum(s.prompt.rank == rank and not s.ended for s in self.sequences.values())
+        return self._engine.shapes.lanes - here
+
+    def longest_held(self, ranks: Sequence[int]) -> int | None:
+        """The slot of the sequence that has been held for the longest time on some data ranks, of
+        those that do not return yet; None without any."""
+        held = [
+            (sequence.ended_at, slot)
+            for slot, sequence in self.sequences.items()
+            if sequence.ended and sequence.injection is None and sequence.prompt.rank in ranks
+        ]
+        return min(held)[1] if held else None
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -80,7 +104,7 @@ class Slots:
             cached = group.cached.get(rank)
             again = cached is None or not cached.members  # once more, where all have a reader
             places = self._engine.width if again else len(cached.members)
-            count = min(len(group.waiting), len(self.free[rank]), places)
+            count = min(len(group.waiting), self.places(rank), places)
             length = len(group.request.prompt.tokens) if again else 0
             there, limit = None if again else cached, group.request.sampling.limit
             while count and not self.room(rank, length, count, limit, there):
@@ -152,11 +176,22 @@ class Slots:
         self.free[cached.rank].sort(reverse=True)
         return sequence
 
-    def inject(self, injection: Injection) -> None:
-        """Injects tokens into the slot of a held sequence, which runs again then."""
-        sequence = self.sequences[injection.slot]
-        sequence.ended, sequence.unfed = False, True
-        self.calls.inject(injection)
+    def give_back(self, slot: int) -> None:
+        """Counts the pages as free that a held sequence has left, before a call says so."""
+        sequence = self.sequences[slot]
+        cached, size = sequence.prompt, self._engine.config.page_size
+        own = pages_of(max(0, sequence.tokens - sequence.admitted - 1), size)
+        last = cached.readers == 1 and not cached.pinned
+        self.prompts.pages[cached.rank] += own + (cached.pages if last else 0)
+
+    def inject_waiting(self) -> None:
+        """Runs held sequences again that have tokens to read, while there are lanes: those first
+        that got them first."""
+        waiting = [s for s in self.sequences.values() if s.injection is not None]
+        for sequence in sorted(waiting, key=lambda s: s.returned_at):
+            if self.free_lanes(sequence.prompt.rank):
+                self.calls.inject(sequence.injection)
+                sequence.ended, sequence.unfed, sequence.injection = False, True, None
 
     # -- the call in flight -----------------------------------------------------------------------
 
@@ -182,7 +217,7 @@ class Slots:
             if counts[slot] or not active[slot]:
                 moved.add(sequence.prompt.rank)
         for slot in ended:
-            there[slot].ended = True
+            there[slot].ended, there[slot].ended_at = True, self.tick()
             if not there[slot].partial.request.hold:
                 self.vacate(slot, running=False)
         stuck = []

@@ -5,6 +5,7 @@ emptied and begins the next one; only then, while the devices are at work, it de
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 class StepLoop:
     """Waiting sequences, slots, and what moves sequences between them.
 
-    `ended`: responses by group that `Scheduler.step` has still to return. `stalled`: waiting
-    sequences find no room beside held ones.
+    `ended`: responses by group that `Scheduler.step` has still to return. `parked`: held sequences
+    whose slots and pages others needed, by group and sample. `stalled`: waiting sequences find no
+    room beside held ones.
     """
 
     def __init__(self, engine: RolloutEngine, params: Any, version: int, state: DecodeState):
@@ -34,12 +36,13 @@ class StepLoop:
         self.prefill = PrefillBatches(engine, params, version, self.stats)
         self.groups: dict[int, Group] = {}
         self.ended: list[tuple[int, Response]] = []
+        self.parked: dict[tuple[int, int], SlotSequence] = {}
         self.stalled = False
 
     @property
     def free_slots(self) -> int:
-        """Slots without a sequence."""
-        return sum(map(len, self.slots.free))
+        """Sequences that can be admitted: slots without one, where there are lanes too."""
+        return sum(map(self.slots.places, range(len(self.slots.free))))
 
     def round(self) -> None:
         """Waits for the call in flight, fills slots, begins the next call, delivers the last."""
@@ -67,6 +70,18 @@ class StepLoop:
         """Empties a slot whose sequence is resumed later, before all that is new."""
         sequence = self.vacate(slot)
         self.waiting.push_resumed(sequence.group, sequence.partial)
+
+    def park(self, ranks: Sequence[int]) -> bool:
+        """Empties the slot that was held for the longest time, whose sequence is read again when it
+        goes on. False where none is held on these data ranks, or nothing can be read again."""
+        slot = self.slots.longest_held(ranks) if self.slots.can_preempt else None
+        if slot is None:
+            return False
+        self.slots.give_back(slot)
+        sequence = self.vacate(slot)
+        self.parked[sequence.group.id, sequence.partial.sample] = sequence
+        self.slots.calls.flush()
+        return True
 
     def finish(self, group: Group, count: int = 1) -> None:
         """Counts sequences of a group as done; forgets the group after the last one."""
@@ -100,9 +115,14 @@ class StepLoop:
         do not wait long.
         """
         rows = 1 if self.slots.running() else math.inf
-        while self.free_slots:
+        self.slots.inject_waiting()
+        while self.free_slots or self._park_for_waiting():
             if self.waiting.next_resumed:
-                if rows <= 0 or not self._start_resumed(*self.waiting.next_resumed):
+                if rows <= 0:
+                    return
+                if not self._start_resumed(*self.waiting.next_resumed):
+                    if self._park_for_waiting():
+                        continue
                     return
                 self.waiting.pop_resumed()
                 rows -= 1
@@ -116,10 +136,17 @@ class StepLoop:
                 self._prefill_next()
                 rows -= 1
             if not self.slots.start_group(group):
+                if self._park_for_waiting():
+                    continue
                 return
             if not group.waiting:
                 self.waiting.pop_group()
                 group.prefix = None
+
+    def _park_for_waiting(self) -> bool:
+        """Parks a held sequence where others wait, and a lane is free for them."""
+        lanes = [r for r in range(len(self.slots.free)) if self.slots.free_lanes(r)]
+        return bool(self.waiting) and self.park(lanes)
 
     def _prefill_next(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
@@ -133,7 +160,7 @@ class StepLoop:
         tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
         for rank in self.slots.ranks():
             limit = partial.request.sampling.limit - len(partial.tokens)
-            if self.slots.free[rank] and self.slots.room(rank, len(tokens), 1, limit):
+            if self.slots.places(rank) and self.slots.room(rank, len(tokens), 1, limit):
                 prompt, ahead = group.request.prompt, ()
                 if partial.shown is not None:  # images of those behind are encoded with its own
                     ahead = [behind.shown for _, behind in self.waiting.resumed()]
@@ -163,8 +190,9 @@ class StepLoop:
             return None
         call, stuck = done
         for slot in stuck:
-            self.stats.preempted += 1
-            self.preempt(slot)
+            if not self.park([self.slots.sequences[slot].prompt.rank]):
+                self.stats.preempted += 1
+                self.preempt(slot)
         return call
 
     def _deliver(self, call: Call | None) -> None:
