@@ -178,7 +178,7 @@ def _smaller_cache(
     else:
         slots = max(1, int(share * sizes.engine.slots / ranks)) * ranks
         text = f"rollout.num_slots={slots * samplers}"
-        left = taken(dataclasses.replace(sizes.engine, slots=slots))
+        left = taken(dataclasses.replace(sizes.engine, slots=slots, lanes=0))
     yield change(
         text, lambda s: dataclasses.replace(s, cache=max(0, s.cache - max(0, whole - left)))
     )

@@ -394,6 +394,7 @@ def _engine_config(
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         engine = dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+        engine = _with_trajectories(engine, config, samplers, ranks // samplers)
         check_sampler_room(engine, model, machine, ranks=ranks // samplers, tensor=tensor)
         return engine
     if not machine.memory:
@@ -416,7 +417,23 @@ def _engine_config(
         budget=int(machine.memory * rollout.cache_fraction),
         useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
     )
-    return dataclasses.replace(engine, slots=slots)
+    engine = dataclasses.replace(engine, slots=slots)
+    return _with_trajectories(engine, config, samplers, ranks // samplers)
+
+
+def _with_trajectories(
+    engine: EngineConfig, config: Config, samplers: int, ranks: int
+) -> EngineConfig:
+    """The sizes with `slots` as lanes, and with as many slots as there may be trajectories: no more
+    than the responses that may be under way."""
+    rollout, lanes = config.rollout, engine.slots
+    if not rollout.environment:
+        return engine
+    useful = (1 + config.flow.max_lag) * config.data.prompts_per_step * rollout.num_samples
+    wanted = -(-rollout.max_trajectories // samplers) if rollout.max_trajectories else 4 * lanes
+    slots = max(lanes, min(wanted, -(-useful // samplers)))
+    slots = -(-slots // ranks) * ranks
+    return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
 
 
 def _longest_read(config: Config, response: int) -> int:

@@ -10,6 +10,8 @@ from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import num_pages
 
+_WAITING = "under way at most, those among them that wait for their environment"
+
 
 def describe_sizes(
     sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine
@@ -30,7 +32,16 @@ def describe_sizes(
         *others,
         ("samplers", samplers, f"{hosts}, tensor {sizes.rollout_tensor}"),
         ("sampler's weights", *_weights(sizes, model)),
-        ("decode slots", sizes.engine.slots * samplers, _slots(sizes, config, model, machine)),
+        (
+            "decode slots",
+            (sizes.engine.lanes or sizes.engine.slots) * samplers,
+            _slots(sizes, config, model, machine),
+        ),
+        *(
+            [("trajectories", sizes.engine.slots * samplers, _WAITING)]
+            if sizes.engine.lanes
+            else []
+        ),
         ("compute dtype", sizes.forward.compute_dtype, "parameters are float32"),
         ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
         ("sequences per step", p.prompts_per_step * r.num_samples, ""),
@@ -50,6 +61,12 @@ def describe_sizes(
         *_pipeline_rows(sizes),
         *_offload_rows(config.training.offload, machine),
     ]
+
+
+def _trajectory_rows(sizes: Sizes, samplers: int) -> list[tuple]:
+    if not sizes.engine.lanes:
+        return []
+    return [("trajectories", sizes.engine.slots * samplers, _WAITING)]
 
 
 def _preview_rows(config: Config) -> list[tuple]:

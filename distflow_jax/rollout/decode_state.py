@@ -165,14 +165,16 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def default_pages(config: EngineConfig, ranks: int) -> int:
-    """Pages of a rank: every slot with its longest response, and the prompts that these answer.
+    """Pages of a rank: every lane with its longest response, half of that for each slot beyond the
+    lanes, whose response waits, and the prompts that these answer.
 
     Prompts: those of full groups, and as many again for groups of which a few responses are left.
     """
-    slots = config.slots // ranks
+    slots, lanes = config.slots // ranks, (config.lanes or config.slots) // ranks
     groups = min(slots, 2 * -(-slots // config.group_size) + 1)
     response = pages_of(config.max_response, config.page_size)
-    return slots * response + groups * pages_of(config.max_prompt, config.page_size)
+    waiting = (slots - lanes) * -(-response // 2)
+    return lanes * response + waiting + groups * pages_of(config.max_prompt, config.page_size)
 
 
 def least_pages(config: EngineConfig) -> int:

@@ -23,6 +23,9 @@ class RolloutConfig:
     top_k: int = 0  # sample from the k most probable tokens; 0: all
     top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
     num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
+    # responses under way over all processes; those that wait for their environment take no slot,
+    # and keep their pages while there is room; 0: four times the slots with an environment
+    max_trajectories: int = 0
     cache_fraction: float = 0.3  # share of a device's memory for the KV cache if num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
     speculative_tokens: int = 0  # tokens guessed per step from repeated text; 0: off
@@ -63,6 +66,7 @@ class RolloutConfig:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "num_slots",
+            "max_trajectories",
             "cache_tokens",
             "page_size",
             "prefix_tokens",
@@ -93,6 +97,16 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.turn_length={self.turn_length} must be from 0 to "
                 f"rollout.max_response_length={self.max_response_length}, which holds all turns"
+            )
+        if self.max_trajectories and not self.environment:
+            raise ValueError(
+                f"rollout.max_trajectories={self.max_trajectories} has no effect without an "
+                "environment: name one in rollout.environment, or use rollout.num_slots"
+            )
+        if 0 < self.max_trajectories < self.num_slots:
+            raise ValueError(
+                f"rollout.max_trajectories={self.max_trajectories} is below "
+                f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
             )
         if not self.environment and (self.environment_kwargs or self.turn_length):
             raise ValueError(
