@@ -127,6 +127,8 @@ class RolloutStats:
     prefix_tokens: int = 0  # of these shared prefixes
     tokens: int = 0  # sampled
     preempted: int = 0  # sequences that lost their slot because the cache was full
+    parked: int = 0  # held sequences that lost theirs because others needed it, or its pages
+    reread_tokens: int = 0  # of sequences that were read again, with their prompts
     proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
     accepted: int = 0  # of these, those that were drawn too
 

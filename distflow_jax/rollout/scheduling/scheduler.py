@@ -54,8 +54,7 @@ class Scheduler:
         Held sequences do not count.
         """
         loop = self._loop
-        returning = any(s.injection is not None for s in loop.slots.sequences.values())
-        return bool(loop.waiting or loop.ended or returning or loop.slots.running())
+        return bool(loop.waiting or loop.ended or loop.slots.going_on())
 
     @property
     def stalled(self) -> bool:
@@ -70,7 +69,8 @@ class Scheduler:
 
     def under_way(self) -> Iterator[tuple[int, Partial]]:
         """(id of its group, its tokens so far) of each sequence that has begun and not ended."""
-        for sequence in self._loop.slots.running().values():
+        for slot in self._loop.slots.going_on():
+            sequence = self._loop.slots.sequences[slot]
             yield sequence.group.id, sequence.partial
         for group, partial in reversed(self._loop.waiting.resumed()):
             yield group.id, partial
@@ -109,7 +109,7 @@ class Scheduler:
         cut += [p.response(loop.stops) for p in loop.waiting.remove_resumed(group)]
         for slot, sequence in sorted(loop.slots.sequences.items()):
             if sequence.group is group:
-                if not sequence.ended:
+                if slot not in loop.slots.held:
                     cut.append(sequence.partial.response(loop.stops))
                 loop.vacate(slot)
         loop.parked = {key: s for key, s in loop.parked.items() if s.group is not group}
@@ -152,7 +152,7 @@ class Scheduler:
         loop, partials = self._loop, []
         loop.drain()
         for slot, sequence in sorted(loop.slots.sequences.items(), key=lambda i: i[1].order):
-            if not sequence.ended:
+            if slot not in loop.slots.held:
                 partials.append(sequence.partial)
                 loop.vacate(slot)
                 loop.finish(sequence.group)
@@ -186,7 +186,8 @@ class Scheduler:
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two calls.
 
-        `cache`: "keep" the keys and values of sequences that have begun, or "recompute" them.
+        `cache`: "keep" the keys and values of sequences that have begun, or "recompute" them. What
+        is parked is read by the weights there are when it goes on, with either.
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
@@ -195,13 +196,14 @@ class Scheduler:
             config = self.engine.config
             raise ValueError(
                 'cache="recompute" reads responses again with their prompts: make the engine with '
-                f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
+                f"max_read={config.max_prompt + config.max_response - 1}, it has {config.max_read}"
             )
         loop.load(params, version)
         if cache == "recompute":
-            for slot, sequence in sorted(slots.sequences.items(), key=lambda i: -i[1].order):
-                if not sequence.ended:
-                    loop.preempt(slot)
+            for slot in list(slots.held):
+                loop.park(slot)
+            for slot, _ in sorted(slots.sequences.items(), key=lambda i: -i[1].order):
+                loop.preempt(slot)
         for group in loop.groups.values():
             if cache == "recompute" or not group.cached:
                 slots.prompts.unload(group)  # and read again, by the new weights, when needed
@@ -318,14 +320,14 @@ class HeldSequences:
         sequence.tokens = len(fed)
         if slot is None:
             del self._loop.parked[group_id, sample]
-            self._loop.waiting.push_resumed(sequence.group, sequence.partial)
+            self._loop.waiting.push_returned(sequence.group, sequence.partial)
         elif fits:
-            begun, slots = request.begun, self._loop.slots
-            sequence.injection = Injection(slot, queue, begun + limit, begun + len(fed))
-            sequence.returned_at = slots.tick()
-            slots.inject_waiting()
+            begun = request.begun
+            injection = Injection(slot, queue, begun + limit, begun + len(fed))
+            self._loop.slots.put_back(injection)
         else:
-            self._loop.preempt(slot)
+            self._loop.vacate(slot)
+            self._loop.waiting.push_returned(sequence.group, sequence.partial)
 
     def release(self, group_id: int, sample: int) -> None:
         """Frees the slot of a held sequence. Raises ValueError where it is not held."""
@@ -340,8 +342,7 @@ class HeldSequences:
         """(its slot, a held sequence); None: it is parked."""
         if (parked := self._loop.parked.get((group_id, sample))) is not None:
             return None, parked
-        for slot, sequence in self._loop.slots.sequences.items():
-            wanted = sequence.group.id == group_id and sequence.partial.sample == sample
-            if wanted and sequence.ended:
+        for slot, sequence in self._loop.slots.held.items():
+            if sequence.group.id == group_id and sequence.partial.sample == sample:
                 return slot, sequence
         raise ValueError(f"response {sample} of request {group_id} is not held")

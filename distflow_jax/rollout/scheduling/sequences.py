@@ -2,7 +2,8 @@
 
 A sequence is one response and its state. It is waiting for a slot, running in one, preempted (back
 among the waiting, because the cache was full or the weights were swapped), resumed before all that
-is new, or held: ended, and still in its slot.
+is new, or held: ended, and still in its slot. A held sequence is parked where others need its slot
+or its pages, and returning once it has tokens to read and waits for a lane.
 """
 
 import dataclasses
@@ -13,7 +14,6 @@ import jax
 import numpy as np
 
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
-from distflow_jax.rollout.engine.slot_commands import Injection
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.scheduling.sampling_order import longest
@@ -64,9 +64,6 @@ class SlotSequence:
     admitted: int  # tokens of the response on admission
     tokens: int  # tokens of the response now; those of the last call reach `partial` later
     ended: bool = False
-    ended_at: int = 0  # place among all ends, of a held sequence
-    injection: Injection | None = None  # what it reads once a lane is free, while it is held
-    returned_at: int = 0  # place among all that got something to read
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
     unfed: bool = False  # whether a token is to be fed before the next one is drawn
     recorded: "Recorded | None" = None  # experts of an ended response

@@ -5,7 +5,7 @@ emptied and begins the next one; only then, while the devices are at work, it de
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -71,16 +71,21 @@ class StepLoop:
         sequence = self.vacate(slot)
         self.waiting.push_resumed(sequence.group, sequence.partial)
 
-    def park(self, ranks: Sequence[int]) -> bool:
-        """Empties the slot that was held for the longest time, whose sequence is read again when it
-        goes on. False where none is held on these data ranks, or nothing can be read again."""
+    def park(self, slot: int) -> None:
+        """Empties the slot of a held sequence, which is read again when it goes on."""
+        self.slots.return_pages(slot)
+        sequence = self.vacate(slot)
+        self.parked[sequence.group.id, sequence.partial.sample] = sequence
+        self.stats.parked += 1
+
+    def park_one(self, ranks: Collection[int]) -> bool:
+        """Parks the sequence that was held for the longest time. False where none is held on these
+        data ranks, or it could not be read again."""
         slot = self.slots.longest_held(ranks) if self.slots.can_preempt else None
         if slot is None:
             return False
-        self.slots.give_back(slot)
-        sequence = self.vacate(slot)
-        self.parked[sequence.group.id, sequence.partial.sample] = sequence
-        self.slots.calls.flush()
+        self.park(slot)
+        self.slots.calls.flush()  # before its pages are another's
         return True
 
     def finish(self, group: Group, count: int = 1) -> None:
@@ -115,17 +120,16 @@ class StepLoop:
         do not wait long.
         """
         rows = 1 if self.slots.running() else math.inf
-        self.slots.inject_waiting()
+        self.slots.inject_returning()
         while self.free_slots or self._park_for_waiting():
             if self.waiting.next_resumed:
                 if rows <= 0:
                     return
-                if not self._start_resumed(*self.waiting.next_resumed):
-                    if self._park_for_waiting():
-                        continue
+                if self._start_resumed(*self.waiting.next_resumed):
+                    self.waiting.pop_resumed()
+                    rows -= 1
+                elif not self._park_for_waiting():
                     return
-                self.waiting.pop_resumed()
-                rows -= 1
                 continue
             group = self.waiting.next_group
             if group is None:
@@ -135,9 +139,7 @@ class StepLoop:
                     return
                 self._prefill_next()
                 rows -= 1
-            if not self.slots.start_group(group):
-                if self._park_for_waiting():
-                    continue
+            if not self.slots.start_group(group) and not self._park_for_waiting():
                 return
             if not group.waiting:
                 self.waiting.pop_group()
@@ -145,8 +147,8 @@ class StepLoop:
 
     def _park_for_waiting(self) -> bool:
         """Parks a held sequence where others wait, and a lane is free for them."""
-        lanes = [r for r in range(len(self.slots.free)) if self.slots.free_lanes(r)]
-        return bool(self.waiting) and self.park(lanes)
+        ranks = [rank for rank, lanes in enumerate(self.slots.free_lanes) if lanes]
+        return bool(self.waiting) and self.park_one(ranks)
 
     def _prefill_next(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
@@ -165,6 +167,7 @@ class StepLoop:
                 if partial.shown is not None:  # images of those behind are encoded with its own
                     ahead = [behind.shown for _, behind in self.waiting.resumed()]
                 prefix = self.prefill.one(prompt, tokens, partial.shown, ahead)
+                self.stats.reread_tokens += len(tokens)
                 self.slots.admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False
@@ -190,7 +193,7 @@ class StepLoop:
             return None
         call, stuck = done
         for slot in stuck:
-            if not self.park([self.slots.sequences[slot].prompt.rank]):
+            if not self.park_one([self.slots.sequences[slot].prompt.rank]):
                 self.stats.preempted += 1
                 self.preempt(slot)
         return call
