@@ -394,7 +394,7 @@ def _engine_config(
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         engine = dataclasses.replace(engine, slots=rollout.num_slots // samplers)
-        engine = _with_trajectories(engine, config, samplers, ranks // samplers)
+        engine = with_trajectories(engine, config, samplers, ranks // samplers)
         check_sampler_room(engine, model, machine, ranks=ranks // samplers, tensor=tensor)
         return engine
     if not machine.memory:
@@ -416,16 +416,20 @@ def _engine_config(
         tensor=tensor,
         budget=int(machine.memory * rollout.cache_fraction),
         useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
+        whole=lambda engine: with_trajectories(engine, config, samplers, ranks // samplers),
     )
     engine = dataclasses.replace(engine, slots=slots)
-    return _with_trajectories(engine, config, samplers, ranks // samplers)
+    return with_trajectories(engine, config, samplers, ranks // samplers)
 
 
-def _with_trajectories(
+def with_trajectories(
     engine: EngineConfig, config: Config, samplers: int, ranks: int
 ) -> EngineConfig:
-    """The sizes with `slots` as lanes, and with as many slots as there may be trajectories: no more
-    than the responses that may be under way."""
+    """A sampler whose `slots` are those that decode, with room for the trajectories that wait: as
+    many as rollout.max_trajectories says, and no more than may be under way.
+
+    `samplers` of `ranks` data ranks each.
+    """
     rollout, lanes = config.rollout, engine.slots
     if not rollout.environment:
         return engine

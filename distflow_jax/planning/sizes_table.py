@@ -8,9 +8,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
-from distflow_jax.rollout.decode_state import num_pages
-
-_WAITING = "under way at most, those among them that wait for their environment"
+from distflow_jax.rollout.decode_state import num_pages, waiting_pages
 
 
 def describe_sizes(
@@ -34,14 +32,10 @@ def describe_sizes(
         ("sampler's weights", *_weights(sizes, model)),
         (
             "decode slots",
-            (sizes.engine.lanes or sizes.engine.slots) * samplers,
+            sizes.engine.decode_slots * samplers,
             _slots(sizes, config, model, machine),
         ),
-        *(
-            [("trajectories", sizes.engine.slots * samplers, _WAITING)]
-            if sizes.engine.lanes
-            else []
-        ),
+        *_trajectory_rows(sizes, config, samplers),
         ("compute dtype", sizes.forward.compute_dtype, "parameters are float32"),
         ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
         ("sequences per step", p.prompts_per_step * r.num_samples, ""),
@@ -63,10 +57,15 @@ def describe_sizes(
     ]
 
 
-def _trajectory_rows(sizes: Sizes, samplers: int) -> list[tuple]:
-    if not sizes.engine.lanes:
+def _trajectory_rows(sizes: Sizes, config: Config, samplers: int) -> list[tuple]:
+    engine = sizes.engine
+    if not engine.lanes:
         return []
-    return [("trajectories", sizes.engine.slots * samplers, _WAITING)]
+    pages = f"{waiting_pages(engine, sizes.sampler_ranks)} of a device's pages are for"
+    if config.rollout.cache_tokens:
+        pages = "what the slots leave of the cache is for"
+    text = f"under way at most; {pages} those that wait for their environment"
+    return [("trajectories", engine.slots * samplers, text)]
 
 
 def _preview_rows(config: Config) -> list[tuple]:

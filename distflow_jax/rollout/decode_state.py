@@ -52,6 +52,11 @@ class EngineConfig:
     images: PatchSizes | None = None  # patches that are encoded together; None: no tower
     tower: Form = WHOLE  # of attention between these patches
 
+    @property
+    def decode_slots(self) -> int:
+        """Responses decoded side by side."""
+        return self.lanes or self.slots
+
 
 @struct.dataclass
 class DecodeState:
@@ -165,16 +170,22 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def default_pages(config: EngineConfig, ranks: int) -> int:
-    """Pages of a rank: every lane with its longest response, half of that for each slot beyond the
-    lanes, whose response waits, and the prompts that these answer.
+    """Pages of a rank: every lane with its longest response, those of responses that wait, and the
+    prompts that these answer.
 
     Prompts: those of full groups, and as many again for groups of which a few responses are left.
     """
-    slots, lanes = config.slots // ranks, (config.lanes or config.slots) // ranks
+    slots, lanes = config.slots // ranks, config.decode_slots // ranks
     groups = min(slots, 2 * -(-slots // config.group_size) + 1)
     response = pages_of(config.max_response, config.page_size)
-    waiting = (slots - lanes) * -(-response // 2)
-    return lanes * response + waiting + groups * pages_of(config.max_prompt, config.page_size)
+    prompts = groups * pages_of(config.max_prompt, config.page_size)
+    return lanes * response + waiting_pages(config, ranks) + prompts
+
+
+def waiting_pages(config: EngineConfig, ranks: int) -> int:
+    """Pages of a rank for the responses beyond its lanes: half of the longest for each."""
+    response = pages_of(config.max_response, config.page_size)
+    return (config.slots - config.decode_slots) // ranks * -(-response // 2)
 
 
 def least_pages(config: EngineConfig) -> int:
@@ -236,7 +247,7 @@ class StateShapes:
         self.model, self.config, self.mesh = model, config, mesh
         self.ranks = mesh.shape["data"]
         self.slots = config.slots // self.ranks
-        self.lanes = (config.lanes or config.slots) // self.ranks
+        self.lanes = config.decode_slots // self.ranks
         self.owners = 2 * self.slots
         self.members = min(config.group_size, self.slots)  # slots that share a prompt, at most
         self.pages = num_pages(config, self.ranks)

@@ -162,12 +162,6 @@ SIZES = [
         "use 0",
     ),
     (
-        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.cache=recompute ; "
-        "rollout.environment=calculator",
-        "flow.cache='recompute' reads responses again, which rollout.environment='calculator' does "
-        "not allow; use cache='keep'",
-    ),
-    (
         "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.swap=boundary",
         "flow.swap='boundary' needs samplers with devices of their own, and they share the",
     ),

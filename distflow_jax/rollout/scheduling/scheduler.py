@@ -5,6 +5,7 @@ what was submitted when, and on what was sampled, never on time: a rerun, and ev
 shares an engine, schedules alike.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from distflow_jax.images.turn_images import TurnImages, joined
 from distflow_jax.rollout.decode_state import DecodeState, check_length, longest_read
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import Injection
+from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.sequences import Group, SlotSequence
 from distflow_jax.rollout.scheduling.step_loop import StepLoop
@@ -33,11 +35,14 @@ class Scheduler:
         *,
         version: int = 0,
         state: DecodeState | None = None,
+        now: Callable[[], float] = time.monotonic,
     ):
-        """`state`: all slots free; a new one by default. It is donated."""
+        """`state`: all slots free; a new one by default. It is donated. `now`: a clock of seconds
+        for `stats.occupancy`."""
         state = engine.init_decode_state() if state is None else state
         self.engine = engine
-        self._loop = StepLoop(engine, params, version, state)
+        clock = OccupancyClock(engine.shapes.lanes * engine.shapes.ranks, now)
+        self._loop = StepLoop(engine, params, version, state, clock)
         self.held, self.stats = HeldSequences(self._loop), self._loop.stats
         self._next_id = 0
         self._paused = False
@@ -318,6 +323,7 @@ class HeldSequences:
         images = joined([(len(before), sequence.partial.shown), (len(tokens), shown)])
         sequence.partial, sequence.logits_by = Partial(request, sample, fed, shown=images), None
         sequence.tokens = len(fed)
+        self._loop.look()
         if slot is None:
             del self._loop.parked[group_id, sample]
             self._loop.waiting.push_returned(sequence.group, sequence.partial)

@@ -12,6 +12,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.occupancy import Occupancy, OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
 from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
@@ -27,7 +28,14 @@ class StepLoop:
     room beside held ones.
     """
 
-    def __init__(self, engine: RolloutEngine, params: Any, version: int, state: DecodeState):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        params: Any,
+        version: int,
+        state: DecodeState,
+        clock: OccupancyClock,
+    ):
         self.engine, self.params, self.version = engine, params, version
         self.stats = RolloutStats()
         self.stops = frozenset(engine.stop_ids)
@@ -38,6 +46,7 @@ class StepLoop:
         self.ended: list[tuple[int, Response]] = []
         self.parked: dict[tuple[int, int], SlotSequence] = {}
         self.stalled = False
+        self._clock = clock
 
     @property
     def free_slots(self) -> int:
@@ -49,11 +58,20 @@ class StepLoop:
         if self.slots.calls.in_flight is None:
             self._begin_call()
         call = self._await_call()
+        self.look()
         if self.waiting.next_resumed:  # of these the tokens are needed now
             self._deliver(call)
             call = None
         self._begin_call()
         self._deliver(call)
+
+    def look(self, **counted: int) -> None:
+        """Adds to the occupancy what was done since the last look, and what is `counted` now."""
+        held = len(self.slots.held) + len(self.parked)
+        running = self.engine.shapes.lanes * self.engine.shapes.ranks - sum(self.slots.free_lanes)
+        waiting = self.waiting.count + len(self.slots.returning)
+        done = self._clock.passed(running=running, held=held, waiting=waiting)
+        self.stats.occupancy = self.stats.occupancy.plus(done).plus(Occupancy(**counted))
 
     def drain(self) -> None:
         """Waits for the call in flight and delivers its tokens; begins no other."""
@@ -91,6 +109,7 @@ class StepLoop:
     def finish(self, group: Group, count: int = 1) -> None:
         """Counts sequences of a group as done; forgets the group after the last one."""
         group.left -= count
+        self.look(ended=count)
         if group.left == 0:
             self.slots.prompts.unload(group)
             self.groups.pop(group.id, None)
@@ -167,7 +186,7 @@ class StepLoop:
                 if partial.shown is not None:  # images of those behind are encoded with its own
                     ahead = [behind.shown for _, behind in self.waiting.resumed()]
                 prefix = self.prefill.one(prompt, tokens, partial.shown, ahead)
-                self.stats.reread_tokens += len(tokens)
+                self.look(reread_tokens=len(tokens))
                 self.slots.admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False
@@ -185,6 +204,7 @@ class StepLoop:
             # with sequences waiting, return as soon as enough slots for a group are free
             calls.flush(max(0, len(running) - self.engine.width) if self.waiting else 0)
             calls.begin(self.params, self.version, running)
+            self.look()
             self.stats.generate_calls += 1
 
     def _await_call(self) -> Call | None:
