@@ -21,7 +21,6 @@ import jax
 
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import EndOfData
-from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow_config import FlowConfig
@@ -92,7 +91,7 @@ class Flow:
         self._told: set[int] = set()  # counters whose verdicts the others know
         self.steps = StepGroups(nodes.ids)
         self.saver = saver
-        self._counts = Counts()  # that `counts` has looked at
+        self._counts = producer.counts()  # that `counts` has looked at
         self._host = delivery.nodes(nodes, observer.span, self._lock)
         self._next_note = 0.0  # when the watchdog is told again what the training waits for
         self._evaluations: Evaluations | None = None
@@ -235,9 +234,9 @@ class Flow:
         with self._lock:
             before, self._counts = self._counts, self.producer.counts()
             more = self.producer.measured()
-            if self.producer.sampler.in_turns:
-                more |= self._counts.occupancy.plus(before.occupancy, -1).metrics()
-        return {"perf/generate_calls": self._counts.generate_calls - before.generate_calls} | more
+        calls = self._counts.generate_calls - before.generate_calls
+        occupancy = self._counts.occupancy.plus(before.occupancy, -1)
+        return {"perf/generate_calls": calls} | occupancy.metrics() | more
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""

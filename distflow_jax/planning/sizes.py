@@ -431,12 +431,9 @@ def with_trajectories(
     `samplers` of `ranks` data ranks each.
     """
     rollout, lanes = config.rollout, engine.slots
-    if not rollout.environment:
-        return engine
     useful = (1 + config.flow.max_lag) * config.data.prompts_per_step * rollout.num_samples
-    wanted = -(-rollout.max_trajectories // samplers) if rollout.max_trajectories else 4 * lanes
-    slots = max(lanes, min(wanted, -(-useful // samplers)))
-    slots = -(-slots // ranks) * ranks
+    wanted = min(useful, rollout.trajectories(lanes * samplers))
+    slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
     return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
 
 

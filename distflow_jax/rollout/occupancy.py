@@ -19,8 +19,8 @@ class Occupancy(NamedTuple):
         return Occupancy(*(mine + times * more for mine, more in zip(self, other, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        """`perf/*` of responses in turns; none where no sequence was under way."""
-        if not self.slots:
+        """`perf/*` of responses in turns; none where no sequence was held."""
+        if not self.held:
             return {}
         responses = max(self.ended, 1)
         return {
@@ -32,19 +32,23 @@ class Occupancy(NamedTuple):
 
 
 class OccupancyClock:
-    """Adds up what sequences do, as it is told each time that it changes.
+    """The occupancy of one scheduler, which tells each change of it.
 
-    Seconds decide nothing: they are for metrics alone.
+    Seconds decide nothing: they are for metrics alone. `total`: all since the clock was made.
     """
 
     def __init__(self, lanes: int, now: Callable[[], float]):
+        self.total = Occupancy()
         self._lanes, self._now = lanes, now
         self._then, self._rate = now(), Occupancy()
 
-    def passed(self, *, running: int, held: int, waiting: int) -> Occupancy:
-        """What has been done since the last call. The numbers hold until the next one."""
+    def look(self, *, running: int, held: int, waiting: int, **counted: int) -> Occupancy:
+        """Notes how many sequences do what, until the next call; returns the total so far.
+
+        `counted`: what has been done at once, by the field's name.
+        """
         now = self._now()
-        found = Occupancy().plus(self._rate, now - self._then)
+        self.total = self.total.plus(self._rate, now - self._then).plus(Occupancy(**counted))
         slots = self._lanes if running or held or waiting else 0
         self._then, self._rate = now, Occupancy(slots, running, held, waiting)
-        return found
+        return self.total

@@ -115,6 +115,10 @@ class RolloutConfig:
                 "name one in rollout.environment, or leave them"
             )
 
+    def trajectories(self, slots: int) -> int:
+        """Most responses under way beside so many slots, over all processes."""
+        return (self.max_trajectories or 4 * slots) if self.environment else slots
+
     def sampling_params(self) -> SamplingParams:
         """How the responses that a policy is trained on are sampled."""
         return SamplingParams(

@@ -12,7 +12,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.occupancy import Occupancy, OccupancyClock
+from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
 from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
@@ -66,12 +66,13 @@ class StepLoop:
         self._deliver(call)
 
     def look(self, **counted: int) -> None:
-        """Adds to the occupancy what was done since the last look, and what is `counted` now."""
+        """Adds to the occupancy what was done since the last look, and what is `counted`."""
         held = len(self.slots.held) + len(self.parked)
         running = self.engine.shapes.lanes * self.engine.shapes.ranks - sum(self.slots.free_lanes)
         waiting = self.waiting.count + len(self.slots.returning)
-        done = self._clock.passed(running=running, held=held, waiting=waiting)
-        self.stats.occupancy = self.stats.occupancy.plus(done).plus(Occupancy(**counted))
+        self.stats.occupancy = self._clock.look(
+            running=running, held=held, waiting=waiting, **counted
+        )
 
     def drain(self) -> None:
         """Waits for the call in flight and delivers its tokens; begins no other."""

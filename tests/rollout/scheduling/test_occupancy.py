@@ -14,15 +14,15 @@ class Clock:
 
 
 def test_seconds_count_for_what_was_the_case_before_them():
-    now, total = Clock(), Occupancy()
+    now = Clock()
     clock = OccupancyClock(4, now)
     for passed, running, held, waiting in ((5, 1, 0, 0), (2, 4, 3, 2), (10, 0, 2, 0), (1, 0, 0, 0)):
         now.seconds += passed
-        total = total.plus(clock.passed(running=running, held=held, waiting=waiting))
+        clock.look(running=running, held=held, waiting=waiting)
     now.seconds += 50  # nothing is under way
-    total = total.plus(clock.passed(running=2, held=0, waiting=0))
+    total = clock.look(running=2, held=0, waiting=0, ended=3)
     # the first 5 seconds are nobody's; 2 with 1 running, 10 with 4, 3 and 2, 1 with 2 held
-    assert total == Occupancy(4 * 13, 2 + 40, 30 + 2, 20)
+    assert total == clock.total == Occupancy(4 * 13, 2 + 40, 30 + 2, 20, ended=3)
 
 
 def test_metrics_are_shares_and_means():
