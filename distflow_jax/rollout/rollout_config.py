@@ -98,21 +98,18 @@ class RolloutConfig:
                 f"rollout.turn_length={self.turn_length} must be from 0 to "
                 f"rollout.max_response_length={self.max_response_length}, which holds all turns"
             )
-        if self.max_trajectories and not self.environment:
+        turns = self.environment_kwargs or self.turn_length or self.max_trajectories
+        if turns and not self.environment:
             raise ValueError(
-                f"rollout.max_trajectories={self.max_trajectories} has no effect without an "
-                "environment: name one in rollout.environment, or use rollout.num_slots"
+                f"rollout.environment_kwargs={dict(self.environment_kwargs)}, "
+                f"rollout.turn_length={self.turn_length} and rollout.max_trajectories="
+                f"{self.max_trajectories} have no effect without an environment: name one in "
+                "rollout.environment, or leave them"
             )
         if 0 < self.max_trajectories < self.num_slots:
             raise ValueError(
                 f"rollout.max_trajectories={self.max_trajectories} is below "
                 f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
-            )
-        if not self.environment and (self.environment_kwargs or self.turn_length):
-            raise ValueError(
-                f"rollout.environment_kwargs={dict(self.environment_kwargs)} and "
-                f"rollout.turn_length={self.turn_length} have no effect without an environment: "
-                "name one in rollout.environment, or leave them"
             )
 
     def trajectories(self, slots: int) -> int:

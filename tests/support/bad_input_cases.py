@@ -79,6 +79,11 @@ ENVIRONMENTS = [
     ),
     ("rollout.environment_kwargs={'level': 9}", "have no effect without an environment: name one"),
     ("rollout.turn_length=8", "have no effect without an environment: name one"),
+    ("rollout.max_trajectories=8", "have no effect without an environment: name one"),
+    (
+        "rollout.environment=calculator ; rollout.num_slots=8 ; rollout.max_trajectories=7",
+        "rollout.max_trajectories=7 is below rollout.num_slots=8",
+    ),
     (
         "rollout.environment=calculator ; rollout.turn_length=17",
         "rollout.turn_length=17 must be from 0 to rollout.max_response_length=16",
