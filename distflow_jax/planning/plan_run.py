@@ -314,7 +314,6 @@ def plan_run(
         config.algorithm,
         sampler_hosts=sizes.sampler_hosts,
         own_devices=own_devices,
-        environment=config.rollout.environment,
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
     )

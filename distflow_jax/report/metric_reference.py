@@ -484,6 +484,26 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/total_num_tokens", "prompt + response tokens of the step"),
         Metric("perf/generate_calls", "decode calls of the step"),
         Metric(
+            "perf/slots_busy_share",
+            "with an environment: share of the time of decode slots in which they had a response, "
+            "while any was under way",
+            "below 0.5: responses wait for their environments; raise rollout.max_trajectories, and "
+            "data.prompts_per_step or flow.max_lag if no more may be under way",
+        ),
+        Metric(
+            "perf/trajectories/{tool_seconds,slot_seconds}",
+            "with an environment, mean over responses: seconds in which they waited for its "
+            "answers, and for a decode slot",
+            "slot_seconds is the larger: rollout.num_slots is what delays them",
+        ),
+        Metric(
+            "perf/trajectories/reread_tokens",
+            "with an environment: tokens of prompts and responses that were prefilled again, after "
+            "a long answer or an image, or because others had needed their pages",
+            "near perf/total_num_tokens: raise rollout.cache_tokens, or lower "
+            "rollout.max_trajectories",
+        ),
+        Metric(
             "perf/weight_swap/{leave,arrive}",
             "with flow.max_lag, mean over processes: seconds in which the training sends weights, "
             "and in which a sampler takes weights in place of decoding",

@@ -265,6 +265,24 @@ def test_a_cache_of_so_many_tokens_gets_fewer_of_them():
     assert other.fullest.total <= memory.device
 
 
+@pytest.mark.parametrize("part", [4, 8])
+def test_fewer_trajectories_are_enough_where_those_that_wait_fill_the_cache(part):
+    """Planned again with the advice it fits, and takes what the advice says."""
+    turns = "rollout.environment=calculator", "rollout.max_response_length=96"
+    planned = plan_run(config_of(*turns), Machine.current())
+    memory = plan_memory(planned, {}, {})
+    memory = dataclasses.replace(memory, device=memory.fullest.total - memory.fullest.cache // part)
+    found = {c.text: c.fullest for c in _changes(planned, memory, {}, {})}
+    for setting in ("rollout.max_trajectories=", "rollout.num_slots="):
+        (text,) = [text for text in found if text.startswith(setting)]
+        other = plan_memory(plan_run(config_of(*turns, text), Machine.current()), {}, {})
+        assert other.fullest.total == pytest.approx(found[text], rel=0.01)
+    (most,) = [text for text in found if "max_trajectories" in text]
+    assert found[most] <= memory.device
+    engine = planned.sizes.engine
+    assert engine.lanes <= int(most.partition("=")[2]) < engine.slots
+
+
 def test_nothing_is_moved_to_the_host_in_waves():
     planned = plan_run(config_of(*APART), Machine.current())
     machine = dataclasses.replace(planned.machine, platform="gpu")

@@ -66,6 +66,9 @@ def test_its_metrics(folder):
         cut = shares["environment/ended/turn_length"] + shares["environment/ended/response_length"]
         assert turns - cut <= metrics["environment/wrong"] < turns
         assert metrics["reward/environment"] == metrics["critic/score/max"] == 0
+        assert 0 < metrics["perf/slots_busy_share"] <= 1
+        assert metrics["perf/trajectories/tool_seconds"] > 0
+        assert metrics["perf/trajectories/slot_seconds"] >= 0
         # sampler and trainer mean the same tokens, at the same places
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
     assert steps[1]["perf/compilations"] == 0
@@ -90,6 +93,8 @@ def test_its_samples(folder):
 
 
 def test_its_plan(folder):
+    sizes = (folder / "plan.txt").read_text()
+    assert re.search(r"decode slots +32 ", sizes) and re.search(r"trajectories +64 +under", sizes)
     reads = cells_of((folder / "plan.txt").read_text(), ["node", "reads", "from", "move"])
     fields = "environment_reward, finished, response"
     assert ["reward", fields, "rollout", "stay on host"] in reads
@@ -131,6 +136,31 @@ def test_what_an_environment_gives_is_the_score(tmp_path):
     assert "greedy_rollout/environment/turns/mean" in metrics
     mean = evaluated["val-core/arithmetic/reward/mean@1"]
     assert mean % (2.5 / 16) == pytest.approx(0) and mean >= 0
+
+
+@pytest.mark.slow
+def test_fewer_slots_than_trajectories_sample_the_same_with_adapters(tmp_path):
+    """In step 2 the adapters are no identity any more; pages are for a few responses."""
+    samples = {}
+    for slots, pages in ((64, 0), (8, 64 * 8 * 6)):
+        config = config_of(
+            "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+            "lora.rank=4",
+            "training.optimizer.lr=0.01",
+            "training.steps=2",
+            "eval.dataset=",
+            f"rollout.num_slots={slots}",
+            f"rollout.cache_tokens={pages}",
+        )
+        assert run.train_here(config, tmp_path / str(slots)) == run.EXIT_DONE
+        for step in (1, 2):
+            lines = (tmp_path / str(slots) / "samples" / f"{step}.jsonl").read_text().splitlines()
+            samples[slots, step] = [json.loads(line)["response"] for line in lines]
+    rows = [metrics for metrics in read_metrics(tmp_path / "8" / "metrics.jsonl")]
+    assert rows[-1]["training/rollout_probs_diff_max"] < 1e-4
+    for step in (1, 2):
+        same = np.mean([a == b for a, b in zip(samples[64, step], samples[8, step], strict=True)])
+        assert same > 0.9, step  # near-ties apart
 
 
 @pytest.mark.slow

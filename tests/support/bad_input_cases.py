@@ -79,6 +79,11 @@ ENVIRONMENTS = [
     ),
     ("rollout.environment_kwargs={'level': 9}", "have no effect without an environment: name one"),
     ("rollout.turn_length=8", "have no effect without an environment: name one"),
+    ("rollout.max_trajectories=8", "have no effect without an environment: name one"),
+    (
+        "rollout.environment=calculator ; rollout.num_slots=8 ; rollout.max_trajectories=7",
+        "rollout.max_trajectories=7 is below rollout.num_slots=8",
+    ),
     (
         "rollout.environment=calculator ; rollout.turn_length=17",
         "rollout.turn_length=17 must be from 0 to rollout.max_response_length=16",
@@ -160,12 +165,6 @@ SIZES = [
         "dag=dpo ; flow.max_lag=1",
         "flow.max_lag=1 needs a node that samples, and dag 'dpo' trains on the data's own answers; "
         "use 0",
-    ),
-    (
-        "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.cache=recompute ; "
-        "rollout.environment=calculator",
-        "flow.cache='recompute' reads responses again, which rollout.environment='calculator' does "
-        "not allow; use cache='keep'",
     ),
     (
         "flow.max_lag=1 ; algorithm.correction=token_tis ; flow.swap=boundary",
