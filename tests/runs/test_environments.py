@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from support.documented import unexplained_metrics
 from support.paths import ROOT
+from support.run_folders import json_lines
 from support.text_tables import cells_of
+from support.tiny_config import tiny_config
 from support.waiting import HANG
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.batch import Prompt
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ TURNS = [
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*TURNS, *assignments]))
+    return tiny_config(*TURNS, *assignments)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +75,7 @@ def test_its_metrics(folder):
 
 def test_its_samples(folder):
     """Nothing but what was sampled, and after the end of a turn what the environment said."""
-    lines = (folder / "samples" / "1.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = json_lines(folder / "samples" / "1.jsonl")
     said = "<|im_end|>\n<|im_start|>user\nNo. Answer with just the number.<|im_end|>\n"
     said += "<|im_start|>assistant\n"
     several = 0

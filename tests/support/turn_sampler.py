@@ -11,12 +11,7 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
-from support.tiny_model import (
-    TINY,
-    mesh_of,
-    prompt_of,
-    random_params,
-)
+from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
 PARAMS = random_params(TINY, 2)
