@@ -144,7 +144,6 @@ SIZES = [
         _AHEAD,
         [
             ("flow.max_lag=999999999", "flow.max_lag=999999999 with data.prompts_per_step="),
-            ("flow.cache=recompute ; rollout.environment=calculator", "; use cache='keep'"),
             ("flow.swap=boundary", "flow.swap='boundary' needs samplers with devices of their own"),
             ("training.offload=idle", "training.offload='idle' needs the place of samplers"),
             ("flow.waves=counter ; flow.wave_prompts=2", "waves='counter' needs samplers with"),
