@@ -159,7 +159,7 @@ def test_turns_name_the_versions_too():
         f"{__name__}:Echo",
         {},
         TOKENIZER,
-        seconds=HANG,
+        timeout=HANG,
         turn_length=LIMITS.turn,
         max_turns=LIMITS.turns,
     )

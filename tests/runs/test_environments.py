@@ -1,5 +1,6 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps."""
 
+import contextlib
 import json
 import re
 
@@ -15,6 +16,7 @@ from distflow_jax import run
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
@@ -59,7 +61,8 @@ def test_its_metrics(folder):
         shares = {k: v for k, v in metrics.items() if k.startswith("environment/ended/")}
         assert sum(shares.values()) == pytest.approx(1) and len(shares) == 4
         assert shares["environment/ended/turn_length"] > 0.5
-        assert metrics["environment/errors"] == metrics["environment/deadlines"] == 0
+        infra = {k: v for k, v in metrics.items() if k.startswith("environment/infra/")}
+        assert len(infra) == 5 and not any(infra.values())
         assert metrics["environment/observation_tokens"] > 0
         # noise is never right: whatever was shown to the environment was wrong, and the last turns
         # of the others were cut
@@ -151,7 +154,7 @@ def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
     for metrics in steps:
         assert metrics["rollout/environment/turns/mean"] > 1
         for node in ("rollout", "greedy_rollout"):
-            assert metrics[f"{node}/environment/errors"] == 0
+            assert metrics[f"{node}/environment/infra/raised"] == 0
     # tokens stand in the conversations that gave them: the weights of step 1 are the sampler's
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-4
 
@@ -177,9 +180,10 @@ def test_the_environment_that_the_documentation_shows(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(code)
     tokenizer = Tokenizer.byte_level(300)
-    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=HANG)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, timeout=HANG)
     prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
-    environments.check(prompt)
+    with contextlib.closing(environments):
+        check_environments(environments, prompt)
     guess = environments.make()
     guess.reset(prompt)
     told = environments.observed(guess.step(tokenizer.encode("5"), "5"))

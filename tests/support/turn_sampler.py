@@ -1,5 +1,6 @@
 """A sampler of responses in turns, by environments of test_multiturn.py."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -50,24 +51,31 @@ class Sampler:
         self.engine.compile(params)
         self.state = SamplerState(params, 0, self.engine.init_decode_state())
 
-    def run(self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, **kwargs):
-        """Episodes of 4 responses to each prompt, by uid."""
+    def run(
+        self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, settings=None, **kwargs
+    ):
+        """Episodes of 4 responses to each prompt, by uid; `settings`: arguments of Environments."""
+        module = "" if ":" in name else "test_multiturn:"
         environments = Environments(
-            f"test_multiturn:{name}",
+            f"{module}{name}",
             kwargs,
             TOKENIZER,
-            seconds=HANG,
-            turn_length=limits.turn,
-            max_turns=limits.turns,
+            **{
+                "timeout": HANG,
+                "turn_length": limits.turn,
+                "max_turns": limits.turns,
+                **(settings or {}),
+            },
         )
-        self.state, episodes, self.stats = sample_turns(
-            self.engine,
-            self.state,
-            prompts,
-            SamplingParams(4, limits.response),
-            environments,
-            on_response=on_response,
-        )
+        with contextlib.closing(environments):
+            self.state, episodes, self.stats = sample_turns(
+                self.engine,
+                self.state,
+                prompts,
+                SamplingParams(4, limits.response),
+                environments,
+                on_response=on_response,
+            )
         table = {(e.response.prompt.counter, e.response.sample): e for e in episodes}
         assert list(table) == [(p.counter, s) for p in prompts for s in range(4)]
         return table

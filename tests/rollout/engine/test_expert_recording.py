@@ -135,7 +135,7 @@ def test_evaluations_read_none(sampler, monkeypatch):
     sampling = EvalConfig().sampling_params(20)
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
-            environments = name and Environments(name, {}, tokenizer, seconds=HANG, max_turns=2)
+            environments = name and Environments(name, {}, tokenizer, timeout=HANG, max_turns=2)
             evaluation = Evaluation(
                 sampler.engine,
                 tokenizer,
@@ -234,7 +234,7 @@ class Echo:
 
 def test_conversations_are_recorded_with_all_that_was_said(sampler):
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
-    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=HANG, max_turns=3)
+    environments = Environments(f"{__name__}:Echo", {}, tokenizer, timeout=HANG, max_turns=3)
     state, episodes, _ = sample_turns(
         sampler.engine,
         SamplerState(sampler.params, 0, sampler.state),
