@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
 from distflow_jax.environments.registry import Environments
-from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
@@ -66,6 +65,7 @@ class EpisodeSampler:
 
     Attributes:
       in_turns: whether responses are in turns, with environments.
+      stats: counters of the scheduler that has ended last.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class EpisodeSampler:
         self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
         self._past = (0, 0)  # decode calls and tokens of earlier schedulers
+        self.stats = RolloutStats()
 
     @property
     def version(self) -> int:
@@ -219,7 +220,7 @@ class EpisodeSampler:
             self._driver.close()
             self._driver = None
         if self._scheduler is not None:
-            self._past = self.counts[:2]
+            self._past, self.stats = self.counts[:2], self._scheduler.stats
             self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
             self._scheduler = None
 

@@ -42,6 +42,13 @@ class Episode:
         return int(self.mask.sum())
 
 
+def single_turn(response: Response) -> Episode:
+    """The episode of a response without an environment."""
+    mask = np.ones(len(response.tokens), bool)
+    reason = "done" if response.finished else "response_length"
+    return Episode(response, mask, reward=0.0, turns=1, reason=reason, logged={})
+
+
 def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Episodes as the batch's columns."""
     return {

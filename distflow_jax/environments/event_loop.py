@@ -85,7 +85,7 @@ class EventLoop:
     async def call(
         self, what: str, function: Callable[..., Any], *args: Any, pending: set[asyncio.Future]
     ) -> Any:
-        """What `await function(*args)` gives. CallFailed if it raises, or is overdue.
+        """Awaits `function(*args)`, and returns its value. CallFailed if it raises, or is overdue.
 
         `what` names the call. `pending` gets the parts of it that have not ended.
         """
@@ -109,7 +109,7 @@ class EventLoop:
         return value
 
     async def in_thread(self, call: "_Call", function: Callable[..., T], args: tuple) -> T:
-        """What a function gives or raises, in a thread, as a part of a call."""
+        """Calls a function in a thread, as a part of a call."""
         call.pause()
         await self._free.acquire()
         call.resume()
@@ -203,7 +203,7 @@ _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", def
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """What a function that blocks gives or raises, in a thread.
+    """Calls a function that blocks in a thread; returns and raises as it does.
 
     In an environment's call the deadline does not run while that waits for a free thread.
     """

@@ -81,7 +81,7 @@ class EnvironmentHandle:
             self._discard()
 
     async def _answer(self, turn: np.ndarray | None) -> None:
-        retries = self._environments.retries
+        retries = self._environments.calls.retries
         for attempt in range(retries + 1):
             self._calls, last = 0, attempt == retries
             try:
@@ -100,7 +100,7 @@ class EnvironmentHandle:
 
     async def _try(self, turn: np.ndarray | None) -> Observed:
         """The answer to a turn; a new object is given those before it."""
-        if self._object.environment is None:
+        if self._object.made is None:
             for before, seen in self._past:
                 if not seen.looks_like(await self._call(before)):
                     raise CallFailed("reset" if before is None else "step", "diverged")
@@ -137,14 +137,14 @@ class _Object:
     """
 
     def __init__(self, environments: Environments, prompt: Prompt):
-        self.environment: Environment | None = None
+        self.made: Environment | None = None
         self.pending: set[asyncio.Future] = set()
         self._environments, self._prompt = environments, prompt
 
     @property
     def repeatable(self) -> bool:
         """Whether `step` may be called again after it has failed."""
-        return getattr(self.environment, "repeatable", False)
+        return getattr(self.made, "repeatable", False)
 
     async def reset(self) -> Observed:
         """Makes it and resets it; its first observation."""
@@ -152,20 +152,20 @@ class _Object:
             self._make()
         else:
             await in_thread(self._make)
-        return await _read(self._environments.first, self.environment.reset, self._prompt)
+        return await _read(self._environments.first, self.made.reset, self._prompt)
 
     async def step(self, tokens: np.ndarray) -> Observed:
         """Its answer to a turn, int32 [T]."""
         text = self._environments.tokenizer.decode(tokens)
-        return await _read(self._environments.observed, self.environment.step, tokens, text)
+        return await _read(self._environments.observed, self.made.step, tokens, text)
 
     async def close(self) -> None:
         """Its own close(), if there is one."""
-        if hasattr(self.environment, "close"):
-            await _read(lambda _: None, self.environment.close)
+        if hasattr(self.made, "close"):
+            await _read(lambda _: None, self.made.close)
 
     def _make(self) -> None:
-        self.environment = self._environments.make()
+        self.made = self._environments.make()
 
 
 async def _read(read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:

@@ -6,12 +6,11 @@ sampler decodes other responses. Which tokens are sampled depends on (seed, uid,
 response) and on what the environments answered, never on when they did.
 """
 
-import collections
 import dataclasses
 import functools
 import math
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +21,7 @@ from distflow_jax.environments.failures import Failure
 from distflow_jax.environments.handle import Answer, EnvironmentHandle
 from distflow_jax.environments.registry import Environments, Observed
 from distflow_jax.images.turn_images import TurnImages, joined, of_prompt
-from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import (
-    GroupRequest,
-    Response,
-    RolloutStats,
-    SamplingParams,
-)
-from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 REDRAWS = 8  # times that a response is drawn anew whose environment has failed
@@ -48,31 +40,6 @@ class TurnLimits:
         """The limits of a run's environments, for responses of up to so many tokens."""
         turn = min(environments.turn_length or response, response)
         return cls(response, turn, environments.max_turns)
-
-
-def sample_turns(
-    engine: RolloutEngine,
-    state: SamplerState,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    environments: Environments,
-    *,
-    on_response: Callable[[Response], None] | None = None,
-) -> tuple[SamplerState, list[Episode], RolloutStats]:
-    """Samples responses in turns to each prompt; they are ordered by (prompt, sample).
-
-    The limit of `sampling` holds for all turns of a response together. `on_response` is called in
-    this thread as soon as a response ends.
-    """
-    limits = TurnLimits.of(environments, sampling.limit)
-    requests = [GroupRequest(p, sampling, hold=True).with_limit(limits.turn) for p in prompts]
-    scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)
-    # a response keeps its slot while its environment is at work
-    most = engine.max_concurrent_decodes
-    episodes = run_turns(
-        scheduler, requests, environments, limits, most=most, on_response=on_response
-    )
-    return dataclasses.replace(state, decode=scheduler.close()), episodes, scheduler.stats
 
 
 class _Part(NamedTuple):
@@ -135,6 +102,11 @@ class _Conversation:
         """Adds to a number that is logged."""
         self.logged[name] = self.logged.get(name, 0.0) + value
 
+    def count_lost(self, lost: "_Conversation") -> None:
+        """Takes over the failures of the one in whose place this one is drawn."""
+        self.logged |= {name: lost.logged[name] for name in INFRA if name in lost.logged}
+        self.count("infra/redrawn")
+
 
 @dataclasses.dataclass(eq=False)
 class _Group:
@@ -157,37 +129,6 @@ class _Group:
         left = [e for e in self.episodes if not math.isnan(e.reward)]
         if len(left) == 1 < len(self.episodes) == len(self.request.samples):
             left[0].reward = math.nan
-
-
-def run_turns(
-    scheduler: Scheduler,
-    requests: Sequence[GroupRequest],
-    environments: Environments,
-    limits: TurnLimits,
-    *,
-    most: int,
-    on_response: Callable[[Response], None] | None = None,
-) -> list[Episode]:
-    """Answers all requests; episodes in (request, sample) order.
-
-    At most `most` responses run at a time, or one group if that is more; prompts with the longest
-    expected responses come first.
-    """
-    driver = TurnDriver(scheduler, environments, limits, on_response)
-    order = sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i))
-    pending = collections.deque(order)
-    try:
-        while pending or driver.live:
-            while pending and (
-                not driver.live or driver.live + requests[pending[0]].sampling.num_samples <= most
-            ):
-                index = pending.popleft()
-                driver.begin(index, requests[index])
-            driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
-            driver.step()
-    finally:
-        driver.close()
-    return [driver.done[key] for key in sorted(driver.done)]
 
 
 class TurnDriver:
@@ -328,8 +269,7 @@ class TurnDriver:
             if conversation.id is not None:
                 self._scheduler.held.release(conversation.id, conversation.key)
             anew = self._reset(conversation.group, conversation.sample, conversation.draws + 1)
-            anew.logged = {n: x for n, x in conversation.logged.items() if n in INFRA}
-            anew.count("infra/redrawn")
+            anew.count_lost(conversation)
         elif conversation.id is None:
             conversation.failed = True  # the scheduler samples a turn of it, which fills its place
             self._submit_if_ready(conversation)

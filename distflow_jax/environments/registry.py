@@ -37,16 +37,23 @@ class Observed:
         return other.shown is None if self.shown is None else self.shown.same_as(other.shown)
 
 
+@dataclasses.dataclass(frozen=True)
+class CallLimits:
+    """How calls of environments are made."""
+
+    seconds: float  # longest duration of one
+    retries: int = 2  # further tries of one that failed
+    threads: int = 64  # at work at a time of those that do not await
+    max_infra_rate: float = 0.5  # share of failed ones above which the run ends
+
+
 class Environments:
     """The environments of a run, one per response, and the limits of a response in turns.
 
     Args:
       name: `calculator`, `tools`, my_module:MyClass or path/to/file.py:MyClass.
       kwargs: for it, beside the tokenizer.
-      timeout: longest duration of one call, in seconds.
-      retries: further tries of a call that failed.
-      threads: calls at work at a time that do not await.
-      max_infra_rate: the share of failed calls above which the run ends.
+      calls: how its methods are called.
       turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
         response may have.
       max_turns: turns of the model in one response.
@@ -63,23 +70,19 @@ class Environments:
         kwargs: Mapping[str, Any],
         tokenizer: Tokenizer,
         *,
-        timeout: float,
-        retries: int = 2,
-        threads: int = 64,
-        max_infra_rate: float = 0.5,
+        calls: CallLimits,
         turn_length: int = 0,
         max_turns: int = 4,
         sight: Sight | None = None,
     ):
-        self.name, self.tokenizer, self.retries = name, tokenizer, retries
+        self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
         self._make, self._kwargs = load_environment(name), dict(kwargs)
         self._check_signature()
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
-        self.failures = Failures(name, max_infra_rate)
-        self._timeout, self._threads = timeout, threads
+        self.failures = Failures(name, calls.max_infra_rate)
         self._loop: EventLoop | None = None
 
     def make(self) -> Environment:
@@ -90,7 +93,7 @@ class Environments:
     def loop(self) -> EventLoop:
         """The loop that the calls of all of them are made in."""
         if self._loop is None:
-            self._loop = EventLoop(self._timeout, self._threads)
+            self._loop = EventLoop(self.calls.seconds, self.calls.threads)
         return self._loop
 
     def close(self) -> None:
@@ -103,15 +106,15 @@ class Environments:
     def check_hung(self) -> None:
         """RuntimeError where more calls hang than threads are bounded to."""
         hung = list(self.loop.hung.values())
-        if len(hung) > self._threads:
+        if len(hung) > self.calls.threads:
             raise RuntimeError(
                 f"{len(hung)} calls of environment {self.name!r} go on after they had "
-                f"rollout.environment_timeout={self._timeout:g} s, more than "
-                f"rollout.environment_threads={self._threads}; {hung[0]} hangs"
+                f"rollout.environment_timeout={self.calls.seconds:g} s, more than "
+                f"rollout.environment_threads={self.calls.threads}; {hung[0]} hangs"
             )
 
     def first(self, observation: Any) -> Observed:
-        """What a reset returned, checked."""
+        """Checks what a reset returned."""
         tokens, shown = self.read(observation)
         return Observed(tokens, shown=shown)
 

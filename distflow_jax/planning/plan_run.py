@@ -37,7 +37,7 @@ from distflow_jax.data.tokens.encoded_rows import PromptEncoder
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import Sight
-from distflow_jax.environments.registry import Environments, load_environment
+from distflow_jax.environments.registry import CallLimits, Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow, check_waves
 from distflow_jax.flow.lag_rule import Rule
@@ -577,10 +577,12 @@ def open_environments(
         rollout.environment,
         rollout.environment_kwargs,
         source.tokenizer,
-        timeout=rollout.environment_timeout,
-        retries=rollout.environment_retries,
-        threads=rollout.environment_threads,
-        max_infra_rate=rollout.max_infra_rate,
+        calls=CallLimits(
+            rollout.environment_timeout,
+            rollout.environment_retries,
+            rollout.environment_threads,
+            rollout.max_infra_rate,
+        ),
         turn_length=rollout.turn_length,
         max_turns=rollout.max_turns,
         sight=sight,

@@ -406,7 +406,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "environment/infra/{raised,timed_out,diverged}",
-            "calls of environments that failed, by cause (docs/environments.md), and were made again",
+            "failed calls of environments, by cause (docs/environments.md); they are made again",
             "above 0: the log has the first of each kind, and how often it came",
         ),
         Metric(

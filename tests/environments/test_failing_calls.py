@@ -18,11 +18,11 @@ from distflow_jax.environments.episodes import episode_metrics, episode_sums, tu
 from distflow_jax.environments.failures import Failure, Failures
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.multiturn import REDRAWS, TurnLimits
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 
 HERE = __name__
 LONG = TurnLimits(response=90, turn=90, turns=4)  # few turns are cut
-PATIENT = {"max_infra_rate": 1.0, "threads": 1000}  # a run that nothing ends
+PATIENT = {"calls": CallLimits(HANG, threads=1000, max_infra_rate=1.0)}  # a run that nothing ends
 
 
 @pytest.fixture(scope="module")
@@ -286,27 +286,28 @@ def test_a_run_ends_with_the_cause_if_most_calls_fail(sampler, failing):
     sampler.state = Sampler().state  # its slots are not free
 
 
-def test_what_is_drawn_anew_is_the_same_each_time(sampler, failing):
+def test_what_is_drawn_anew_is_the_same_each_time(sampler):
     """By a key of its own: the number in the group plus a multiple of the group's size."""
-    found = []
-    for _ in range(2):
-        Refuses.refused = {}
-        found.append(sampler.run(f"{HERE}:Refuses"))
+    found = [sampler.run(f"{HERE}:Choosy", settings=PATIENT) for _ in range(2)]
     assert_agree(found[0], found[1])
+    steady = sampler.run(f"{HERE}:Choosy", where=-1)
     redrawn = [uid for uid, e in found[0].items() if e.logged.get("infra/redrawn")]
-    assert {counter for counter, _ in redrawn} == {2} and redrawn
-    assert all(e.reason != "failed" for e in found[0].values())
+    assert redrawn and {counter for counter, _ in redrawn} == {2}
+    for uid, episode in found[0].items():
+        same = episode.response.tokens.tolist() == steady[uid].response.tokens.tolist()
+        assert same == (uid not in redrawn) and episode.response.sample == uid[1]
+        assert episode.reason in ("done", "turn_length")
 
 
-class Refuses(Counted):
-    """Refuses the first turn of each response to a prompt that it has seen less than thrice."""
+class Choosy(Counted):
+    """Fails after turns to one prompt whose ids have an odd sum."""
 
-    refused: dict = {}
+    def __init__(self, tokenizer, *, where=2):
+        super().__init__(tokenizer)
+        self.where = where
 
     def step(self, tokens, text):
-        with self.lock:
-            tries = self.refused[tokens.tobytes()] = self.refused.get(tokens.tobytes(), 0) + 1
-        if self.counter == 2 and tries <= 3 and len(self.refused) < 12:
+        if self.counter == self.where and tokens.sum() % 2:
             raise ConnectionError("refused")
         return Turn(done=True)
 
@@ -364,7 +365,7 @@ def test_the_rate_is_of_the_last_calls():
 
 def test_environments_are_tried_before_the_run(released):
     def check(name, timeout=HANG, **kwargs):
-        environments = Environments(name, kwargs, TOKENIZER, timeout=timeout)
+        environments = Environments(name, kwargs, TOKENIZER, calls=CallLimits(timeout))
         with contextlib.closing(environments):
             check_environments(environments, PROMPTS[1])
 

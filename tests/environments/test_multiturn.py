@@ -21,8 +21,9 @@ from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.environments.episodes import turn_columns
-from distflow_jax.environments.multiturn import TurnLimits, sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.multiturn import TurnLimits
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
@@ -241,9 +242,9 @@ def test_order_of_prompts(sampler, episodes):
 def test_two_requests_for_one_prompt_are_kept_apart(sampler, episodes):
     """As of two nodes that sample at one time; their responses have the same uids."""
     how = {"turn_length": LIMITS.turn, "max_turns": LIMITS.turns}
-    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, timeout=HANG, **how)
+    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, calls=CallLimits(HANG), **how)
     greedy = SamplingParams(1, LIMITS.response, 0.0)
-    sampler.state, alone, _ = sample_turns(
+    sampler.state, alone, _ = sample_episodes(
         sampler.engine, sampler.state, PROMPTS, greedy, environments
     )
     both = EpisodeSampler(sampler.engine, sampler.state, environments)
@@ -336,6 +337,6 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     ],
 )
 def test_turns_that_cannot_be_are_refused(turn, message):
-    environments = Environments("calculator", {}, TOKENIZER, timeout=HANG)
+    environments = Environments("calculator", {}, TOKENIZER, calls=CallLimits(HANG))
     with pytest.raises((TypeError, ValueError), match=message):
         environments.observed(turn)

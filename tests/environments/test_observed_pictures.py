@@ -14,7 +14,7 @@ from distflow_jax.environments.environment import Shown, Turn
 from distflow_jax.environments.failures import Failure
 from distflow_jax.environments.handle import EnvironmentHandle, check_environments
 from distflow_jax.environments.observed_pictures import Sight
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.image_layout import image_layout
@@ -40,7 +40,7 @@ class Shows:
 
 def environments(observation=None, sight=SIGHT):
     kwargs = {"observation": observation}
-    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, timeout=HANG, sight=sight)
+    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, calls=CallLimits(HANG), sight=sight)
 
 
 def test_pictures_stand_where_the_text_says():

@@ -12,7 +12,7 @@ from support.waiting import HANG
 
 from distflow_jax.environments.environment import Shown, Turn
 from distflow_jax.environments.handle import check_environments
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.environments.tools import Tools
 from distflow_jax.models.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ def check(found, prompt):
 
 
 def environments(tokenizer, name="calculator", **kwargs):
-    return Environments(name, kwargs, tokenizer, timeout=HANG)
+    return Environments(name, kwargs, tokenizer, calls=CallLimits(HANG))
 
 
 @pytest.mark.parametrize("name", CHATS)

@@ -17,7 +17,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.environments.handle import check_environments
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.planning.machine import Machine
@@ -180,7 +180,7 @@ def test_the_environment_that_the_documentation_shows(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(code)
     tokenizer = Tokenizer.byte_level(300)
-    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, timeout=HANG)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, calls=CallLimits(HANG))
     prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
     with contextlib.closing(environments):
         check_environments(environments, prompt)

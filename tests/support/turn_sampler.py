@@ -5,8 +5,9 @@ import dataclasses
 
 import numpy as np
 
-from distflow_jax.environments.multiturn import TurnLimits, sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.multiturn import TurnLimits
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
@@ -51,6 +52,11 @@ class Sampler:
         self.engine.compile(params)
         self.state = SamplerState(params, 0, self.engine.init_decode_state())
 
+    @staticmethod
+    def emptied(state, scheduler):
+        """The state after a scheduler that is closed now, whatever it was at."""
+        return dataclasses.replace(state, decode=scheduler.close())
+
     def run(
         self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, settings=None, **kwargs
     ):
@@ -61,14 +67,14 @@ class Sampler:
             kwargs,
             TOKENIZER,
             **{
-                "timeout": HANG,
+                "calls": CallLimits(HANG),
                 "turn_length": limits.turn,
                 "max_turns": limits.turns,
                 **(settings or {}),
             },
         )
         with contextlib.closing(environments):
-            self.state, episodes, self.stats = sample_turns(
+            self.state, episodes, self.stats = sample_episodes(
                 self.engine,
                 self.state,
                 prompts,
