@@ -16,6 +16,7 @@ from distflow_jax import run
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
+from distflow_jax.environments import handle
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -157,6 +158,67 @@ def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
             assert metrics[f"{node}/environment/infra/raised"] == 0
     # tokens stand in the conversations that gave them: the weights of step 1 are the sampler's
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-4
+
+
+SHAKY = """
+import random
+
+from configs.examples.second_try import SecondTry
+
+RANDOM = random.Random(0)
+
+
+class Shaky(SecondTry):
+    def __init__(self, tokenizer, *, rate):
+        super().__init__(tokenizer)
+        self.rate = rate
+
+    def reset(self, prompt):
+        super().reset(prompt)
+        if RANDOM.random() < self.rate:
+            raise ConnectionError("the sandbox is gone")
+
+    async def step(self, tokens, text):
+        turn = super().step(tokens, text)
+        if RANDOM.random() < self.rate:
+            raise ConnectionError("the sandbox is gone")
+        return turn
+"""
+
+
+def shaky(folder, rate, *assignments):
+    (folder / "shaky.py").write_text(SHAKY)
+    return config_of(
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"rollout.environment={folder}/shaky.py:Shaky",
+        f"rollout.environment_kwargs={{'rate': {rate}}}",
+        "training.steps=2",
+        "eval.dataset=",
+        *assignments,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahead):
+    assert run.train_here(shaky(tmp_path, 0.2, *ahead), tmp_path / "run") == run.EXIT_DONE
+    for metrics in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["environment/infra/raised"] > 5
+        assert metrics["environment/infra/unscored"] == 0
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4 or metrics["step"] == 2
+    samples = (tmp_path / "run" / "samples" / "2.jsonl").read_text().splitlines()
+    assert len(samples) == 64
+    assert all(json.loads(sample)["score"] == 0 for sample in samples)
+
+
+@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+def test_a_run_ends_with_the_cause_if_most_calls_fail(tmp_path, monkeypatch, ahead):
+    monkeypatch.setattr(handle, "PAUSE", 0.0)
+    config = shaky(tmp_path, 0.6, *ahead)
+    with pytest.raises(RuntimeError, match="rollout.max_infra_rate=0.5: mend it") as told:
+        run.train_here(config, tmp_path / "run")
+    assert "Shaky' failed (raised " in str(told.value)
+    assert "ConnectionError: the sandbox is gone" in str(told.value)
 
 
 MODEL = DecoderConfig(
