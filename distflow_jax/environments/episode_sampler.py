@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
 from distflow_jax.environments.registry import Environments
-from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import Occupancy
-from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
@@ -68,6 +67,7 @@ class EpisodeSampler:
 
     Attributes:
       in_turns: whether responses are in turns, with environments.
+      stats: counters of the scheduler that has ended last.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class EpisodeSampler:
         self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
         self._past = Counts()  # of earlier schedulers; `under_way` is not used
+        self.stats = RolloutStats()
 
     @property
     def version(self) -> int:
@@ -222,7 +223,7 @@ class EpisodeSampler:
             self._driver.close()
             self._driver = None
         if self._scheduler is not None:
-            self._past = self.counts
+            self._past, self.stats = self.counts, self._scheduler.stats
             self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
             self._scheduler = None
 

@@ -50,7 +50,13 @@ class RolloutConfig:
     environment: str = ""
     # keyword arguments of the environment
     environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    environment_seconds: float = 10.0  # deadline of one call; a response ends there
+    environment_timeout: float = 10.0  # seconds that one call of an environment may take
+    # further tries of a call that raised or was late; then the response is drawn anew
+    environment_retries: int = 2
+    environment_threads: int = 64  # calls at work in each process that are not `async`
+    # share of failed calls, of the last 256 of a process, above which the run ends; looked at from
+    # the 64th call on
+    max_infra_rate: float = 0.5
     max_turns: int = 4  # turns of the model in one response
     turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
 
@@ -61,6 +67,7 @@ class RolloutConfig:
             "max_turns",
             "prefill_tokens",
             "speculative_ngram",
+            "environment_threads",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
@@ -71,6 +78,7 @@ class RolloutConfig:
             "page_size",
             "prefix_tokens",
             "speculative_tokens",
+            "environment_retries",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
@@ -89,9 +97,13 @@ class RolloutConfig:
         check_sampling(
             num_samples=self.num_samples, top_k=self.top_k, top_p=self.top_p, section="rollout."
         )
-        if self.environment_seconds <= 0:
+        if self.environment_timeout <= 0:
             raise ValueError(
-                f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
+                f"rollout.environment_timeout must be positive, got {self.environment_timeout}"
+            )
+        if not 0 <= self.max_infra_rate <= 1:
+            raise ValueError(
+                f"rollout.max_infra_rate must be from 0 to 1, got {self.max_infra_rate}"
             )
         if not 0 <= self.turn_length <= self.max_response_length:
             raise ValueError(

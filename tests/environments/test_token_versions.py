@@ -13,7 +13,7 @@ from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.rollout.engine.engine import EngineConfig
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
@@ -176,7 +176,7 @@ def test_turns_name_the_versions_too(changes, cache, monkeypatch):
         f"{__name__}:Echo",
         {},
         TOKENIZER,
-        seconds=HANG,
+        calls=CallLimits(HANG),
         turn_length=LIMITS.turn,
         max_turns=LIMITS.turns,
     )

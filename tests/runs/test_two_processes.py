@@ -86,3 +86,44 @@ def test_rounds_of_a_sampler_that_the_processes_share(tmp_path):
 def test_every_graph(tmp_path, name):
     for rows in check_equal(tmp_path, [*SHORT, f"dag={name}"]):
         assert [row["perf/compilations"] for row in rows[1:]] == [0]
+
+
+CHOOSY = """
+from distflow_jax.environments.environment import Turn
+
+
+class Choosy:
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        if prompt.counter % 5 == 3:
+            raise ConnectionError("no sandbox for this row")
+
+    async def step(self, tokens, text):
+        if tokens.sum() % 2:
+            raise ConnectionError("odd")
+        return Turn("go on", reward=float(tokens[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_failures_of_environments_are_agreed_on(tmp_path):
+    """A process draws anew what its environments have lost; the others neither wait nor differ."""
+    (tmp_path / "choosy.py").write_text(CHOOSY)
+    overrides = [
+        *SHORT,
+        "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"--config.rollout.environment={tmp_path}/choosy.py:Choosy",
+        "--config.rollout.max_infra_rate=1.0",
+        "--config.rollout.max_response_length=96",
+        "--config.rollout.turn_length=32",
+        "--config.reward.function=zero",
+        "--config.reward.kwargs={}",
+    ]
+    for rows in check_equal(tmp_path, overrides):
+        for row in rows:
+            assert row["environment/infra/unscored"] >= 4
+            assert row["environment/infra/redrawn"] > 8 * row["environment/infra/unscored"] / 2
+        assert any(row["actor/grad_norm"] > 0 for row in rows)

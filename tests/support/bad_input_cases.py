@@ -55,14 +55,15 @@ ENVIRONMENTS = [
         "rollout.environment={dir}/game.py:Game",
         [
             ("rollout.environment_kwargs={'lvel': 1}", "'lvel': 1} do not fit {dir}/game.py:Game("),
-            ("rollout.environment_kwargs={'level': 9}", "on the first row: ZeroDivisionError: "),
+            (
+                "rollout.environment_kwargs={'level': 9}",
+                "failed on the first row: reset raised ZeroDivisionError: ",
+            ),
         ],
     ),
-    *_under(
-        "rollout.environment={dir}/game.py:Slow",
-        [
-            ("rollout.environment_seconds=0.2", "not reset within rollout.environment_seconds"),
-        ],
+    (
+        "rollout.environment={dir}/game.py:Slow ; rollout.environment_timeout=0.2",
+        "failed on the first row: reset gave no answer within rollout.environment_timeout=0.2",
     ),
     ("rollout.environment_kwargs={'level': 9}", "have no effect without an environment: name one"),
     ("rollout.turn_length=8", "have no effect without an environment: name one"),
@@ -73,7 +74,11 @@ ENVIRONMENTS = [
     ),
     ("rollout.environment=calculator ; rollout.turn_length=17", "from 0 to rollout.max_response_l"),
     ("rollout.max_turns=0", "rollout.max_turns must be at least 1, got 0"),
-    ("rollout.environment_seconds=0", "rollout.environment_seconds must be positive, got 0.0"),
+    ("rollout.environment_timeout=0", "rollout.environment_timeout must be positive, got 0.0"),
+    ("rollout.environment_seconds=5", "is now called config.rollout.environment_timeout: write"),
+    ("rollout.environment_retries=-1", "rollout.environment_retries must be at least 0, got -1"),
+    ("rollout.environment_threads=0", "rollout.environment_threads must be at least 1, got 0"),
+    ("rollout.max_infra_rate=1.5", "rollout.max_infra_rate must be from 0 to 1, got 1.5"),
     (
         "rollout.environment=tools ; rollout.environment_kwargs={'tools': {'a': 'calclator'}}",
         "unknown tool 'calclator'; did you mean calculator?",

@@ -30,8 +30,7 @@ from distflow_jax.coordinator.batch_metrics import (
 )
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
-from distflow_jax.environments.episodes import turn_columns
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn, turn_columns
 from distflow_jax.images.prompt_images import prompt_images, to_bytes
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
