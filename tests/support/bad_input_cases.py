@@ -57,7 +57,7 @@ ENVIRONMENTS = [
             ("rollout.environment_kwargs={'lvel': 1}", "'lvel': 1} do not fit {dir}/game.py:Game("),
             (
                 "rollout.environment_kwargs={'level': 9}",
-                "failed on the first row: reset raised ZeroDivisionError: ",
+                "first row: reset raised ZeroDivisionError: ",
             ),
         ],
     ),
