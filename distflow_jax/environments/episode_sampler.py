@@ -14,7 +14,7 @@ from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
 from distflow_jax.environments.registry import Environments
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import Occupancy
-from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
@@ -67,7 +67,7 @@ class EpisodeSampler:
 
     Attributes:
       in_turns: whether responses are in turns, with environments.
-      stats: counters of the scheduler that has ended last.
+      stats: RolloutStats of the scheduler that has ended last; None: none has.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EpisodeSampler:
         self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
         self._past = Counts()  # of earlier schedulers; `under_way` is not used
-        self.stats = RolloutStats()
+        self.stats: Any = None
 
     @property
     def version(self) -> int:

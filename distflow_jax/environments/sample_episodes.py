@@ -44,4 +44,5 @@ def _in_turns(
             found |= dict(sampler.round())
     finally:
         state = sampler.close()
-    return state, [episode for key in sorted(found) for episode in found[key]], sampler.stats
+    episodes = [episode for key in sorted(found) for episode in found[key]]
+    return state, episodes, sampler.stats or RolloutStats()

@@ -87,7 +87,7 @@ def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
     assert len(rows) == 6
     for row in rows:
         assert 1 < row["environment/turns/mean"] <= row["environment/turns/max"] <= 3
-        assert row["environment/errors"] == row["environment/deadlines"] == 0
+        assert row["environment/infra/raised"] == row["environment/infra/timed_out"] == 0
     assert sum("val-core/arithmetic/reward/mean@1" in row for row in rows) == 2
     assert unexplained_metrics(tmp_path) <= {"environment/wrong"}
 

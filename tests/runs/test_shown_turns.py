@@ -57,7 +57,7 @@ def train(folder, steps, **settings):
 
 def check(rows):
     for metrics in rows:
-        assert metrics["environment/errors"] == metrics["environment/deadlines"] == 0
+        assert metrics["environment/infra/raised"] == metrics["environment/infra/timed_out"] == 0
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
         # of turns, beside those of prompts
         assert metrics["rollout/images_encoded"] > metrics["data/images"] == 4

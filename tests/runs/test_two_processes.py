@@ -119,11 +119,8 @@ def test_failures_of_environments_are_agreed_on(tmp_path):
         "--config.rollout.max_infra_rate=1.0",
         "--config.rollout.max_response_length=96",
         "--config.rollout.turn_length=32",
-        "--config.reward.function=zero",
-        "--config.reward.kwargs={}",
     ]
     for rows in check_equal(tmp_path, overrides):
         for row in rows:
             assert row["environment/infra/unscored"] >= 4
-            assert row["environment/infra/redrawn"] > 8 * row["environment/infra/unscored"] / 2
-        assert any(row["actor/grad_norm"] > 0 for row in rows)
+            assert row["environment/infra/redrawn"] >= 8 * row["environment/infra/unscored"]
