@@ -166,7 +166,7 @@ def _train(
         recording = open_recording(replay, folder, done or 0) if replay else None
         date = recorded_date(pathlib.Path(replay or folder))
         prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
-        files.enter_context(contextlib.closing(prepared.rewards))
+        files.enter_context(contextlib.closing(prepared))
         run = Run(prepared, folder, saved, watchdog, terminal)
         code = run.loop(stop)
     if code == EXIT_DONE:

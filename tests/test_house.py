@@ -86,6 +86,7 @@ INNER_FLOORS = {
         {"sampler_program", "rollout_config", "cache_sizing"},
         {"decode_state"},
         {"kv_cache", "requests", "jetstream_api"},
+        {"occupancy"},
     ],
 }
 OWNERS = {  # which rooms may import a package

@@ -24,13 +24,6 @@ from distflow_jax.report.terminal import Terminal
 from distflow_jax.watchdog.controller import Watchdog
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[2J'\""
-SMALL = {
-    "model.source": "random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300",
-    "data.max_prompt_length": 96,
-    "data.prompts_per_step": 4,
-    "rollout.max_response_length": 8,
-    "eval.dataset": "",
-}
 
 
 @pytest.mark.parametrize("name", df.__all__)
@@ -277,7 +270,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, monkeypatch):
 def test_no_watchdog_looks_after_a_kernel(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(Watchdog, "start", lambda *_, **__: started.append(1))
-    config = df.load_config("tiny", SMALL | {"data.train": str(tmp_path / "missing.jsonl")})
+    config = df.load_config("tiny", {"data.train": str(tmp_path / "missing.jsonl")})
     with pytest.raises(FileNotFoundError, match="missing.jsonl"):
         df.train(config, tmp_path / "run")
     assert not started

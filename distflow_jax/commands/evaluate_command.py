@@ -1,5 +1,6 @@
 """The subcommand evaluate."""
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -38,9 +39,9 @@ def main(options: SimpleNamespace) -> int:
     sizes = derive_sizes(config, source.config, machine)
     hosts = sizes.sampler_hosts
     prompts = load_eval_prompts(config, source, sizes, machine)
-    with RewardPool(config.reward) as rewards:
+    with RewardPool(config.reward) as rewards, contextlib.ExitStack() as files:
         rewards.check(trial_request(prompts[0]))
-        environments = open_environments(config, source, prompts[0])
+        environments = open_environments(config, source, prompts[0], files)
         model = open_answerer(config, source, options.run)
         evaluation = Evaluation(
             model.engine,

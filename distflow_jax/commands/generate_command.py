@@ -1,5 +1,6 @@
 """The subcommand generate."""
 
+import contextlib
 import pathlib
 from types import SimpleNamespace
 
@@ -49,15 +50,16 @@ def main(options: SimpleNamespace) -> int:
                 "shorten it"
             )
         prompts.append(prompt)
-    environments = open_environments(config, source, prompts[0])
-    model = open_answerer(config, source, options.run)
     sampling = SamplingParams(
         options.samples,
         config.rollout.max_response_length,
         options.temperature,
         top_p=options.top_p,
     )
-    _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)
+    with contextlib.ExitStack() as files:
+        environments = open_environments(config, source, prompts[0], files)
+        model = open_answerer(config, source, options.run)
+        _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)
     for response in (episode.response for episode in episodes):
         if len(episodes) > 1:
             print(f"--- {texts[response.prompt.counter]} [{response.sample}]")

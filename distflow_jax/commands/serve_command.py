@@ -78,8 +78,12 @@ def _access(options: SimpleNamespace) -> Access:
 
 
 def resumable(sizes: EngineConfig) -> EngineConfig:
-    """Lets any sequence be preempted, and resumed after a prefill of its prompt and response."""
-    return dataclasses.replace(sizes, max_read=sizes.max_prompt + sizes.max_response)
+    """Lets any sequence be preempted, and resumed after a prefill of its prompt and response.
+
+    None waits for an environment: all slots decode.
+    """
+    longest = sizes.max_prompt + sizes.max_response
+    return dataclasses.replace(sizes, slots=sizes.decode_slots, lanes=0, max_read=longest)
 
 
 def print_ready(server: Server) -> None:

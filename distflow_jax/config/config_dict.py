@@ -28,7 +28,10 @@ MOST_FLOAT, LEAST_FLOAT = 3.4028235e38, 1.1754944e-38  # of float32, the latter 
 MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 
 # {key of an earlier release: its name today}
-RENAMED = {"mesh.stage": "mesh.pipeline"}
+RENAMED = {
+    "mesh.stage": "mesh.pipeline",
+    "rollout.environment_seconds": "rollout.environment_timeout",
+}
 # keys of earlier releases that need nothing in their place
 REMOVED = ("flow.stagger", "flow.dispatch")
 # errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and

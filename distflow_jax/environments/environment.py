@@ -6,8 +6,14 @@
         def step(self, tokens, text) -> Turn: ...        # after each turn of the model
         def close(self): ...                             # if there is one: when the response ends
 
-Every response has an object of its own, so its state may be plain attributes, and a thread of its
-own, in which all of its methods are called.
+Each method may be `async`: those run in one event loop, which they must not block. Others have
+threads, not always the same one. Every response has an object of its own, which is called by one at
+a time, so its state may be plain attributes.
+
+What a method raises is no answer to the model: it means that something failed that the model has
+not to do with. A turn that is wrong gets a Turn that says so. The call is then made again: on a new
+object that is reset and given the turns so far, and must answer them alike. With the attribute
+`repeatable = True` the same object is asked again, which no failed call may have changed.
 """
 
 import dataclasses
@@ -50,7 +56,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """See the head of this file. `close` is optional."""
+    """See the head of this file. `close` and `repeatable` are optional."""
 
     def reset(self, prompt: Prompt) -> Any:
         """Begins anew. What it returns, ids, text or Shown, the model reads after the prompt.

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
 from distflow_jax.environments.registry import Environments
-from distflow_jax.environments.sample_episodes import single_turn
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
@@ -42,6 +42,7 @@ class Counts(NamedTuple):
     generate_calls: int = 0
     tokens: int = 0
     under_way: int = 0  # tokens of requests that it has not returned
+    occupancy: Occupancy = Occupancy()
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,6 +67,7 @@ class EpisodeSampler:
 
     Attributes:
       in_turns: whether responses are in turns, with environments.
+      stats: RolloutStats of the scheduler that has ended last; None: none has.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class EpisodeSampler:
         self._ended: list[_Request] = []
         self._scheduler: Any = None  # of `start`
         self._driver: TurnDriver | None = None
-        self._past = (0, 0)  # decode calls and tokens of earlier schedulers
+        self._past = Counts()  # of earlier schedulers; `under_way` is not used
+        self.stats: Any = None
 
     @property
     def version(self) -> int:
@@ -97,16 +100,17 @@ class EpisodeSampler:
     @property
     def counts(self) -> Counts:
         """Numbers of all that was sampled so far."""
-        calls, tokens = self._past
+        calls, tokens, _, occupancy = self._past
         if self._scheduler is not None:
-            calls += self._scheduler.stats.generate_calls
-            tokens += self._scheduler.stats.tokens
+            stats = self._scheduler.stats
+            calls, tokens = calls + stats.generate_calls, tokens + stats.tokens
+            occupancy = occupancy.plus(stats.occupancy)
         waiting = [*self._open.values(), *self._ended]
         under_way = sum(e.num_sampled for entry in waiting for e in entry.episodes.values())
         under_way += sum(len(p.tokens) - len(p.fed) for _, p in self._under_way())
         if self._driver is not None:
             under_way += self._driver.num_sampled
-        return Counts(calls, tokens, under_way)
+        return Counts(calls, tokens, under_way, occupancy)
 
     @property
     def busy(self) -> bool:
@@ -219,7 +223,7 @@ class EpisodeSampler:
             self._driver.close()
             self._driver = None
         if self._scheduler is not None:
-            self._past = self.counts[:2]
+            self._past, self.stats = self.counts, self._scheduler.stats
             self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
             self._scheduler = None
 

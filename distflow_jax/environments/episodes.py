@@ -2,18 +2,23 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from distflow_jax.environments.failures import CAUSES
 from distflow_jax.images.turn_images import to_bytes
 from distflow_jax.layout import RESPONSE_IMAGES
 from distflow_jax.rollout.requests import Response
 
-# Why a response ended: the environment said so; a limit; a deadline of the environment's or an
-# error of it, which cost this response alone.
-REASONS = ("done", "max_turns", "turn_length", "response_length", "deadline", "error")
+# Why a response ended: the environment said so; a limit; its environment failed, so that it has no
+# score.
+REASONS = ("done", "max_turns", "turn_length", "response_length", "failed")
+
+# Counts of failures, in `Episode.logged`: of calls by cause, and of responses drawn anew.
+INFRA = tuple(f"infra/{name}" for name in (*CAUSES, "redrawn"))
 
 
 @dataclasses.dataclass
@@ -26,15 +31,22 @@ class Episode:
 
     response: Response
     mask: np.ndarray  # bool [T]: what was sampled
-    reward: float  # of all turns
+    reward: float  # of all turns; nan: the response leaves its group
     turns: int  # of the model
     reason: str  # one of REASONS
-    logged: dict[str, float]  # the environment's numbers, summed over the turns
+    logged: dict[str, float]  # the environment's numbers, summed over the turns, and INFRA
 
     @property
     def num_sampled(self) -> int:
         """Tokens that were sampled."""
         return int(self.mask.sum())
+
+
+def single_turn(response: Response) -> Episode:
+    """The episode of a response without an environment."""
+    mask = np.ones(len(response.tokens), bool)
+    reason = "done" if response.finished else "response_length"
+    return Episode(response, mask, reward=0.0, turns=1, reason=reason, logged={})
 
 
 def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -57,6 +69,7 @@ def episode_sums(episodes: Sequence[Episode]) -> dict[str, float]:
         responses=len(episodes),
         turns=sum(e.turns for e in episodes),
         observation_tokens=sum(int((~e.mask).sum()) for e in episodes),
+        unscored=sum(math.isnan(e.reward) for e in episodes),
     )
     for episode in episodes:
         sums[f"ended/{episode.reason}"] += 1
@@ -68,7 +81,7 @@ def episode_sums(episodes: Sequence[Episode]) -> dict[str, float]:
 def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> dict[str, float]:
     """`environment/*` from the sums of all processes, and the turns of the longest episode.
 
-    Means are over responses; `environment/deadlines` and `environment/errors` count them.
+    Means are over responses; `environment/infra/*` are counts.
     """
     sums: collections.Counter[str] = collections.Counter()
     for part in parts:
@@ -79,21 +92,22 @@ def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> di
     shares = {
         f"environment/ended/{reason}": sums[f"ended/{reason}"] / count
         for reason in REASONS
-        if reason not in ("deadline", "error")
+        if reason != "failed"
     }
     logged = {
         f"environment/{name.removeprefix('logged/')}": value / count
         for name, value in sums.items()
-        if name.startswith("logged/")
+        if name.startswith("logged/") and name.removeprefix("logged/") not in INFRA
     }
+    failures = {f"environment/{name}": float(sums[f"logged/{name}"]) for name in INFRA}
     return (
         logged
         | shares
+        | failures
         | {
             "environment/turns/mean": sums["turns"] / count,
             "environment/turns/max": float(most_turns),
             "environment/observation_tokens": sums["observation_tokens"] / count,
-            "environment/deadlines": float(sums["ended/deadline"]),
-            "environment/errors": float(sums["ended/error"]),
+            "environment/infra/unscored": float(sums["unscored"]),
         }
     )

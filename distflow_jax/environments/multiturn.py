@@ -6,36 +6,25 @@ sampler decodes other responses. Which tokens are sampled depends on (seed, uid,
 response) and on what the environments answered, never on when they did.
 """
 
-import collections
 import dataclasses
 import functools
 import math
 import queue
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.episodes import Episode
-from distflow_jax.environments.registry import (
-    Answer,
-    Environments,
-    EnvironmentThread,
-    Failure,
-    Observed,
-)
+from distflow_jax.environments.episodes import INFRA, Episode
+from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.handle import Answer, EnvironmentHandle
+from distflow_jax.environments.registry import Environments, Observed
 from distflow_jax.images.turn_images import TurnImages, joined, of_prompt
-from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import (
-    GroupRequest,
-    Response,
-    RolloutStats,
-    SamplingParams,
-)
-from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
+
+REDRAWS = 8  # times that a response is drawn anew whose environment has failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,31 +40,6 @@ class TurnLimits:
         """The limits of a run's environments, for responses of up to so many tokens."""
         turn = min(environments.turn_length or response, response)
         return cls(response, turn, environments.max_turns)
-
-
-def sample_turns(
-    engine: RolloutEngine,
-    state: SamplerState,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    environments: Environments,
-    *,
-    on_response: Callable[[Response], None] | None = None,
-) -> tuple[SamplerState, list[Episode], RolloutStats]:
-    """Samples responses in turns to each prompt; they are ordered by (prompt, sample).
-
-    The limit of `sampling` holds for all turns of a response together. `on_response` is called in
-    this thread as soon as a response ends.
-    """
-    limits = TurnLimits.of(environments, sampling.limit)
-    requests = [GroupRequest(p, sampling, hold=True).with_limit(limits.turn) for p in prompts]
-    scheduler = Scheduler(engine, state.params, version=state.version, state=state.decode)
-    # a response keeps its slot while its environment is at work
-    most = engine.max_concurrent_decodes
-    episodes = run_turns(
-        scheduler, requests, environments, limits, most=most, on_response=on_response
-    )
-    return dataclasses.replace(state, decode=scheduler.close()), episodes, scheduler.stats
 
 
 class _Part(NamedTuple):
@@ -108,13 +72,21 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _Conversation:
-    """A response that has begun. `failed` is set where its environment could not even be reset."""
+    """A response that has begun.
+
+    `sample` is its place in the group. One that is drawn anew is another request to the scheduler,
+    `id`, of one response with a `key` of its own. `failed`: its environment could not even be
+    reset, as often as that was tried.
+    """
 
     group: "_Group"
     sample: int
-    thread: EnvironmentThread
+    handle: EnvironmentHandle
+    draws: int = 0  # that were lost before this one
+    id: int | None = None
+    key: int = 0
     first: Observed | None = None
-    failed: str = ""
+    failed: bool = False
     parts: list["_Part"] = dataclasses.field(default_factory=list)
     routed_experts: np.ndarray | None = None  # of all of it up to the last turn
     turns: int = 0
@@ -125,6 +97,15 @@ class _Conversation:
     def length(self) -> int:
         """Tokens so far, observations included."""
         return sum(len(part.tokens) for part in self.parts)
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Adds to a number that is logged."""
+        self.logged[name] = self.logged.get(name, 0.0) + value
+
+    def count_lost(self, lost: "_Conversation") -> None:
+        """Takes over the failures of the one in whose place this one is drawn."""
+        self.logged |= {name: lost.logged[name] for name in INFRA if name in lost.logged}
+        self.count("infra/redrawn")
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,42 +119,24 @@ class _Group:
     request: GroupRequest
     conversations: dict[int, _Conversation] = dataclasses.field(default_factory=dict)  # by sample
     first: Observed = dataclasses.field(default_factory=lambda: Observed(np.zeros(0, np.int32)))
-    id: int | None = None
+    begun: bool = False  # it was handed to the scheduler
+    episodes: list[Episode] = dataclasses.field(default_factory=list)  # that have ended
 
-
-def run_turns(
-    scheduler: Scheduler,
-    requests: Sequence[GroupRequest],
-    environments: Environments,
-    limits: TurnLimits,
-    *,
-    most: int,
-    on_response: Callable[[Response], None] | None = None,
-) -> list[Episode]:
-    """Answers all requests; episodes in (request, sample) order.
-
-    At most `most` responses run at a time, or one group if that is more; prompts with the longest
-    expected responses come first.
-    """
-    driver = TurnDriver(scheduler, environments, limits, on_response)
-    order = sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i))
-    pending = collections.deque(order)
-    try:
-        while pending or driver.live:
-            while pending and (
-                not driver.live or driver.live + requests[pending[0]].sampling.num_samples <= most
-            ):
-                index = pending.popleft()
-                driver.begin(index, requests[index])
-            driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
-            driver.step()
-    finally:
-        driver.close()
-    return [driver.done[key] for key in sorted(driver.done)]
+    def add(self, episode: Episode) -> None:
+        """Adds a response that has ended; one that would be left alone leaves the group, too: it
+        has nothing to be compared with."""
+        self.episodes.append(episode)
+        left = [e for e in self.episodes if not math.isnan(e.reward)]
+        if len(left) == 1 < len(self.episodes) == len(self.request.samples):
+            left[0].reward = math.nan
 
 
 class TurnDriver:
-    """The responses at work, between the scheduler and the threads of their environments.
+    """The responses at work, between the scheduler and their environments.
+
+    A response whose environment fails is drawn anew, with a sample number of its own: the number in
+    its group plus a multiple of the group's size. One that was lost REDRAWS times more ends with
+    the reward nan, and leaves its group. Where fewer than two would be left, all leave it.
 
     Attributes:
       done: episodes that have ended, by (request, sample).
@@ -190,19 +153,19 @@ class TurnDriver:
         self._scheduler, self._environments, self._limits = scheduler, environments, limits
         self._on_response = on_response
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._by_thread: dict[int, _Conversation] = {}
-        self._turns: list[tuple[_Group, Response]] = []  # that have ended in this round
+        self._by_handle: dict[int, _Conversation] = {}
+        self._turns: list[tuple[_Conversation, Response]] = []  # that have ended in this round
 
     @property
     def live(self) -> int:
         """Responses that have begun and not ended."""
-        return len(self._by_thread)
+        return len(self._by_handle)
 
     @property
     def num_sampled(self) -> int:
         """Tokens in turns that the scheduler has ended, of responses that `done` has or that are
         at work."""
-        parts = [part for c in self._by_thread.values() for part in c.parts]
+        parts = [part for c in self._by_handle.values() for part in c.parts]
         ended = sum(episode.num_sampled for episode in self.done.values())
         return ended + sum(int(part.mask.sum()) for part in parts)
 
@@ -210,102 +173,114 @@ class TurnDriver:
         """Resets the environments of one prompt's responses."""
         group = _Group(index, request)
         for sample in request.samples:
-            thread = EnvironmentThread(self._environments, self._answers)
-            conversation = _Conversation(group, sample, thread)
-            group.conversations[sample] = conversation
-            self._by_thread[thread.number] = conversation
-            thread.reset(request.prompt)
+            self._reset(group, sample)
 
     def take_answers(self, *, wait: bool) -> None:
-        """Continues responses whose environments have answered; ends those that are too late.
+        """Continues responses whose environments have answered; draws those anew whose environment
+        has failed.
 
-        With `wait` it sleeps until there is something to do.
+        With `wait` it sleeps until there is something to do. RuntimeError where too many calls
+        fail, or hang.
         """
-        deadline = min((c.thread.deadline for c in self._by_thread.values()), default=math.inf)
-        if wait and deadline < math.inf:
-            try:
-                self._take(self._answers.get(timeout=max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                pass
-        # deadlines are looked at last: what has come while a decode call ran has come in time
+        if wait and self._by_handle:
+            self._take(self._environments.loop.take(self._answers))
         while not self._answers.empty():
             self._take(self._answers.get())
-        now = time.monotonic()
-        for conversation in list(self._by_thread.values()):
-            if conversation.thread.deadline <= now:
-                self._too_late(conversation)
 
     def step(self) -> None:
         """A round of the scheduler, if it is busy; goes on with the turns that have ended."""
         if self._scheduler.busy:
             self._scheduler.step()
         turns, self._turns = self._turns, []
-        for group, turn in turns:
-            self._turn_ended(group.conversations[turn.sample], turn)
+        for conversation, turn in turns:
+            self._turn_ended(conversation, turn)
+
+    def cancel(self, index: int) -> None:
+        """Ends a request, whatever its responses are at; nothing of it is in `done` then."""
+        for conversation in [c for c in self._by_handle.values() if c.group.index == index]:
+            self._forget(conversation)
+            if conversation.id is not None:
+                self._scheduler.abort(conversation.id)
+        self._turns = [entry for entry in self._turns if entry[0].group.index != index]
+        self.done = {key: episode for key, episode in self.done.items() if key[0] != index}
 
     def close(self) -> None:
-        """Ends all threads that are left; does not wait for them."""
-        for conversation in self._by_thread.values():
-            conversation.thread.close()
+        """Ends all environments that are left; does not wait for them."""
+        for conversation in list(self._by_handle.values()):
+            self._forget(conversation)
 
     # -- turns and answers ------------------------------------------------------------------------
 
-    def _keep_turn(self, group: _Group, turn: Response) -> None:
+    def _reset(self, group: _Group, sample: int, draws: int = 0) -> _Conversation:
+        handle = EnvironmentHandle(self._environments, group.request.prompt, self._answers)
+        conversation = _Conversation(group, sample, handle, draws, key=sample)
+        group.conversations[sample] = self._by_handle[handle.number] = conversation
+        handle.reset()
+        return conversation
+
+    def _forget(self, conversation: _Conversation) -> None:
+        conversation.handle.close()
+        del self._by_handle[conversation.handle.number]
+
+    def _keep_turn(self, conversations: Mapping[int, _Conversation], turn: Response) -> None:
         """Keeps a turn until the scheduler's round is over, as none is extended within one.
 
-        The group tells whose it is: uids of two nodes that sample to one prompt are alike.
+        The request's conversations, by key, tell whose it is: uids of two nodes that sample to one
+        prompt are alike.
         """
-        self._turns.append((group, turn))
+        self._turns.append((conversations[turn.sample], turn))
 
     def _turn_ended(self, conversation: _Conversation, turn: Response) -> None:
         """Hands a turn of the model to its environment, or ends the response."""
         conversation.parts.append(_Part.of(turn))
         conversation.routed_experts = turn.routed_experts
         conversation.turns += 1
-        if not turn.finished:
+        if conversation.failed:
+            self._end(conversation, "failed")
+        elif not turn.finished:
             full = conversation.length >= self._limits.response
-            reason = "response_length" if full else "turn_length"
-            self._end(conversation, conversation.failed or reason)
-        elif conversation.failed:
-            self._end(conversation, conversation.failed)
+            self._end(conversation, "response_length" if full else "turn_length")
         else:
-            conversation.thread.step(turn.tokens)
+            conversation.handle.step(turn.tokens)
 
     def _take(self, answer: Answer) -> None:
-        conversation = self._by_thread.get(answer.thread)
-        if conversation is None or not conversation.thread.is_answer(answer):
-            return  # it came too late
+        conversation = self._by_handle.get(answer.handle)
+        if conversation is None:
+            return  # its response has ended
         outcome = answer.outcome
         if isinstance(outcome, Failure):
-            self._environments.log_once(outcome.place, outcome.error)
-            self._fail(conversation, "error")
-        elif conversation.group.id is None:
+            conversation.count(f"infra/{outcome.cause}")
+            self._environments.failures.count(answer.calls, outcome)
+            self._environments.check_hung()
+            if answer.last:
+                self._fail(conversation)
+            return
+        self._environments.failures.count(answer.calls, None)
+        if conversation.id is None:
             conversation.first = outcome
-            self._submit_if_ready(conversation.group)
+            self._submit_if_ready(conversation)
         else:
             self._go_on(conversation, outcome)
 
-    def _too_late(self, conversation: _Conversation) -> None:
-        seconds = self._environments.seconds
-        self._environments.log_once(
-            "deadline", f"gave no answer within rollout.environment_seconds={seconds:g}"
-        )
-        conversation.thread.close()
-        self._fail(conversation, "deadline")
-
-    def _fail(self, conversation: _Conversation, reason: str) -> None:
-        if conversation.group.id is None:
-            # the scheduler samples all responses to a prompt: this one gets a single turn
-            conversation.failed = reason
-            self._submit_if_ready(conversation.group)
+    def _fail(self, conversation: _Conversation) -> None:
+        """Draws a response anew whose environment has failed, or has it leave its group."""
+        if conversation.draws < REDRAWS:
+            self._forget(conversation)
+            if conversation.id is not None:
+                self._scheduler.held.release(conversation.id, conversation.key)
+            anew = self._reset(conversation.group, conversation.sample, conversation.draws + 1)
+            anew.count_lost(conversation)
+        elif conversation.id is None:
+            conversation.failed = True  # the scheduler samples a turn of it, which fills its place
+            self._submit_if_ready(conversation)
         else:
-            self._end(conversation, reason)
+            self._end(conversation, "failed")
 
     def _go_on(self, conversation: _Conversation, observed: Observed) -> None:
         """Adds the environment's answer to a turn, and has the model write the next one."""
         conversation.reward += observed.reward
         for name, value in observed.logged.items():
-            conversation.logged[name] = conversation.logged.get(name, 0.0) + value
+            conversation.count(name, value)
         length = conversation.length + len(observed.tokens)
         if observed.done:
             self._end(conversation, "done")
@@ -315,58 +290,79 @@ class TurnDriver:
             self._end(conversation, "response_length")
         else:
             conversation.parts.append(_Part.observed(observed.tokens, observed.shown))
-            group = conversation.group
-            limit = min(length + self._limits.turn, self._limits.response) - len(group.first.tokens)
+            limit = min(length + self._limits.turn, self._limits.response)
+            limit -= len(conversation.group.first.tokens)
             self._scheduler.held.extend(
-                group.id, conversation.sample, observed.tokens, limit, observed.shown
+                conversation.id, conversation.key, observed.tokens, limit, observed.shown
             )
 
-    def _submit_if_ready(self, group: _Group) -> None:
-        """Hands a prompt to the scheduler once the environments of all its responses are reset."""
-        conversations = group.conversations.values()
-        if not all(c.first or c.failed for c in conversations):
-            return
-        reset = [c for c in conversations if not c.failed]
-        if reset:
-            group.first = self._common_observation(reset)
+    def _submit_if_ready(self, conversation: _Conversation) -> None:
+        """Hands a prompt to the scheduler once the environments of all its responses are reset, or
+        once more for a response that is drawn anew."""
+        group = conversation.group
+        if group.begun:
+            self._compare_first(conversation)
+            size = len(group.request.samples)
+            conversation.key = conversation.sample + size * conversation.draws
+            self._submit({conversation.key: conversation}, group)
+        elif all(c.first or c.failed for c in group.conversations.values()):
+            group.begun = True
+            self._find_first(group)
+            self._submit(group.conversations, group)
+
+    def _submit(self, conversations: Mapping[int, _Conversation], group: _Group) -> None:
+        """Has the responses of consecutive keys sampled, behind the group's first observation."""
         request, first = group.request, group.first
         if len(first.tokens):
-            for conversation in conversations:
+            for conversation in conversations.values():
                 conversation.parts.append(_Part.observed(first.tokens, first.shown))
             limit = min(request.sampling.limit, self._limits.response - len(first.tokens))
             prompt = _with_first(request.prompt, first)
             request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
-        group.id = self._scheduler.submit(request, functools.partial(self._keep_turn, group))
+        sampling = dataclasses.replace(request.sampling, num_samples=len(conversations))
+        request = dataclasses.replace(request, sampling=sampling, first_sample=min(conversations))
+        identity = self._scheduler.submit(
+            request, functools.partial(self._keep_turn, dict(conversations))
+        )
+        for conversation in conversations.values():
+            conversation.id = identity
 
-    def _common_observation(self, reset: list[_Conversation]) -> Observed:
-        """The first observation of all responses to a prompt; those with another one fail."""
-        first = reset[0].first
-        room = self._scheduler.engine.config.max_prompt
-        room = min(self._limits.response - 1, room - len(reset[0].group.request.prompt.tokens))
-        if len(first.tokens) > room:
-            what = (
-                f"the first observation has {len(first.tokens)} tokens, more than the {room} that "
-                "data.max_prompt_length and rollout.max_response_length leave to it"
-            )
-            self._environments.log_once("first observation too long", what)
+    def _find_first(self, group: _Group) -> None:
+        """Finds the first observation of all responses to a prompt; those with another one fail."""
+        reset = [c for c in group.conversations.values() if not c.failed]
+        if not reset:
+            return
+        tokens = len(reset[0].first.tokens)
+        room = self._scheduler.engine.config.max_prompt - len(group.request.prompt.tokens)
+        room = min(self._limits.response - 1, room)
+        if tokens <= room:
+            group.first = reset[0].first
             for conversation in reset:
-                conversation.failed = "error"
-            return Observed(np.zeros(0, np.int32))
+                self._compare_first(conversation)
+            return
+        what = (
+            f"the first observation has {tokens} tokens, more than the {room} that "
+            "data.max_prompt_length and rollout.max_response_length leave to it"
+        )
+        self._environments.failures.tell("first observation too long", what)
         for conversation in reset:
-            if not _same(conversation.first, first):
-                conversation.failed = "error"
-                self._environments.log_once(
-                    "first observations differ",
-                    "reset() gave different first observations for the responses to one prompt; "
-                    "let them follow from the prompt",
-                )
-        return first
+            conversation.failed = True
+
+    def _compare_first(self, conversation: _Conversation) -> None:
+        """Fails a response that begins with another observation than its group."""
+        first = conversation.group.first
+        if not conversation.failed and not conversation.first.looks_like(first):
+            conversation.failed = True
+            self._environments.failures.tell(
+                "first observations differ",
+                "reset() gave different first observations for the responses to one prompt; let "
+                "them follow from the prompt",
+            )
 
     def _end(self, conversation: _Conversation, reason: str) -> None:
         group, sample = conversation.group, conversation.sample
-        self._scheduler.held.release(group.id, sample)
-        conversation.thread.close()
-        del self._by_thread[conversation.thread.number]
+        self._scheduler.held.release(conversation.id, conversation.key)
+        self._forget(conversation)
         *columns, _ = zip(*conversation.parts, strict=True)
         tokens, logp, margin, version, mask = (np.concatenate(x) for x in columns)
         shown = joined((len(part.tokens), part.shown) for part in conversation.parts)
@@ -376,18 +372,12 @@ class TurnDriver:
         whole = Response(
             prompt, sample, tokens, logp, margin, reason == "done", version, experts, shown
         )
-        self.done[group.index, sample] = Episode(
-            whole, mask, conversation.reward, conversation.turns, reason, conversation.logged
-        )
+        reward = math.nan if reason == "failed" else conversation.reward
+        episode = Episode(whole, mask, reward, conversation.turns, reason, conversation.logged)
+        self.done[group.index, sample] = episode
+        group.add(episode)
         if self._on_response is not None:
             self._on_response(whole)
-
-
-def _same(one: Observed, other: Observed) -> bool:
-    """Whether two observations have the same tokens and images."""
-    if not np.array_equal(one.tokens, other.tokens):
-        return False
-    return other.shown is None if one.shown is None else one.shown.same_as(other.shown)
 
 
 def _with_first(prompt: Prompt, first: Observed) -> Prompt:

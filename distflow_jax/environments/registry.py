@@ -1,23 +1,16 @@
-"""Environments by name, and the thread in which one of them lives beside the sampler."""
+"""Environments by name, and what they return, checked."""
 
-import contextlib
 import dataclasses
 import inspect
-import itertools
-import logging
-import math
-import queue
-import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from distflow_jax import user_functions
-from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment import Environment, Shown, Turn
+from distflow_jax.environments.event_loop import EventLoop
+from distflow_jax.environments.failures import Failures
 from distflow_jax.environments.observed_pictures import Sight, check_shown
 from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.images.turn_images import TurnImages
@@ -25,20 +18,6 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
-
-_TRIAL = "<tool>1</tool>"  # a turn that the environments of tools answer
-_TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
-
-log = logging.getLogger("distflow_jax")
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The failure of a call: `error` holds a summary and below it the traceback; `place` is the
-    kind of error and where it was raised."""
-
-    error: str
-    place: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +30,21 @@ class Observed:
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
     shown: TurnImages | None = None
 
+    def looks_like(self, other: "Observed") -> bool:
+        """Whether two observations have the same tokens and images, and end alike."""
+        if self.done != other.done or not np.array_equal(self.tokens, other.tokens):
+            return False
+        return other.shown is None if self.shown is None else self.shown.same_as(other.shown)
+
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """The outcome of a call, with the numbers of its thread and of the call."""
+class CallLimits:
+    """How calls of environments are made."""
 
-    thread: int
-    call: int
-    outcome: Observed | Failure
+    seconds: float  # longest duration of one
+    retries: int = 2  # further tries of one that failed
+    threads: int = 64  # at work at a time of those that do not await
+    max_infra_rate: float = 0.5  # share of failed ones above which the run ends
 
 
 class Environments:
@@ -67,7 +53,7 @@ class Environments:
     Args:
       name: `calculator`, `tools`, my_module:MyClass or path/to/file.py:MyClass.
       kwargs: for it, beside the tokenizer.
-      seconds: longest duration of one call.
+      calls: how its methods are called.
       turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
         response may have.
       max_turns: turns of the model in one response.
@@ -84,57 +70,53 @@ class Environments:
         kwargs: Mapping[str, Any],
         tokenizer: Tokenizer,
         *,
-        seconds: float,
+        calls: CallLimits,
         turn_length: int = 0,
         max_turns: int = 4,
         sight: Sight | None = None,
     ):
-        self.name, self.seconds, self.tokenizer = name, seconds, tokenizer
+        self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
         self._make, self._kwargs = load_environment(name), dict(kwargs)
         self._check_signature()
-        self._logged: set[str] = set()
+        step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
+        self.is_async = inspect.iscoroutinefunction(step)
+        self.failures = Failures(name, calls.max_infra_rate)
+        self._loop: EventLoop | None = None
 
     def make(self) -> Environment:
         """A new one."""
         return self._make(self.tokenizer, **self._kwargs)
 
-    def check(self, prompt: Prompt) -> None:
-        """Tries the making and the reset of one on a row of the data, before the first step, and
-        the chat template with a user's turn and with its answer to a turn.
+    @property
+    def loop(self) -> EventLoop:
+        """The loop that the calls of all of them are made in."""
+        if self._loop is None:
+            self._loop = EventLoop(self.calls.seconds, self.calls.threads)
+        return self._loop
 
-        ValueError, in one line, if that raises, hangs, or gives something else than an observation.
-        """
-        if self.tokenizer.is_chat(prompt.text):
-            self.tokenizer.encode_turn(".")
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        with EnvironmentThread(self, answers) as thread:
-            thread.reset(prompt)
-            try:
-                outcome = answers.get(timeout=self.seconds).outcome
-            except queue.Empty:
-                raise ValueError(
-                    f"environment {self.name!r} was not reset within rollout.environment_seconds="
-                    f"{self.seconds:g} on the first row; mend it, or raise that"
-                ) from None
-            if not isinstance(outcome, Failure):
-                thread.step(self.tokenizer.encode(_TRIAL))
-                with contextlib.suppress(queue.Empty):  # it may take long to answer
-                    outcome = answers.get(timeout=self.seconds).outcome
-                    if _TEMPLATE not in getattr(outcome, "error", "").split("\n")[0]:
-                        return  # it may not take such a turn
-        if isinstance(outcome, Failure):
-            summary = outcome.error.split("\n")[0]
-            raise ValueError(f"environment {self.name!r} failed on the first row: {summary}")
+    def close(self) -> None:
+        """Ends all that are at work. May be called twice."""
+        if self._loop is not None:
+            self._loop.close()
+            self.failures.summarize()
+            self._loop = None
 
-    def log_once(self, kind: str, what: str) -> None:
-        """Warns of something that went wrong, of each kind once in this process."""
-        if kind not in self._logged:
-            self._logged.add(kind)
-            log.warning(
-                "environment %r: %s\n(further ones of this kind are only counted)", self.name, what
+    def check_hung(self) -> None:
+        """RuntimeError where more calls hang than threads are bounded to."""
+        hung = list(self.loop.hung.values())
+        if len(hung) > self.calls.threads:
+            raise RuntimeError(
+                f"{len(hung)} calls of environment {self.name!r} go on after they had "
+                f"rollout.environment_timeout={self.calls.seconds:g} s, more than "
+                f"rollout.environment_threads={self.calls.threads}; {hung[0]} hangs"
             )
+
+    def first(self, observation: Any) -> Observed:
+        """Checks what a reset returned."""
+        tokens, shown = self.read(observation)
+        return Observed(tokens, shown=shown)
 
     def observed(self, turn: Any) -> Observed:
         """A Turn that was returned, checked; TypeError or ValueError for what it cannot be."""
@@ -198,105 +180,6 @@ class Environments:
                 f"rollout.environment_kwargs={self._kwargs} do not fit {self.name}"
                 f"{inspect.signature(self._make)}: {error}"
             ) from error
-
-
-class EnvironmentThread:
-    """One response's environment: calls go in, and Answers come out of `answers`, a queue that many
-    of these share.
-
-    A call that hangs cannot be ended in Python: the thread is left behind then, and ends when the
-    call does. It holds no part of the sampler, and does not keep the process alive.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self, environments: Environments, answers: "queue.SimpleQueue[Answer]"):
-        self.number = next(self._numbers)
-        self.deadline = math.inf  # of the call at work, on time.monotonic's clock
-        self.call = 0  # number of the last call
-        self._environments = environments
-        self._jobs: queue.SimpleQueue[tuple[str, tuple] | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=_live,
-            args=(environments, self.number, self._jobs, answers),
-            daemon=True,
-            name=f"environment-{self.number}",
-        ).start()
-
-    def reset(self, prompt: Prompt) -> None:
-        """Makes the environment and resets it; the answer is its first observation."""
-        self._begin("reset", prompt)
-
-    def step(self, tokens: np.ndarray) -> None:
-        """Hands a turn of the model, int32 [T], to the environment."""
-        self._begin("step", tokens)
-
-    def is_answer(self, answer: Answer) -> bool:
-        """Whether this is the outcome of the last call; if so, the deadline is off."""
-        if answer.call != self.call or self.deadline == math.inf:
-            return False
-        self.deadline = math.inf
-        return True
-
-    def close(self) -> None:
-        """Lets it end, after its own close(). May be called twice; does not wait."""
-        self.deadline = math.inf
-        self._jobs.put(None)
-
-    def __enter__(self) -> "EnvironmentThread":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def _begin(self, method: str, *args: Any) -> None:
-        self.call += 1
-        self.deadline = time.monotonic() + self._environments.seconds
-        self._jobs.put((method, args))
-
-
-def _live(
-    environments: Environments,
-    number: int,
-    jobs: "queue.SimpleQueue[tuple[str, tuple] | None]",
-    answers: "queue.SimpleQueue[Answer]",
-) -> None:
-    """The life of one environment: calls until a None comes."""
-    environment = None
-    for call in itertools.count(1):
-        if (job := jobs.get()) is None:
-            break
-        method, args = job
-        try:
-            if method == "reset":
-                environment = environments.make()
-                tokens, shown = environments.read(environment.reset(*args))
-                outcome = Observed(tokens, shown=shown)
-            else:
-                text = environments.tokenizer.decode(*args)
-                outcome = environments.observed(environment.step(*args, text))
-        except (Exception, SystemExit) as error:  # a user's code may raise anything
-            outcome = _failure(error)
-        answers.put(Answer(number, call, outcome))
-    if hasattr(environment, "close"):
-        try:
-            environment.close()
-        except (Exception, SystemExit) as error:  # a user's code may raise anything
-            failure = _failure(error)
-            environments.log_once(failure.place, f"close() raised {failure.error}")
-
-
-def _failure(error: BaseException) -> Failure:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next  # our own frames say nothing about what is wrong in the user's code
-    summary = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-    place = ""
-    if trace is not None:
-        frame = traceback.extract_tb(trace)[-1]
-        place = f" ({frame.filename}, line {frame.lineno})"
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(f"{summary}{place}\n{text}", f"{type(error).__name__}{place}")
 
 
 def load_environment(name: str) -> Callable[..., Environment]:

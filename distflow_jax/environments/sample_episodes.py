@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.episodes import Episode
-from distflow_jax.environments.multiturn import sample_turns
+from distflow_jax.environments.episode_sampler import EpisodeSampler, Key
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.environments.registry import Environments
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import Response, RolloutStats, SamplingParams
+from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState, sample
 
 
@@ -28,13 +26,23 @@ def sample_episodes(
     as a response ends.
     """
     if environments is not None:
-        return sample_turns(engine, state, prompts, sampling, environments, on_response=on_response)
+        sampler = EpisodeSampler(engine, state, environments, on_response)
+        return _in_turns(sampler, [GroupRequest(prompt, sampling) for prompt in prompts])
     state, responses, stats = sample(engine, state, prompts, sampling, on_response=on_response)
     return state, [single_turn(response) for response in responses], stats
 
 
-def single_turn(response: Response) -> Episode:
-    """The episode of a response without an environment."""
-    mask = np.ones(len(response.tokens), bool)
-    reason = "done" if response.finished else "response_length"
-    return Episode(response, mask, reward=0.0, turns=1, reason=reason, logged={})
+def _in_turns(
+    sampler: EpisodeSampler, requests: Sequence[GroupRequest]
+) -> tuple[SamplerState, list[Episode], RolloutStats]:
+    """Answers requests in turns, the longest expected first; closes the sampler."""
+    found: dict[Key, list[Episode]] = {}
+    for i in sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i)):
+        sampler.submit(i, requests[i])
+    try:
+        while sampler.busy:
+            found |= dict(sampler.round())
+    finally:
+        state = sampler.close()
+    episodes = [episode for key in sorted(found) for episode in found[key]]
+    return state, episodes, sampler.stats or RolloutStats()

@@ -5,6 +5,8 @@ that name. All calls of a turn are answered, `<result>84</result>` each, in the 
 of a user where the model has one. A turn without a call ends the response.
 """
 
+import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,9 +17,10 @@ from distflow_jax import user_functions
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.event_loop import in_thread, name_call
 from distflow_jax.models.tokenizer import Tokenizer
 
-TOOLS: dict[str, Callable[[str], str]] = {"calculator": calculate}
+TOOLS: dict[str, Callable[[str], Any]] = {"calculator": calculate}
 
 _NAME = r"""\s+name\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))"""
 _OPENING, _CLOSING = re.compile(rf"<tool(?:{_NAME})?\s*>"), "</tool>"
@@ -28,12 +31,16 @@ class Tools:
 
     Args:
       tools: name -> a built-in tool's name or "path/file.py:function", a function of the text
-        between the tags that returns text. The text of its ValueError is passed to the model;
-        other errors end the response.
+        between the tags that returns text, plain or `async`. A ValueError is the model's mistake,
+        and its text is the answer. All other errors are failures of the tool, and so are those of
+        decoding (json.JSONDecodeError, UnicodeError): what a service sends is no mistake of the
+        model.
       role: whose turn an answer is in the chat template, "user" or what else the template knows.
       max_calls: calls of one turn that are answered; the rest get an error.
       max_characters: of one result; more is cut.
     """
+
+    repeatable = True  # a turn leaves no trace here
 
     def __init__(
         self,
@@ -61,12 +68,13 @@ class Tools:
         self._chat = self._tokenizer.is_chat(prompt.text)
         self._variables = prompt.extra_info.get("chat_template_kwargs")
 
-    def step(self, tokens: np.ndarray, text: str) -> Turn:
+    async def step(self, tokens: np.ndarray, text: str) -> Turn:
         """Calls the tools that a turn, int32 [T] and its text, calls."""
         calls = find_calls(text)
         if not calls:
             return Turn(done=True)
-        answers = [self._call(name, argument) for name, argument in calls[: self._max_calls]]
+        answers = [await self._call(name, argument) for name, argument in calls[: self._max_calls]]
+        name_call("step")
         if len(calls) > self._max_calls:
             answers.append((f"error: only {self._max_calls} calls in one turn", False))
         results = "\n".join(f"<result>{answer}</result>" for answer, _ in answers)
@@ -78,16 +86,23 @@ class Tools:
             )
         return Turn(observation, logged={"tool_calls": len(calls), "tool_errors": failed})
 
-    def _call(self, name: str, argument: str) -> tuple[str, bool]:
+    async def _call(self, name: str, argument: str) -> tuple[str, bool]:
         """(answer for the model, whether the tool succeeded)."""
         name = name or next(iter(self._tools))
         if name not in self._tools:
             return f"error: there is no tool {name[:40]!r}, only {', '.join(self._tools)}", False
+        tool, argument = self._tools[name], argument.strip()
+        name_call(f"tool {name!r}")
         try:
-            answer = str(self._tools[name](argument.strip()))
+            if inspect.iscoroutinefunction(tool):
+                answer = await tool(argument)
+            else:
+                answer = await in_thread(tool, argument)
+        except (json.JSONDecodeError, UnicodeError):
+            raise
         except ValueError as error:
             return f"error: {error}"[: self._max_characters], False
-        return answer[: self._max_characters], True
+        return str(answer)[: self._max_characters], True
 
 
 def find_calls(text: str) -> list[tuple[str, str]]:
@@ -110,7 +125,7 @@ def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:
     return Tools(tokenizer, tools={"calculator": "calculator"}, **kwargs)
 
 
-def _load_tool(where: str) -> Callable[[str], str]:
+def _load_tool(where: str) -> Callable[[str], Any]:
     return user_functions.load_named(
         where, TOOLS, "tool", setting="tool", example="path/to/file.py:function"
     )

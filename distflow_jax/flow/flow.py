@@ -91,7 +91,7 @@ class Flow:
         self._told: set[int] = set()  # counters whose verdicts the others know
         self.steps = StepGroups(nodes.ids)
         self.saver = saver
-        self._calls = 0  # decode calls that `counts` has counted
+        self._counts = producer.counts()  # that `counts` has looked at
         self._host = delivery.nodes(nodes, observer.span, self._lock)
         self._next_note = 0.0  # when the watchdog is told again what the training waits for
         self._evaluations: Evaluations | None = None
@@ -228,9 +228,11 @@ class Flow:
     def counts(self) -> Metrics:
         """Decode calls since the last call of this, and what the producer has measured."""
         with self._lock:
-            before, self._calls = self._calls, self.producer.counts().generate_calls
+            before, self._counts = self._counts, self.producer.counts()
             more = self.producer.measured()
-        return {"perf/generate_calls": self._calls - before} | more
+        calls = self._counts.generate_calls - before.generate_calls
+        occupancy = self._counts.occupancy.plus(before.occupancy, -1)
+        return {"perf/generate_calls": calls} | occupancy.metrics() | more
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""

@@ -15,7 +15,6 @@ def check_flow(
     *,
     sampler_hosts: int,
     own_devices: bool,
-    environment: str,
     offload: str,
     group_tokens: int,
 ) -> None:
@@ -49,11 +48,6 @@ def check_flow(
             "flow.swap='boundary' needs samplers with devices of their own, and they share the "
             "trainer's: give mesh.roles.ROLLOUT.devices devices that mesh.devices leaves out, or "
             "use swap='in_flight'"
-        )
-    if config.cache == "recompute" and environment:
-        raise ValueError(
-            f"flow.cache='recompute' reads responses again, which rollout.environment="
-            f"{environment!r} does not allow; use cache='keep'"
         )
     if offload != "none" and not own_devices:
         raise ValueError(

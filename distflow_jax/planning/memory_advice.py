@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow_jax.dag.residency import plan_residency
 from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
+from distflow_jax.planning.sizes import with_trajectories
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.units import format_bytes
@@ -112,6 +113,7 @@ def _changes(
         waiting = plan_memory(planned, programs, costs, residencies)
         yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)
+    yield from _fewer_trajectories(planned, memory, change)
     twice = 2 * sizes.mesh.fsdp
     yield change(
         f"twice the devices, with mesh.fsdp={twice}",
@@ -154,12 +156,7 @@ def _smaller_cache(
         return
     config, sizes, machine = planned.config, planned.sizes, planned.machine
     ranks, samplers = sizes.sampler_ranks, machine.processes // sizes.sampler_hosts
-
-    def taken(engine: EngineConfig) -> int:
-        tensor = sizes.rollout_tensor
-        return cache_bytes(planned.source.config, engine, ranks=ranks, tensor=tensor)
-
-    whole = taken(sizes.engine)
+    whole = _cache_bytes(planned, sizes.engine)
     missing = memory.fullest.total - memory.device
     share = max(1 / 8, (whole - missing) / whole)
     if config.rollout.cache_tokens:  # then the cache does not depend on slots
@@ -168,7 +165,7 @@ def _smaller_cache(
         pages -= pages % PAGE_CHUNK if pages > PAGE_CHUNK else 0  # they are rounded up
         pages = max(pages, least_pages(sizes.engine))
         text = f"rollout.cache_tokens={pages * unit * samplers}"
-        left = taken(dataclasses.replace(sizes.engine, cache_tokens=pages * unit))
+        left = _cache_bytes(planned, dataclasses.replace(sizes.engine, cache_tokens=pages * unit))
     elif config.rollout.num_slots == 0:
         # a fraction of the cache's actual size, which may be below rollout.cache_fraction
         fraction = int(100 * share * whole / machine.memory) / 100
@@ -176,9 +173,35 @@ def _smaller_cache(
             return
         text, left = f"rollout.cache_fraction={fraction:g}", int(fraction * machine.memory)
     else:
-        slots = max(1, int(share * sizes.engine.slots / ranks)) * ranks
+        slots = max(1, int(share * sizes.engine.decode_slots / ranks)) * ranks
         text = f"rollout.num_slots={slots * samplers}"
-        left = taken(dataclasses.replace(sizes.engine, slots=slots))
+        fewer = dataclasses.replace(sizes.engine, slots=slots, lanes=0)
+        left = _cache_bytes(planned, with_trajectories(fewer, config, samplers, ranks))
     yield change(
         text, lambda s: dataclasses.replace(s, cache=max(0, s.cache - max(0, whole - left)))
     )
+
+
+def _fewer_trajectories(
+    planned: RunPlan, memory: MemoryPlan, change: Callable[..., Change]
+) -> Iterator[Change]:
+    """So many fewer trajectories that the missing memory is there, but one for each slot."""
+    engine, ranks = planned.sizes.engine, planned.sizes.sampler_ranks
+    if not (planned.samplers and engine.lanes) or planned.config.rollout.cache_tokens:
+        return
+    missing, whole = memory.fullest.total - memory.device, _cache_bytes(planned, engine)
+    for slots in range(engine.slots - ranks, engine.lanes - 1, -ranks):
+        saved = whole - _cache_bytes(planned, dataclasses.replace(engine, slots=slots))
+        if saved >= missing:
+            break
+    samplers = planned.machine.processes // planned.sizes.sampler_hosts
+    yield change(
+        f"rollout.max_trajectories={slots * samplers}",
+        lambda s: dataclasses.replace(s, cache=max(0, s.cache - saved)),
+    )
+
+
+def _cache_bytes(planned: RunPlan, engine: EngineConfig) -> int:
+    """Bytes of a device for the cache of such a sampler."""
+    ranks, tensor = planned.sizes.sampler_ranks, planned.sizes.rollout_tensor
+    return cache_bytes(planned.source.config, engine, ranks=ranks, tensor=tensor)

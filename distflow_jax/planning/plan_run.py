@@ -34,8 +34,9 @@ from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.data.tokens.encoded_rows import PromptEncoder
 from distflow_jax.did_you_mean import hint
+from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import Sight
-from distflow_jax.environments.registry import Environments, load_environment
+from distflow_jax.environments.registry import CallLimits, Environments, load_environment
 from distflow_jax.flow.budgets import deadline_rule
 from distflow_jax.flow.flow_checks import check_flow, check_waves
 from distflow_jax.flow.frames.node_frames import prompt_facts
@@ -257,6 +258,12 @@ class PreparedRun(RunPlan):
     environments: Environments | None  # None: a response is one turn
     recording: Recording | None = None  # whose training the run repeats
 
+    def close(self) -> None:
+        """Ends the processes of rewards and the threads of environments. May be called twice."""
+        self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
+
     @property
     def samplers(self) -> dict[str, str]:
         """As of RunPlan; none in a replay."""
@@ -314,7 +321,6 @@ def plan_run(
         config.algorithm,
         sampler_hosts=sizes.sampler_hosts,
         own_devices=own_devices,
-        environment=config.rollout.environment,
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
     )
@@ -398,8 +404,8 @@ def prepare(
     with shown("start_rewards"):
         if config.flow.worker_nodes:
             prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
-        environments = open_environments(config, source, loader.prompt(0))
         with contextlib.ExitStack() as on_failure:
+            environments = open_environments(config, source, loader.prompt(0), on_failure)
             rewards = RewardPool(config.reward)
             on_failure.callback(rewards.close)
             scored = [loader.prompt(0)] if _scores(run.graph) else eval_prompts
@@ -552,10 +558,12 @@ def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
     return hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
 
 
-def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> Environments | None:
+def open_environments(
+    config: Config, source: ModelSource, prompt: Prompt, files: contextlib.ExitStack
+) -> Environments | None:
     """The environments of the config's responses, tried on one prompt; None: one turn each.
 
-    Raises ValueError or FileNotFoundError.
+    `files` closes them. Raises ValueError or FileNotFoundError.
     """
     rollout, sight = config.rollout, None
     if not rollout.environment:
@@ -567,12 +575,18 @@ def open_environments(config: Config, source: ModelSource, prompt: Prompt) -> En
         rollout.environment,
         rollout.environment_kwargs,
         source.tokenizer,
-        seconds=rollout.environment_seconds,
+        calls=CallLimits(
+            rollout.environment_timeout,
+            rollout.environment_retries,
+            rollout.environment_threads,
+            rollout.max_infra_rate,
+        ),
         turn_length=rollout.turn_length,
         max_turns=rollout.max_turns,
         sight=sight,
     )
-    environments.check(prompt)
+    files.callback(environments.close)
+    check_environments(environments, prompt)
     return environments
 
 

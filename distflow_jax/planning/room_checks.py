@@ -56,8 +56,8 @@ def check_sampler_room(
     """Raises ValueError for a sampler with `ranks` data ranks that no device can hold."""
     device = machine.memory or UNKNOWN_MEMORY
     _check(
-        f"rollout.num_slots ({engine.slots} on a sampler), rollout.page_size={engine.page_size} "
-        f"and rollout.cache_tokens ({engine.cache_tokens}): the cache",
+        f"rollout.num_slots ({engine.decode_slots} on a sampler), rollout.page_size="
+        f"{engine.page_size} and rollout.cache_tokens ({engine.cache_tokens}): the cache",
         cache_bytes(model, engine, ranks=ranks, tensor=tensor) + engine.slots // ranks * SLOT_BYTES,
         device,
     )

@@ -394,6 +394,7 @@ def _engine_config(
     if rollout.num_slots:
         _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
         engine = dataclasses.replace(engine, slots=rollout.num_slots // samplers)
+        engine = with_trajectories(engine, config, samplers, ranks // samplers)
         check_sampler_room(engine, model, machine, ranks=ranks // samplers, tensor=tensor)
         return engine
     if not machine.memory:
@@ -415,8 +416,25 @@ def _engine_config(
         tensor=tensor,
         budget=int(machine.memory * rollout.cache_fraction),
         useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
+        whole=lambda engine: with_trajectories(engine, config, samplers, ranks // samplers),
     )
-    return dataclasses.replace(engine, slots=slots)
+    engine = dataclasses.replace(engine, slots=slots)
+    return with_trajectories(engine, config, samplers, ranks // samplers)
+
+
+def with_trajectories(
+    engine: EngineConfig, config: Config, samplers: int, ranks: int
+) -> EngineConfig:
+    """A sampler whose `slots` are those that decode, with room for the trajectories that wait: as
+    many as rollout.max_trajectories says, and no more than may be under way.
+
+    `samplers` of `ranks` data ranks each.
+    """
+    rollout, lanes = config.rollout, engine.slots
+    useful = (1 + config.flow.max_lag) * config.data.prompts_per_step * rollout.num_samples
+    wanted = min(useful, rollout.trajectories(lanes * samplers))
+    slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
+    return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
 
 
 def _longest_read(config: Config, response: int) -> int:

@@ -8,7 +8,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
-from distflow_jax.rollout.decode_state import num_pages
+from distflow_jax.rollout.decode_state import num_pages, waiting_pages
 
 
 def describe_sizes(
@@ -30,7 +30,12 @@ def describe_sizes(
         *others,
         ("samplers", samplers, f"{hosts}, tensor {sizes.rollout_tensor}"),
         ("sampler's weights", *_weights(sizes, model)),
-        ("decode slots", sizes.engine.slots * samplers, _slots(sizes, config, model, machine)),
+        (
+            "decode slots",
+            sizes.engine.decode_slots * samplers,
+            _slots(sizes, config, model, machine),
+        ),
+        *_trajectory_rows(sizes, config, samplers),
         ("compute dtype", sizes.forward.compute_dtype, "parameters are float32"),
         ("prompts per step", p.prompts_per_step, f"x {r.num_samples} samples each"),
         ("sequences per step", p.prompts_per_step * r.num_samples, ""),
@@ -50,6 +55,17 @@ def describe_sizes(
         *_pipeline_rows(sizes),
         *_offload_rows(config.training.offload, machine),
     ]
+
+
+def _trajectory_rows(sizes: Sizes, config: Config, samplers: int) -> list[tuple]:
+    engine = sizes.engine
+    if not engine.lanes:
+        return []
+    pages = f"{waiting_pages(engine, sizes.sampler_ranks)} of a device's pages are for"
+    if config.rollout.cache_tokens:
+        pages = "what the slots leave of the cache is for"
+    text = f"under way at most; {pages} those that wait for their environment"
+    return [("trajectories", engine.slots * samplers, text)]
 
 
 def _preview_rows(config: Config) -> list[tuple]:

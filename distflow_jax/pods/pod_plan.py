@@ -349,7 +349,7 @@ def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
     ranks = sizes.sampler_ranks * hosts
     return Load(
         responses=-(-responses // ranks),
-        slots=sizes.engine.slots * hosts // ranks,
+        slots=sizes.engine.decode_slots * hosts // ranks,
         prompt=config.data.max_prompt_length,
         mean=mean_response or longest,
         longest=longest,

@@ -25,6 +25,8 @@ _LAST = (
     "{model}/grad_norm",
     "training/rollout_probs_diff",
     "perf/throughput",
+    "perf/slots_busy_share",
+    "perf/trajectories/",
     "timing_s/step",
 )
 _MODELS = {"value": "critic", "reward_model": "reward_model"}  # else: actor

@@ -65,6 +65,7 @@ def tiles(run: RunFolder) -> list[Tile]:
     if speed:
         median = format_value(speed[len(speed) // 2])
         found.append(Tile("tokens/s per device", median, "median of the steps"))
+    found += _slots(rows)
     seconds = series(rows, "timing_s/step")
     if seconds:
         # by the mean: not every step of a long run is read
@@ -78,6 +79,18 @@ def tiles(run: RunFolder) -> list[Tile]:
         most = format_value(max(gap.values()))
         found.append(Tile("gap of probabilities", most, "sampler and trainer, at most"))
     return found + _troubles(rows)
+
+
+def _slots(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
+    """How busy slots are beside environments, and what responses wait for."""
+    busy = series(rows, "perf/slots_busy_share")
+    if not busy:
+        return []
+    waits = [
+        f"{_mean(series(rows, f'perf/trajectories/{what}_seconds')):.3g} s for {whose}"
+        for what, whose in (("tool", "its environment"), ("slot", "a slot"))
+    ]
+    return [Tile("slots busy", f"{_mean(busy):.0%}", f"a response waits {', '.join(waits)}")]
 
 
 def _troubles(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:

@@ -405,14 +405,19 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "done is low: raise the limit that ends the others",
         ),
         Metric(
-            "environment/deadlines",
-            "responses whose environment missed rollout.environment_seconds",
-            "above 0: the environment hangs or is slow",
+            "environment/infra/{raised,timed_out,diverged}",
+            "failed calls of environments, by cause (docs/environments.md); they are made again",
+            "above 0: the log has the first of each kind, and how often it came",
         ),
         Metric(
-            "environment/errors",
-            "responses whose environment raised an exception",
-            "above 0: the log has the traceback of the first one",
+            "environment/infra/redrawn",
+            "responses that were drawn anew, as all tries of a call failed",
+            "many: responses that ask more of the environment are lost more often",
+        ),
+        Metric(
+            "environment/infra/unscored",
+            "responses that have left their group, as they could not be drawn anew either",
+            "above 0: the environment fails for some rows of the data",
         ),
         Metric("environment/{name}", "mean over responses of a number that an environment logs"),
     ),
@@ -483,6 +488,26 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/time_per_step", "seconds of the step without its evaluation"),
         Metric("perf/total_num_tokens", "prompt + response tokens of the step"),
         Metric("perf/generate_calls", "decode calls of the step"),
+        Metric(
+            "perf/slots_busy_share",
+            "with an environment: share of the time of decode slots in which they had a response, "
+            "while any was under way",
+            "below 0.5: responses wait for their environments; raise rollout.max_trajectories, and "
+            "data.prompts_per_step or flow.max_lag if no more may be under way",
+        ),
+        Metric(
+            "perf/trajectories/{tool_seconds,slot_seconds}",
+            "with an environment, mean over responses: seconds in which they waited for its "
+            "answers, and for a decode slot",
+            "slot_seconds is the larger: rollout.num_slots is what delays them",
+        ),
+        Metric(
+            "perf/trajectories/reread_tokens",
+            "with an environment: tokens of prompts and responses that were prefilled again, after "
+            "a long answer or an image, or because others had needed their pages",
+            "near perf/total_num_tokens: raise rollout.cache_tokens, or lower "
+            "rollout.max_trajectories",
+        ),
         Metric(
             "perf/weight_swap/{leave,arrive}",
             "with flow.max_lag, mean over processes: seconds in which the training sends weights, "

@@ -159,6 +159,7 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     found += evaluation_numbers(metrics)
     add("length", "response_length/mean", "{:.1f}")
     add("tokens/s", "perf/throughput", "{:.0f}")
+    add("slots busy", "perf/slots_busy_share", "{:.0%}")
     return found
 
 

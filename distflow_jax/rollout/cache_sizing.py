@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
@@ -70,17 +71,19 @@ def fitting_slots(
     tensor: int,
     budget: int,
     useful: int,
+    whole: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> int:
     """Slots of a sampler whose cache stays below `budget` bytes on each device.
 
+    `whole`: a sampler with what else its slots ask for.
     A multiple of `ranks`, at most as many as are `useful` (the responses of a step, rounded up).
     Raises ValueError where not one slot of a rank fits.
     """
     for slots in range(math.ceil(useful / ranks), 0, -1):
-        trial = dataclasses.replace(config, slots=slots * ranks)
+        trial = whole(dataclasses.replace(config, slots=slots * ranks))
         if cache_bytes(model, trial, ranks=ranks, tensor=tensor) <= budget:
             return slots * ranks
-    one = dataclasses.replace(config, slots=ranks)
+    one = whole(dataclasses.replace(config, slots=ranks))
     need = cache_bytes(model, one, ranks=ranks, tensor=tensor)
     raise ValueError(
         f"rollout.num_slots=0 (as many as fit): a response of {config.max_response} tokens and its "

@@ -30,9 +30,10 @@ PAGE_CHUNK = 32  # pages that attention takes at a time: more than these are a m
 class EngineConfig:
     """Static sizes of an engine."""
 
-    slots: int  # responses decoded side by side
+    slots: int  # responses that have begun and keep their pages, at most
     max_prompt: int  # tokens
     max_response: int  # tokens, the end token included
+    lanes: int = 0  # of these, decoded side by side by a Scheduler; 0: all
     tokens_per_call: int = 16  # k: decode steps between two looks from the host
     page_size: int = 64  # tokens per page of the cache
     group_size: int = 8  # slots that share one prompt at most
@@ -51,6 +52,11 @@ class EngineConfig:
     record_experts: bool = False  # of a mixture: Response.routed_experts, see expert_recording.py
     images: PatchSizes | None = None  # patches that are encoded together; None: no tower
     tower: Form = WHOLE  # of attention between these patches
+
+    @property
+    def decode_slots(self) -> int:
+        """Responses decoded side by side."""
+        return self.lanes or self.slots
 
 
 @struct.dataclass
@@ -155,14 +161,22 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def default_pages(config: EngineConfig, ranks: int) -> int:
-    """Pages of a rank: every slot with its longest response, and the prompts that these answer.
+    """Pages of a rank: every lane with its longest response, those of responses that wait, and the
+    prompts that these answer.
 
     Prompts: those of full groups, and as many again for groups of which a few responses are left.
     """
-    slots = config.slots // ranks
+    slots, lanes = config.slots // ranks, config.decode_slots // ranks
     groups = min(slots, 2 * -(-slots // config.group_size) + 1)
     response = pages_of(config.max_response, config.page_size)
-    return slots * response + groups * pages_of(config.max_prompt, config.page_size)
+    prompts = groups * pages_of(config.max_prompt, config.page_size)
+    return lanes * response + waiting_pages(config, ranks) + prompts
+
+
+def waiting_pages(config: EngineConfig, ranks: int) -> int:
+    """Pages of a rank for the responses beyond its lanes: half of the longest for each."""
+    response = pages_of(config.max_response, config.page_size)
+    return (config.slots - config.decode_slots) // ranks * -(-response // 2)
 
 
 def least_pages(config: EngineConfig) -> int:
@@ -224,6 +238,7 @@ class StateShapes:
         self.model, self.config, self.mesh = model, config, mesh
         self.ranks = mesh.shape["data"]
         self.slots = config.slots // self.ranks
+        self.lanes = config.decode_slots // self.ranks
         self.owners = 2 * self.slots
         self.members = min(config.group_size, self.slots)  # slots that share a prompt, at most
         self.pages = num_pages(config, self.ranks)

@@ -6,6 +6,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.rollout.occupancy import Occupancy
 
 LEAST_TOP_P = 2.0**-126  # the least float32 that no device rounds to 0
 LEAST_TEMPERATURE = 1e-30  # below it logits / temperature may be infinite
@@ -127,6 +128,8 @@ class RolloutStats:
     prefix_tokens: int = 0  # of these shared prefixes
     tokens: int = 0  # sampled
     preempted: int = 0  # sequences that lost their slot because the cache was full
+    parked: int = 0  # held sequences that lost theirs because others needed it, or its pages
+    occupancy: Occupancy = Occupancy()
     proposed: int = 0  # tokens guessed and tried: EngineConfig.speculative_tokens
     accepted: int = 0  # of these, those that were drawn too
 

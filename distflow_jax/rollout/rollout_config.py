@@ -23,6 +23,9 @@ class RolloutConfig:
     top_k: int = 0  # sample from the k most probable tokens; 0: all
     top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
     num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
+    # responses under way over all processes; those that wait for their environment take no slot,
+    # and keep their pages while there is room; 0: four times the slots with an environment
+    max_trajectories: int = 0
     cache_fraction: float = 0.3  # share of a device's memory for the KV cache if num_slots is 0
     tokens_per_call: int = 16  # decode steps between two looks from the host
     speculative_tokens: int = 0  # tokens guessed per step from repeated text; 0: off
@@ -47,7 +50,13 @@ class RolloutConfig:
     environment: str = ""
     # keyword arguments of the environment
     environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    environment_seconds: float = 10.0  # deadline of one call; a response ends there
+    environment_timeout: float = 10.0  # seconds that one call of an environment may take
+    # further tries of a call that raised or was late; then the response is drawn anew
+    environment_retries: int = 2
+    environment_threads: int = 64  # calls at work in each process that are not `async`
+    # share of failed calls, of the last 256 of a process, above which the run ends; looked at from
+    # the 64th call on
+    max_infra_rate: float = 0.5
     max_turns: int = 4  # turns of the model in one response
     turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length
 
@@ -58,15 +67,18 @@ class RolloutConfig:
             "max_turns",
             "prefill_tokens",
             "speculative_ngram",
+            "environment_threads",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "num_slots",
+            "max_trajectories",
             "cache_tokens",
             "page_size",
             "prefix_tokens",
             "speculative_tokens",
+            "environment_retries",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"rollout.{name} must be at least 0, got {getattr(self, name)}")
@@ -85,21 +97,36 @@ class RolloutConfig:
         check_sampling(
             num_samples=self.num_samples, top_k=self.top_k, top_p=self.top_p, section="rollout."
         )
-        if self.environment_seconds <= 0:
+        if self.environment_timeout <= 0:
             raise ValueError(
-                f"rollout.environment_seconds must be positive, got {self.environment_seconds}"
+                f"rollout.environment_timeout must be positive, got {self.environment_timeout}"
+            )
+        if not 0 <= self.max_infra_rate <= 1:
+            raise ValueError(
+                f"rollout.max_infra_rate must be from 0 to 1, got {self.max_infra_rate}"
             )
         if not 0 <= self.turn_length <= self.max_response_length:
             raise ValueError(
                 f"rollout.turn_length={self.turn_length} must be from 0 to "
                 f"rollout.max_response_length={self.max_response_length}, which holds all turns"
             )
-        if not self.environment and (self.environment_kwargs or self.turn_length):
+        turns = self.environment_kwargs or self.turn_length or self.max_trajectories
+        if turns and not self.environment:
             raise ValueError(
-                f"rollout.environment_kwargs={dict(self.environment_kwargs)} and "
-                f"rollout.turn_length={self.turn_length} have no effect without an environment: "
-                "name one in rollout.environment, or leave them"
+                f"rollout.environment_kwargs={dict(self.environment_kwargs)}, "
+                f"rollout.turn_length={self.turn_length} and rollout.max_trajectories="
+                f"{self.max_trajectories} have no effect without an environment: name one in "
+                "rollout.environment, or leave them"
             )
+        if 0 < self.max_trajectories < self.num_slots:
+            raise ValueError(
+                f"rollout.max_trajectories={self.max_trajectories} is below "
+                f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
+            )
+
+    def trajectories(self, slots: int) -> int:
+        """Most responses under way beside so many slots, over all processes."""
+        return (self.max_trajectories or 4 * slots) if self.environment else slots
 
     def sampling_params(self) -> SamplingParams:
         """How the responses that a policy is trained on are sampled."""

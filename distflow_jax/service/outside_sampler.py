@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.flow.homes.home import Key
 from distflow_jax.flow.wire.calls import Refused, Unreachable

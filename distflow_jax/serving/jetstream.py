@@ -79,9 +79,10 @@ def door_config(config: EngineConfig) -> EngineConfig:
     """Sizes for JetStream's door: a cache in which every slot has room for a prompt of its own.
 
     Its Driver shares no prompts, takes a slot without tokens for one that has ended, and cannot
-    preempt a sequence: no slot may ever wait for a page.
+    preempt a sequence: no slot may ever wait for a page, or for a lane.
     """
-    return dataclasses.replace(config, group_size=1, cache_tokens=0)
+    slots = config.decode_slots
+    return dataclasses.replace(config, slots=slots, lanes=0, group_size=1, cache_tokens=0)
 
 
 class Question(str):

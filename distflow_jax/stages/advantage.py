@@ -71,16 +71,18 @@ def build_advantage(context: RewardContext) -> Stage:
 
 
 def without_unscored(rows: Rows, fields: dict[str, jax.Array]) -> tuple[Rows, dict[str, jax.Array]]:
-    """Rows and fields in which a response without a score (NaN) has no token, so that it leaves its
-    group. `score` is [K, R, S].
+    """Rows and fields in which a response without a score or without its baseline (NaN) has no
+    token, so that it leaves its group. `score` and `baseline` are [K, R, S].
 
     Its advantage is 0. In the update its tokens still count in denominators.
     """
-    scored = ~jnp.isnan(fields["score"])
+    score = fields["score"]
+    scored = ~jnp.isnan(score + fields.get("baseline", 0.0))
     mask = rows.response_mask & per_token(scored, rows.segment)
     length = jnp.where(scored, rows.length, 0)
     rows = dataclasses.replace(rows, response_mask=mask, length=length)
-    return rows, fields | {"score": jnp.where(scored, fields["score"], 0.0)}
+    cleaned = {n: jnp.where(scored, fields[n], 0.0) for n in ("score", "baseline") if n in fields}
+    return rows, fields | cleaned
 
 
 def first_coefficient(context: RewardContext) -> np.float32 | None:

@@ -54,6 +54,7 @@ def build_rollout(context: SamplingContext) -> Stage:
         if engine.config.speculative_tokens:
             share = stats.accepted / max(stats.proposed, 1)
             metrics["rollout/speculation/accepted_share"] = share
+        metrics |= stats.occupancy.metrics()
         metrics = {f"{context.prefix}{name}": value for name, value in metrics.items()}
         if environments is not None:
             metrics[node.id] = environment_parts(episodes, context.prefix)

@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import formulas
-from support.ragged import (
-    QUICK,
-    SHAPE,
-    SIZES,
-    Packed,
-    assert_close,
-    draw,
-    pack,
-    random_sequences,
-)
+from support.ragged import QUICK, SHAPE, SIZES, Packed, assert_close, draw, pack, random_sequences
 from support.waves import rows_of_groups
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome

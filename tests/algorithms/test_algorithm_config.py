@@ -33,27 +33,19 @@ def test_aggregation_is_the_loss_s_own_unless_given():
             AlgorithmConfig(policy_loss=name, aggregation="token-mean")
 
 
+NORMALIZED = {"correction": "token_tis", "correction_batch_normalize": True}
 REFUSED = [
     ({"advantage": "grp"}, "advantage must be one of .*, got 'grp'"),
-    (
-        {"gamma": 0.9},
-        "gamma=0.9 has no effect with algorithm.advantage='grpo'; .* gae, ",
-    ),
+    ({"gamma": 0.9}, "gamma=0.9 has no effect with algorithm.advantage='grpo'; .* gae, "),
     ({"advantage": "gae", "lam": 1.2}, "lam must be from 0 to 1"),
     ({"cpgd_weight": "equal"}, "cpgd_weight='equal' has no effect"),
-    (
-        {"policy_loss": "gpg", "clip": 0.1},
-        "no effect with algorithm.policy_loss='gpg'",
-    ),
+    ({"policy_loss": "gpg", "clip": 0.1}, "no effect with algorithm.policy_loss='gpg'"),
     ({"policy_loss": "gpg", "clip_low": 0.1}, "clip_low=0.1 has no effect"),
     ({"dro_beta": 0.1}, "dro_beta=0.1 has no effect.*belongs to dro"),
     ({"kl_cov_share": 0.1}, "kl_cov_share=0.1 has no effect.*belongs to kl_cov"),
     ({"policy_loss": "kl_cov", "kl_cov_share": 2.0}, "kl_cov_share must be at most 1"),
     ({"policy_loss": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio must be at most 1"),
-    (
-        {"policy_loss": "clip_cov", "clip_cov_lb": 6.0},
-        "clip_cov_lb=6.0 must be below algorithm.clip_cov_ub=5.0",
-    ),
+    ({"policy_loss": "clip_cov", "clip_cov_lb": 6.0}, "must be below algorithm.clip_cov_ub=5.0"),
     ({"norm_adv_by_std_in_grpo": False}, "no effect with .*'grpo'; it belongs to grpo_passk"),
     ({"policy_loss": "cpgd", "cpgd_drift_coef": -0.1}, "cpgd_drift_coef must not be negative"),
     ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
@@ -69,10 +61,7 @@ REFUSED = [
     ({"kl_in_reward": True}, "kl_in_reward=True has no effect without a positive kl_coef"),
     ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target=0.1 has no effect without kl_in_reward"),
     ({"kl_horizon": 5}, "kl_horizon=5 has no effect without a positive kl_target"),
-    (
-        {"correction_high": 2.0},
-        "no effect with algorithm.correction='none'",
-    ),
+    ({"correction_high": 2.0}, "no effect with algorithm.correction='none'"),
     ({"correction": "token_tis", "correction_low": 0.1}, "belongs to sequence_mis, token_mis"),
     (
         {"correction": "token_mis", "correction_low": 2.0, "correction_high": 1.0},
@@ -81,26 +70,9 @@ REFUSED = [
     ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be above 0"),
     ({"correction": "sequence_mis", "correction_low": -1.0}, "correction_low must be at least 0"),
     ({"correction_batch_normalize": True}, "has no effect without a correction"),
-    (
-        {
-            "correction": "token_tis",
-            "correction_batch_normalize": True,
-            "proximal": "a3po",
-        },
-        "those of algorithm.proximal='a3po' are not",
-    ),
-    (
-        {
-            "correction": "token_tis",
-            "correction_batch_normalize": True,
-            "proximal": "a3po_areal",
-        },
-        "those of algorithm.proximal='a3po_areal' are not",
-    ),
-    (
-        {"policy_loss": "gmpo", "rejection": "token_k1"},
-        "'token_k1' leaves out tokens, and algorithm.policy_loss='gmpo' has one loss per sequence",
-    ),
+    (NORMALIZED | {"proximal": "a3po"}, "those of algorithm.proximal='a3po' are not"),
+    (NORMALIZED | {"proximal": "a3po_areal"}, "those of algorithm.proximal='a3po_areal' are not"),
+    ({"policy_loss": "gmpo", "rejection": "token_k1"}, "'token_k1' leaves out tokens, and"),
     ({"policy_loss": "decoupled"}, "needs algorithm.correction or algorithm.rejection"),
     ({"proximal": "rollout", "correction": "token_tis"}, "makes every correction weight 1"),
 ]

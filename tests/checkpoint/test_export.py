@@ -12,19 +12,17 @@ import pytest
 import safetensors.numpy
 from flax.traverse_util import unflatten_dict
 from support import haste
+from support.exported_folder import assert_bits, random_params
 from support.paths import ROOT
 from support.text_tables import cells_of
+from support.tiny_config import tiny_config
 from support.waiting import HANG
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.checkpoint.trained_weights import read_trained
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
-from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
@@ -32,14 +30,6 @@ from distflow_jax.programs.units import format_bytes, format_decimal
 
 SPEC = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=300"
 CONFIG = open_model(SPEC).config
-
-
-def random_params(network, seed):
-    rng = np.random.default_rng(seed)
-    return {
-        path: rng.normal(size=spec.shape).astype(np.float32)
-        for path, spec in param_specs(network).items()
-    }
 
 
 def save_run(folder, steps, source=SPEC, **options):
@@ -79,13 +69,6 @@ def models():
 @pytest.fixture(scope="module")
 def saved(models, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", models)
-
-
-def assert_bits(loaded, params):
-    assert loaded.keys() == params.keys()
-    for path, array in params.items():
-        assert loaded[path].dtype == array.dtype == np.float32
-        assert loaded[path].tobytes() == array.tobytes(), path
 
 
 @pytest.mark.parametrize("limit", [10**9, 30_000])
@@ -129,7 +112,7 @@ def test_the_default_model_comes_back_bit_for_bit(smollm2, tmp_path):
 def test_what_training_leaves_can_be_exported_and_trained_on(tmp_path):
     small = [f"model.source={SPEC}", "training.steps=2", "checkpoint.every=1", "dag=ppo"]
     small += ["rollout.max_response_length=8", "eval.dataset=", "data.max_prompt_length=96"]
-    config = from_config_dict(Config, override(tiny.get_config(), small))
+    config = tiny_config(*small)
     assert run.train(config, tmp_path / "run") == 0
     found = run_export(tmp_path / "run")
     assert found.step == 2
@@ -137,7 +120,7 @@ def test_what_training_leaves_can_be_exported_and_trained_on(tmp_path):
     assert_bits(dict(open_model(str(tmp_path / "out")).params()), dict(found.export.params()))
     assert "head" in dict(run_export(tmp_path / "run", model="critic").export.params())
     small[:2] = [f"model.source={tmp_path / 'out'}", "training.steps=1"]
-    config = from_config_dict(Config, override(tiny.get_config(), small))
+    config = tiny_config(*small)
     assert run.train(config, tmp_path / "next") == 0
 
 

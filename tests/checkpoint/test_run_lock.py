@@ -35,9 +35,10 @@ lock.release()
 """
 
 
-def start(folder):
+def start(folder, program=HOLD, cwd=None):
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
+        [sys.executable, "-c", program, str(folder)],
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -171,15 +172,8 @@ def test_a_holder_on_another_host_that_beats_keeps_its_folder(tmp_path, monkeypa
 
 def test_a_holder_that_lost_its_folder_ends(tmp_path):
     """The log names who took over."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.replace("sys.argv[1]", "sys.argv[1], beat_seconds=0.1"), "."],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = HOLD.replace("sys.argv[1]", "sys.argv[1], beat_seconds=0.1")
+    process = start(".", program, cwd=tmp_path)
     assert process.stdout.readline() == "held\n"
     record = json.loads((tmp_path / NAME).read_text())
     record |= {"token": "another", "host": "tpu-7", "pid": 9}

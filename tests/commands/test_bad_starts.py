@@ -12,12 +12,13 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 
 import pytest
 from support.named_places import KEYS, MADE, NAMED, NO_PATHS
 from support.paths import ROOT
+from support.programs import finished
+from support.run_folders import json_lines
 
 from distflow_jax.config.key_reference import keys
 
@@ -33,21 +34,11 @@ def run(module, *arguments, cwd):
     paths = [str(ROOT), str(ROOT / "tests")]
     # where it is set, the key compilation_cache is not read
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        # the cases of sizes are for eight devices
-        env=environment
-        | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    # the cases of sizes are for eight devices
+    flags = "--xla_force_host_platform_device_count=8"
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths)}
+    finished("-m", module, *arguments, env=environment, cwd=cwd, seconds=SECONDS)
 
 
 def cases_in(folder, made_by="support.bad_starts"):
@@ -75,7 +66,7 @@ def refused(how, cases, folder):
     (folder / "chosen.json").write_text(json.dumps(cases))
     results = folder / "results.jsonl"
     run("support.many_starts", how, folder / "chosen.json", results, cwd=folder)
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    lines = json_lines(results)
     assert [line["name"] for line in lines] == [case["name"] for case in cases]
     wrong = [
         f"{case['name']}: {', '.join(found)}"

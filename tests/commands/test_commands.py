@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from support.paths import ROOT
+from support.programs import finished
 from support.waiting import HANG
 
 from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
@@ -72,8 +73,7 @@ def test_help_imports_no_jax(arguments):
         "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = finished("-c", code)
     assert done.stdout.count("\n") > 5
 
 
@@ -120,14 +120,9 @@ def test_a_file_of_the_working_folder_replaces_no_module(tmp_path):
     """As with `distflow` itself."""
     (tmp_path / "ml_collections.py").write_text("raise SystemExit('the wrong module')")
     path = os.pathsep.join(map(str, filter(None, sys.path)))
-    done = subprocess.run(
-        [sys.executable, *python_arguments(["train", "--config=trainy"])],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
+    command = python_arguments(["train", "--config=trainy"])
+    done = finished(*command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, codes=(2,))
+    assert done.stdout == ""
     assert done.stderr.startswith("error: unknown config 'trainy'")
 
 

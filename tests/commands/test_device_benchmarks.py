@@ -3,14 +3,12 @@
 import importlib
 import json
 import math
-import subprocess
-import sys
 
 import jax
 import pytest
 from support import haste
 from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import finished
 
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model
@@ -75,9 +73,7 @@ def test_what_is_no_number_is_wrong(monkeypatch):
 
 
 def run(*arguments, devices=1):
-    command = [sys.executable, *map(str, arguments)]
-    env = haste.environment(devices=devices)
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
+    return finished(*arguments, env=haste.environment(devices=devices), codes=None)
 
 
 @pytest.mark.slow

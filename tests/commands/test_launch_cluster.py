@@ -6,12 +6,12 @@ import pathlib
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 import yaml
 from support.launchers import GKE, GPU, SLURM, TPU, TRAIN, VM, dry_run, places, program
 from support.paths import ROOT
+from support.programs import finished
 
 from distflow_jax.commands.launch import gke, hosts, slurm, tpu_vm
 from distflow_jax.parallel import job
@@ -275,13 +275,8 @@ def test_a_job_in_the_environment_is_not_passed_on_unseen(monkeypatch):
 
 
 def run(name, *arguments, path):
-    return subprocess.run(
-        [sys.executable, f"scripts/launch/{name}.py", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PATH": str(path)},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PATH": str(path)}
+    return finished(f"scripts/launch/{name}.py", *arguments, env=env, codes=None)
 
 
 CASES = [

@@ -1,5 +1,4 @@
 import os
-import pathlib
 import queue
 import re
 import signal
@@ -10,6 +9,7 @@ import types
 
 import pytest
 from support.paths import ROOT
+from support.programs import alive, finished
 from support.waiting import HANG, until
 
 from distflow_jax.commands.launch import local
@@ -36,15 +36,6 @@ def finish(process):
 
 def wait_for_lines(process, number):
     return [process.stdout.readline().rstrip("\n") for _ in range(number)]
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie that nobody has collected yet is dead.
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 ME = 'me = int(os.environ["DISTFLOW_PROCESS_ID"])\n'
@@ -224,14 +215,9 @@ time.sleep(3600)
 
 
 def test_help_shows_an_example():
-    result = subprocess.run([sys.executable, LAUNCHER, "--help"], capture_output=True, text=True)
-    assert result.returncode == 0
-    assert "python scripts/launch_local.py --processes=2" in result.stdout
+    assert "python scripts/launch_local.py --processes=2" in finished(LAUNCHER, "--help").stdout
 
 
 def test_sizes_below_one_are_refused():
-    result = subprocess.run(
-        [sys.executable, LAUNCHER, "--processes=0", "--", "x.py"], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "must be at least 1" in result.stderr
+    done = finished(LAUNCHER, "--processes=0", "--", "x.py", codes=(2,))
+    assert "must be at least 1" in done.stderr

@@ -1,16 +1,16 @@
 """Workers as a second group of hosts, on Slurm and on GKE: what is submitted, and started again."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 import yaml
 from support.launchers import GPU, SLURM, TPU, dry_run, program
 from support.paths import ROOT
+from support.programs import finished
+from support.run_folders import json_lines
 
 from distflow_jax.commands.launch import gke, slurm
 from distflow_jax.parallel import job
@@ -93,13 +93,9 @@ def test_workers_take_whole_nodes_and_what_the_run_has_by_default(capsys):
 
 
 def start(folder, *flags, path):
-    return subprocess.run(
-        [sys.executable, "scripts/launch/slurm.py", *SLURM, *GROUP, *flags, "--", *RUN],
-        cwd=ROOT,
-        env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
+    command = ("scripts/launch/slurm.py", *SLURM, *GROUP, *flags, "--", *RUN)
+    return finished(*command, env=env, codes=None)
 
 
 SBATCH = """
@@ -114,7 +110,7 @@ sys.exit(1 if count == {failing} else 0)
 
 
 def submitted(log):
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return json_lines(log)
 
 
 def test_slurm_gets_both_jobs_as_the_dry_run_says(tmp_path):

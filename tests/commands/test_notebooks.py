@@ -195,7 +195,7 @@ def wait_for_step(folder, step):
 def test_importing_the_package_costs_nothing():
     code = (
         "import sys, distflow_jax as df; assert 'load_config' in dir(df); "
-        "assert not {'jax', 'numpy', 'distflow_jax.notebook'} & set(sys.modules); "
+        "assert not {'absl', 'jax', 'numpy', 'distflow_jax.notebook'} & set(sys.modules); "
         "df.load_config; assert 'jax' in sys.modules; "
         "import jax._src.xla_bridge as bridge; assert not bridge._backends"
     )

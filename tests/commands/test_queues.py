@@ -1,13 +1,9 @@
 """benchmarks/queues.py on this machine: groups pass through homes; the numbers mean nothing."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from support import haste
-from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import finished
 
 
 @pytest.mark.slow
@@ -15,15 +11,7 @@ from support.waiting import HANG
 def test_groups_pass_through_two_homes(tmp_path):
     """Clients of several processes are answered by several homes (flow/homes/, flow/workers/)."""
     flags = ["--homes=2", "--clients=4", "--seconds=1", f"--json={tmp_path / 'found.json'}"]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/queues.py", *flags],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    finished("benchmarks/queues.py", *flags)
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert found["groups_per_second"] > 0 and found["cpu_ms"] > found["cpu_ms_busiest"] > 0
     assert 0 < found["p50_ms"] <= found["p99_ms"]

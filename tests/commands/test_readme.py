@@ -1,6 +1,5 @@
 """A newcomer's first hour: README's commands in a fresh clone, and the site."""
 
-import json
 import os
 import pathlib
 import re
@@ -11,6 +10,7 @@ import sys
 import pytest
 from support.doc_blocks import blocks
 from support.paths import ROOT
+from support.run_folders import json_lines
 
 README = ROOT / "README.md"
 HOURS = 3600
@@ -41,7 +41,7 @@ def test_the_commands_of_the_readme_do_what_it_says(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = clone / "runs/grpo_smollm2"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(run / "metrics.jsonl")
     ((name, before),) = [(k, v) for k, v in rows[0].items() if k.startswith("val-core/")]
     assert before < 0.2 and rows[-1]["step"] == 20 and rows[-1][name] > 0.5
     assert (run / "report.html").is_file() and (clone / "exports/tiny/config.json").is_file()

@@ -1,14 +1,13 @@
 """benchmarks/streaming.py: its model, its simulated devices, and all parts on this machine."""
 
 import json
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from support import haste
 from support.paths import ROOT
+from support.programs import finished
 from support.tiny_model import TINY, prompt_of
 
 from distflow_jax.rollout.decode_state import EngineConfig
@@ -188,23 +187,20 @@ def test_a_suspended_response_goes_on_where_it_was():
     assert len(response.tokens) == 10 and set(response.version) == {1, 2}
 
 
+def quickly(folder, *flags):
+    """What a short run of the script has measured."""
+    path = folder / "found.json"
+    finished("benchmarks/streaming.py", "--quick", *flags, f"--json={path}")
+    return json.loads(path.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_part_runs_on_this_machine(tmp_path):
     """Two processes, of which each step takes groups of bounded age; the numbers mean nothing."""
-    command = [sys.executable, "benchmarks/streaming.py", "--quick", "--beside-others"]
-    flags = ["--cells=fixed-2,heavy-2,rewards-2"]
+    flags = ["--beside-others", "--cells=fixed-2,heavy-2,rewards-2"]
     flags += ["--schedules=boundary-1,in_flight-2,shared-1,waves-2"]
-    done = subprocess.run(
-        [*command, *flags, f"--json={tmp_path / 'found.json'}"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = quickly(tmp_path, *flags)
     cells = [(x["workload"], x["schedule"], x["lag"]) for x in found]
     assert cells == [
         ("fixed-2", "boundary", 1),
@@ -225,17 +221,7 @@ def test_every_part_runs_on_this_machine(tmp_path):
 @pytest.mark.multiprocess
 def test_rollouts_with_a_budget_run_on_this_machine(tmp_path):
     """What they throw away is counted whatever the machine; seconds of four steps mean nothing."""
-    command = [sys.executable, "benchmarks/streaming.py", "--quick", "--budget"]
-    done = subprocess.run(
-        [*command, f"--json={tmp_path / 'found.json'}"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    without, budget = json.loads((tmp_path / "found.json").read_text())
+    without, budget = quickly(tmp_path, "--budget")
     assert without["thrown_away"] == budget["thrown_away"] == 0
     assert without["groups"] == streaming_model.PROMPTS >= budget["groups"] > 0
     assert without["beyond"] == 0 <= budget["beyond"]
@@ -276,17 +262,7 @@ def test_runs_with_workers_are_compared_with_what_their_goal_names():
 @pytest.mark.multiprocess
 def test_workers_of_two_speeds_sample_on_this_machine(tmp_path):
     """Worker processes join one run after the other; the seconds of two steps mean nothing."""
-    command = [sys.executable, "benchmarks/streaming.py", "--quick", "--beside-others"]
-    done = subprocess.run(
-        [*command, "--workers=uneven", f"--json={tmp_path / 'found.json'}"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = quickly(tmp_path, "--beside-others", "--workers=uneven")
     assert [x["speeds"] for x in found] == [[2.0], [1.0], [2.0, 1.0]]
     for x in found:
         assert x["age_max"] <= x["lag"] and x["rate"] > 0 and not x["compilations"]

@@ -61,7 +61,7 @@ def ppo(folder, printed):
 
 def tool(folder, printed):
     for row in rows(folder, "tools"):
-        assert row["environment/errors"] == 0 and row["environment/turns/mean"] >= 1
+        assert row["environment/infra/raised"] == 0 and row["environment/turns/mean"] >= 1
 
 
 def chain(folder, printed):

@@ -2,13 +2,11 @@
 
 import importlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from support import haste
 from support.paths import ROOT
+from support.programs import finished
 
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.report.run_writer import read_metrics
@@ -16,15 +14,8 @@ from distflow_jax.report.run_writer import read_metrics
 
 def output_of(*command):
     """The output of a benchmark, whose goals may be missed: the numbers mean nothing here."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr[-3000:]
+    done = finished(*command, codes=(0, 1))
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
     return done.stdout
 
 

@@ -1,24 +1,13 @@
 """benchmarks/wave_cost.py on this machine: all parts run; the numbers mean nothing."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from support import haste
-from support.paths import ROOT
+from support.programs import finished
 
 
 def measured(tmp_path, *flags):
-    done = subprocess.run(
-        [sys.executable, "benchmarks/wave_cost.py", *flags, f"--json={tmp_path / 'found.json'}"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    finished("benchmarks/wave_cost.py", *flags, f"--json={tmp_path / 'found.json'}")
     (found,) = json.loads((tmp_path / "found.json").read_text())
     return found
 

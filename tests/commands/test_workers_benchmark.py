@@ -1,27 +1,18 @@
 """benchmarks/workers.py on this machine: all parts run; the numbers mean nothing."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from support import haste
-from support.paths import ROOT
+from support.programs import finished
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_workers_join_take_weights_and_pull_them(tmp_path):
     """By the wire, gRPC and sockets the same weights come (flow/workers/)."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/workers.py", "--quick", f"--json={tmp_path / 'found.json'}"],
-        cwd=ROOT,
-        env=haste.environment(1),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    flags = ("--quick", f"--json={tmp_path / 'found.json'}")
+    finished("benchmarks/workers.py", *flags, env=haste.environment(1))
     found = json.loads((tmp_path / "found.json").read_text())
     joins, loads, wire = (found[part] for part in ("joins", "loads", "wire"))
     assert 0 < joins["ready"][0] < joins["first_step"][0]

@@ -20,12 +20,10 @@ from support.bad_input_cases import (
 from support.bad_input_files import QUICK, write_files
 from support.paths import ROOT
 from support.screen import without_waits
+from support.tiny_config import tiny_config
 from support.waiting import HANG
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parsing.addresses import listen
 from distflow_jax.planning.plan_run import prepare
@@ -50,7 +48,7 @@ def refusal(assignments, folder, compiled, start=prepare):
     compiled.take()
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         texts = [text.replace("{dir}", str(folder)) for text in [*QUICK, *assignments.split(" ; ")]]
-        start(from_config_dict(Config, override(tiny.get_config(), [t for t in texts if t])))
+        start(tiny_config(*filter(None, texts)))
     message = str(caught.value).replace(str(folder), "{dir}")
     assert "\n" not in message
     assert compiled.take() == 0
@@ -106,9 +104,7 @@ def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monk
     other = types.ModuleType("rewards")
     monkeypatch.setitem(sys.modules, "rewards", other)
     with pytest.raises(ValueError, match="must return a Graph, got NoneType"):
-        prepare(
-            from_config_dict(Config, override(tiny.get_config(), [f"dag={folder}/json.py:mine"]))
-        )
+        prepare(tiny_config(f"dag={folder}/json.py:mine"))
     assert sys.modules["json"] is json and sys.modules["rewards"] is other
 
 

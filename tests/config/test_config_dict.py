@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from typing import Any, Literal
 
 import pytest
 from support.paths import ROOT
+from support.programs import finished
 
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict, to_json
 
@@ -101,10 +100,7 @@ def test_overrides_read_as_the_command_line_does():
 @pytest.mark.parametrize(
     "assignment, message",
     [
-        (
-            "training.optimizr.lr=2",
-            "unknown key config.training.optimizr.lr (did you mean config.training.optimizer.lr?)",
-        ),
+        ("training.optimizr.lr=2", "optimizr.lr (did you mean config.training.optimizer.lr?)"),
         ("training.optimizer.lrr=2", "did you mean config.training.optimizer.lr?"),
         ("zzz=2", "unknown key config.zzz (config has: "),
         ("seed.x=2", "unknown key config.seed.x: config.seed is 0 and has no keys"),
@@ -128,10 +124,7 @@ def test_a_wrong_override_is_named(assignment, message):
     "tree, message",
     [
         ({"sead": 1}, "unknown key config.sead (did you mean seed?)"),
-        (
-            {"training": {"optimizer": {"l_r": 1}}},
-            "unknown key config.training.optimizer.l_r (did you mean lr?)",
-        ),
+        ({"training": {"optimizer": {"l_r": 1}}}, "optimizer.l_r (did you mean lr?)"),
         ({"seed": 1.0}, "config.seed must be an integer, got 1.0"),
         ({"seed": True}, "config.seed must be an integer, got True"),
         ({"seed": None}, "config.seed must be an integer, got None"),
@@ -238,14 +231,8 @@ def get_config(kind="good"):
 def test_a_script_says_what_is_wrong_in_one_line(tmp_path, arguments, code, message):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "my.py").write_text(CONFIG)
-    done = subprocess.run(
-        [sys.executable, "script.py", *arguments.split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stderr
+    env = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = finished("script.py", *arguments.split(), cwd=tmp_path, env=env, codes=(code,))
     assert message in done.stdout + done.stderr
     if code == 2:
         assert done.stderr.count("\n") == 1, done.stderr

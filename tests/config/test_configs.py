@@ -79,7 +79,7 @@ def test_its_sizes_divide(name, machine, model_of):
     samples = config.data.prompts_per_step * rollout.num_samples // config.training.mini_batches
     assert rows * sizes.mesh.fsdp * (packing.limits.tokens // longest) >= samples
     assert rows * sizes.mesh.fsdp * packing.limits.sequences >= samples
-    assert sizes.engine.slots * machine.processes == rollout.num_slots
+    assert sizes.engine.decode_slots * machine.processes == rollout.num_slots
     shown = {row[0]: row[1] for row in describe_sizes(sizes, config, model, machine)}
     assert shown["devices"] == machine.devices
     assert shown["sequences per step"] == config.data.prompts_per_step * rollout.num_samples

@@ -2,25 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import finished
 
 ROUNDING = 1.2  # payload over the fair share: headers, and shares that are not exactly equal
 
 
 def moved(processes, devices, **options):
     """The reports of all processes, in order."""
-    command = [sys.executable, "scripts/launch_local.py", f"--processes={processes}"]
+    command = ["scripts/launch_local.py", f"--processes={processes}"]
     command += [f"--devices_per_process={devices}", "--", "tests/support/coordinator_worker.py"]
     command += [f"--{name}={value}" for name, value in options.items()]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    done = finished(*command, env=env)
     lines = [line.split("REPORT ", 1)[1] for line in done.stdout.splitlines() if "REPORT" in line]
     reports = sorted(map(json.loads, lines), key=lambda report: report["process"])
     assert len(reports) == processes

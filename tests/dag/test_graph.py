@@ -74,11 +74,7 @@ nodes:
     "old, new, message",
     [
         ("reads: {text", "read: {text", "node 'b': unknown key 'read' (did you mean 'reads'?"),
-        (
-            "name: two",
-            "name: two\nregion: []",
-            "graph: unknown key 'region' (did you mean 'regions'",
-        ),
+        ("name: two", "name: two\nregion: []", "unknown key 'region' (did you mean 'regions'"),
         ("id: b", "deps: [a]", "line 8: key 'deps' is given twice"),
         ("id: b", "model_: x", "node number 2: unknown key 'model_'"),
         ("- id: b\n    role", "- role", "node number 2: 'id' is missing"),

@@ -250,11 +250,7 @@ def test_a_mistake_in_a_file_names_file_node_and_field(tmp_path):
     (tmp_path / "brevity.py").write_text("def brevity(state, fields, options): pass\n")
     path = tmp_path / "mine.yaml"
     for old, new, message in (
-        (
-            "score: short_score",
-            "score: shrot_score",
-            "'advantage': reads 'shrot_score'.*short_score",
-        ),
+        ("score: short_score", "score: shrot_score", "reads 'shrot_score'.*short_score"),
         ("deps: [reward]", "deps: [reward, adv]", "node 'brevity': unknown dep 'adv'"),
         ("brevity.py:brevity", "brevity.py:brevty", "node 'brevity'.*did you mean 'brevity'"),
         ("writes: [advantage]", "writes: [advantages]", "node 'advantage'.*writes advantage: add"),

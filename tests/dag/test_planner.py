@@ -4,20 +4,17 @@ import dataclasses
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pytest
+from support.layouts import LAYOUTS, MESH
+from support.programs import finished
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout, move_between
 
-HOST = Layout("host")
-MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))
 WIDE = Layout("mesh", (("fsdp", 8),))
-LAYOUTS = {"ACTOR": MESH, "CRITIC": WIDE, "REFERENCE": MESH, "REWARD": HOST, "ROLLOUT": HOST}
 
 
 def compute(name, deps=(), reads=(), writes=(), role="ACTOR", **more):
@@ -127,13 +124,7 @@ def test_the_digest_does_not_depend_on_the_hash_seed():
         "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'uid', 'prompt'}).digest)"
     )
     digests = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        finished("-c", code, env=os.environ | {"PYTHONHASHSEED": seed}).stdout.strip()
         for seed in ("1", "2")
     ]
     assert digests == [plan(load_graph("grpo"), LAYOUTS, {"uid", "prompt"}).digest] * 2
@@ -183,10 +174,7 @@ TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
         ([compute("a", [], ["x"]), compute("b", ["a"], [], ["x"])], "written only later, by 'b'"),
         ([A, compute("b", [], ["x"])], "node 'b': reads 'x', which node 'a' writes, and no dep"),
         ([A, compute("b", [], [], ["x"])], "writes 'x', which node"),
-        (
-            [A, compute("b", ["a"], [], ["x"]), compute("c", ["a"], ["x"])],
-            "node 'c': reads 'x', which node 'b' writes, and no dep says which comes first",
-        ),
+        ([A, compute("b", ["a"], [], ["x"]), compute("c", ["a"], ["x"])], "which node 'b' writes,"),
         (
             [compute("a", writes=["x"], when={"after": 3}), compute("b", ["a"], ["x"])],
             "node 'b': reads 'x' also in steps in which node 'a' does not run",
@@ -199,10 +187,7 @@ TRAIN = Node("train", "ACTOR", "MODEL_TRAIN")
             "give both the same 'when'",
         ),
         ([TRAIN, Node("infer", "ACTOR", "MODEL_INFERENCE")], "add a dep between them"),
-        (
-            [compute("a", model="m"), compute("b", role="CRITIC", model="m")],
-            "uses model 'm' on",
-        ),
+        ([compute("a", model="m"), compute("b", role="CRITIC", model="m")], "uses model 'm' on"),
     ],
 )
 def test_what_would_depend_on_luck_is_refused(nodes, message):
@@ -220,25 +205,15 @@ GIVEN = ("uid", "prompt")
 @pytest.mark.parametrize(
     "nodes, message",
     [
-        (
-            [ROLL, compute("a", ["roll"], ["prompt", "response"])],
-            "node 'a': reads prompt, response on fsdp 4 x tensor 2, where prompts and responses "
-            "are packed: write rows in place of that",
-        ),
+        ([ROLL, compute("a", ["roll"], ["prompt", "response"])], "where prompts and responses are"),
         ([compute("a", [], ["uid"])], "node 'a': reads uid on fsdp 4 x tensor 2"),
-        (
-            [ROLL, compute("a", ["roll"], ["rows"], role="REWARD")],
-            "node 'a': reads rows on the host, where responses are columns: write those",
-        ),
+        ([ROLL, compute("a", ["roll"], ["rows"], role="REWARD")], "reads rows on the host, where"),
         ([compute("a", [], [], ["rows"])], "node 'a': writes rows, which is packed of prompt"),
         (
             [compute("a", [], [], ["response", "response_mask"]), compute("b", ["a"], ["rows"])],
             "node 'a': writes 'response' on fsdp 4 x tensor 2, and rows are packed of columns",
         ),
-        (
-            [ROLL, compute("a", [], ["rows"])],
-            "node 'a': reads 'response', which node 'roll' writes, and no dep says which",
-        ),
+        ([ROLL, compute("a", [], ["rows"])], "reads 'response', which node 'roll' writes, and no"),
         (
             [dataclasses.replace(ROLL, writes=["response"]), compute("a", ["roll"], ["rows"])],
             "node 'a': reads 'response_mask', which neither the loader nor a node upstream",

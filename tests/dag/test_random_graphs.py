@@ -3,19 +3,14 @@
 import os
 import random
 import re
-import subprocess
 import sys
 
 import pytest
+from support.layouts import HOST, LAYOUTS
+from support.programs import finished
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node, Region
 from distflow_jax.dag.planner import plan
-from distflow_jax.layout import Layout
-
-HOST = Layout("host")
-MESH = Layout("mesh", (("fsdp", 4), ("tensor", 2)))
-WIDE = Layout("mesh", (("fsdp", 8),))
-LAYOUTS = {"ACTOR": MESH, "CRITIC": WIDE, "REFERENCE": MESH, "REWARD": HOST, "ROLLOUT": HOST}
 
 
 def random_nodes(rng):
@@ -114,17 +109,8 @@ def test_random_graphs(count):
 
 def test_the_hash_seed_changes_nothing():
     code = "import test_random_graphs as t; print([t.digest_of(s) for s in range(200)])"
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=os.path.dirname(__file__),
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    texts = {finished("-c", code, env=env | {"PYTHONHASHSEED": seed}).stdout for seed in "12"}
     assert texts == {f"{[digest_of(seed) for seed in range(200)]}\n"}
 
 

@@ -1,7 +1,6 @@
 """Responses in turns: exact ids and masks, limits, deadlines, errors, and what must not matter."""
 
 import dataclasses
-import logging
 import random
 import threading
 import time
@@ -16,14 +15,15 @@ from support.tiny_model import (
     values_of,
 )
 from support.turn_sampler import LIMITS, PARAMS, PROMPTS, STOP_IDS, TOKENIZER, Sampler, assert_agree
-from support.waiting import HANG, until
+from support.waiting import HANG
 
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
-from distflow_jax.environments.multiturn import TurnLimits, sample_turns
-from distflow_jax.environments.registry import Environments, EnvironmentThread
+from distflow_jax.environments.episodes import turn_columns
+from distflow_jax.environments.multiturn import TurnLimits
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
@@ -242,9 +242,9 @@ def test_order_of_prompts(sampler, episodes):
 def test_two_requests_for_one_prompt_are_kept_apart(sampler, episodes):
     """As of two nodes that sample at one time; their responses have the same uids."""
     how = {"turn_length": LIMITS.turn, "max_turns": LIMITS.turns}
-    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, seconds=HANG, **how)
+    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, calls=CallLimits(HANG), **how)
     greedy = SamplingParams(1, LIMITS.response, 0.0)
-    sampler.state, alone, _ = sample_turns(
+    sampler.state, alone, _ = sample_episodes(
         sampler.engine, sampler.state, PROMPTS, greedy, environments
     )
     both = EpisodeSampler(sampler.engine, sampler.state, environments)
@@ -297,95 +297,6 @@ class Meeting:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-class Faulty:
-    """Goes wrong for the prompt that `when` says, or in each step."""
-
-    closed: list = []
-    goes_on = threading.Event()  # what hangs waits for it
-
-    def __init__(self, tokenizer, *, where, how, counter=1):
-        self.where, self.how, self.counter = where, how, counter
-        self.bad = False
-
-    def reset(self, prompt):
-        self.bad = prompt.counter == self.counter
-        return self._maybe("reset")
-
-    def step(self, tokens, text):
-        return self._maybe("step") or Turn(done=True, reward=1.0)
-
-    def close(self):
-        self.closed.append(self.bad)
-
-    def _maybe(self, where):
-        if self.bad and self.where == where:
-            if self.how == "raise":
-                raise KeyError("no such room")
-            if self.how == "exit":
-                raise SystemExit(3)
-            if self.how == "hang":
-                self.goes_on.wait(HANG)
-            return "nothing like a turn" if where == "step" else 7
-
-
-@pytest.fixture
-def released(monkeypatch):
-    """What hangs goes on after the test."""
-    monkeypatch.setattr(Faulty, "goes_on", threading.Event())
-    yield
-    Faulty.goes_on.set()
-
-
-def let_pass(monkeypatch, where):
-    """From now on the deadline of a call that hangs is over as soon as it begins."""
-    begin = EnvironmentThread._begin
-
-    def begun(self, method, *args):
-        now = time.monotonic()
-        begin(self, method, *args)
-        assert self.deadline >= now + HANG
-        if method == "reset":
-            self.hangs = args[0].counter == 1
-        if self.hangs and method == where:
-            self.deadline = now
-
-    monkeypatch.setattr(EnvironmentThread, "_begin", begun)
-
-
-@pytest.mark.parametrize("where", ["reset", "step"])
-@pytest.mark.parametrize("how", ["raise", "exit", "return", "hang"])
-def test_an_environment_that_fails_costs_its_own_response(
-    sampler, caplog, where, how, released, monkeypatch
-):
-    Faulty.closed.clear()
-    if how == "hang":
-        let_pass(monkeypatch, where)
-    with caplog.at_level(logging.WARNING, logger="distflow_jax"):
-        episodes = sampler.run("Faulty", where=where, how=how)
-    reason = "deadline" if how == "hang" else "error"
-    for (counter, _), episode in episodes.items():
-        cut = episode.turns == 1 and episode.response.tokens[-1] not in STOP_IDS
-        assert len(episode.response.tokens) > 0 and episode.mask.all()
-        if counter == 1:
-            assert episode.reward == 0 and not episode.response.finished
-            assert episode.reason == reason or (where == "step" and cut)
-        else:
-            assert episode.reason == ("turn_length" if cut else "done")
-    # four failed alike, and one is told of, with its traceback
-    told = [r.getMessage() for r in caplog.records]
-    assert len(told) == 1
-    if how == "raise":
-        assert "KeyError: 'no such room'" in told[0] and "test_multiturn.py, line" in told[0]
-        assert "Traceback" in told[0]
-    metrics = episode_metrics([episode_sums(list(episodes.values()))], 1)
-    failed = sum(e.reason == reason for e in episodes.values())
-    assert metrics["environment/deadlines"] == (failed if how == "hang" else 0)
-    assert metrics["environment/errors"] == (0 if how == "hang" else failed)
-    assert failed >= 2
-    if how != "hang":
-        until(lambda: len(Faulty.closed) == 16)
-
-
 class Whimsical:
     """Begins every response differently."""
 
@@ -405,8 +316,9 @@ class Whimsical:
 def test_first_observations_that_cannot_be(sampler, caplog):
     episodes = sampler.run("Whimsical", prompts=PROMPTS[1:3])
     reasons = [e.reason for e in episodes.values()]
-    assert reasons[:4] == ["error"] * 4  # longer than a response may get
-    assert reasons[4] in ("done", "turn_length") and reasons[5:] == ["error"] * 3
+    assert reasons[:4] == ["failed"] * 4  # longer than a response may get
+    assert reasons[4] in ("done", "turn_length") and reasons[5:] == ["failed"] * 3
+    assert all(np.isnan(e.reward) for e in episodes.values())  # one has nothing to compare with
     messages = " ".join(r.getMessage() for r in caplog.records)
     assert "100 tokens, more than the 20 that" in messages
     assert "different first observations" in messages
@@ -425,25 +337,6 @@ def test_first_observations_that_cannot_be(sampler, caplog):
     ],
 )
 def test_turns_that_cannot_be_are_refused(turn, message):
-    environments = Environments("calculator", {}, TOKENIZER, seconds=HANG)
+    environments = Environments("calculator", {}, TOKENIZER, calls=CallLimits(HANG))
     with pytest.raises((TypeError, ValueError), match=message):
         environments.observed(turn)
-
-
-def test_environments_are_tried_before_the_run(released):
-    def check(name, seconds=HANG, **kwargs):
-        Environments(name, kwargs, TOKENIZER, seconds=seconds).check(PROMPTS[1])
-
-    check("calculator")
-    with pytest.raises(ValueError, match="failed on the first row: KeyError: 'no such room'"):
-        check(f"{__name__}:Faulty", where="reset", how="raise")
-    with pytest.raises(ValueError, match="not reset within rollout.environment_seconds=0.5"):
-        check(f"{__name__}:Faulty", 0.5, where="reset", how="hang")
-    with pytest.raises(ValueError, match="an observation must be text, token ids"):
-        check(f"{__name__}:Faulty", where="reset", how="return")
-    with pytest.raises(ValueError, match="environment_kwargs={'wher': 1} do not fit .*Faulty"):
-        check(f"{__name__}:Faulty", wher=1)
-    with pytest.raises(ValueError, match="has no method 'reset'"):
-        check(f"{__name__}:Sampler")
-    with pytest.raises(ValueError, match="unknown rollout.environment 'calcuator'; did you mean"):
-        check("calcuator")

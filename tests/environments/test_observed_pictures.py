@@ -1,5 +1,6 @@
 """Observations with pictures: their tokens and places, and one clear line for what cannot be."""
 
+import contextlib
 import queue
 
 import numpy as np
@@ -10,8 +11,10 @@ from support.tiny_model import prompt_of
 from support.waiting import HANG
 
 from distflow_jax.environments.environment import Shown, Turn
+from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.handle import EnvironmentHandle, check_environments
 from distflow_jax.environments.observed_pictures import Sight
-from distflow_jax.environments.registry import Environments, EnvironmentThread, Failure
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.image_layout import image_layout
@@ -37,7 +40,7 @@ class Shows:
 
 def environments(observation=None, sight=SIGHT):
     kwargs = {"observation": observation}
-    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, seconds=HANG, sight=sight)
+    return Environments(f"{__name__}:Shows", kwargs, TOKENIZER, calls=CallLimits(HANG), sight=sight)
 
 
 def test_pictures_stand_where_the_text_says():
@@ -109,11 +112,12 @@ def test_one_line_says_what_is_wrong(observation, message, method):
 def failed(found, method):
     """The line of the failure of a call."""
     answers = queue.SimpleQueue()
-    with EnvironmentThread(found, answers) as thread:
-        thread.reset(None)
+    with contextlib.closing(found):
+        handle = EnvironmentHandle(found, None, answers)
+        handle.reset()
         outcome = answers.get(timeout=HANG).outcome
         if method == "step":
-            thread.step(np.zeros(1, np.int32))
+            handle.step(np.zeros(1, np.int32))
             outcome = answers.get(timeout=HANG).outcome
     assert isinstance(outcome, Failure)
     (line, *_) = outcome.error.split("\n")
@@ -123,7 +127,8 @@ def failed(found, method):
 
 def test_a_model_without_a_tower_is_shown_nothing():
     with pytest.raises(ValueError) as error:
-        environments(Shown("<image>", [PICTURE]), sight=None).check(prompt_of(0, [1]))
+        with contextlib.closing(environments(Shown("<image>", [PICTURE]), sight=None)) as found:
+            check_environments(found, prompt_of(0, [1]))
     wanted = (
         "ValueError: an observation has 1 images, and the model has no vision tower: use a model"
     )

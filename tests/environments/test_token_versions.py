@@ -6,13 +6,14 @@ import dataclasses
 import numpy as np
 import pytest
 from support.compiled_sampler import CompiledSampler
+from support.parking import park_at_random
 from support.tiny_model import TINY, forward_logps, prompt_of, random_params
 from support.turn_sampler import LIMITS, TOKENIZER
 from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.rollout.engine.engine import EngineConfig
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
@@ -153,20 +154,36 @@ def test_log_probs_where_pages_are_short_or_tokens_guessed(changes, cache):
         check_versions(episodes, submitted, all_exact=cache == "recompute")
 
 
-def test_turns_name_the_versions_too():
-    """Weights change while responses wait for their environments, and while they read answers."""
+@pytest.mark.parametrize(
+    ("changes", "cache"),
+    [
+        ({}, "keep"),
+        pytest.param({}, "recompute", marks=pytest.mark.slow),
+        pytest.param({"slots": 16, "lanes": 4}, "keep", marks=pytest.mark.slow),
+        ({"slots": 16, "lanes": 4}, "recompute"),
+    ],
+    ids=str,
+)
+def test_turns_name_the_versions_too(changes, cache, monkeypatch):
+    """Weights change while responses wait for their environments, and while they read answers.
+
+    With keep what is parked is read again by the newest weights, in front of tokens that older ones
+    sampled. With recompute all keys are those of the weights that sample.
+    """
+    if changes:
+        park_at_random(monkeypatch)
     environments = Environments(
         f"{__name__}:Echo",
         {},
         TOKENIZER,
-        seconds=HANG,
+        calls=CallLimits(HANG),
         turn_length=LIMITS.turn,
         max_turns=LIMITS.turns,
     )
     requests = requests_of(2, 12, LIMITS.response)
-    engine = engine_of(TURNS)
+    engine = engine_of(dataclasses.replace(TURNS, **changes))
     episodes, submitted, _ = sample_with_swaps(
-        engine, requests, "keep", seed=0, environments=environments, calls=(4, 12)
+        engine, requests, cache, seed=0, environments=environments, calls=(4, 12)
     )
     assert sum(e.turns > 1 for found in episodes.values() for e in found) > 12
-    check_versions(episodes, submitted, all_exact=False)
+    check_versions(episodes, submitted, all_exact=cache == "recompute")

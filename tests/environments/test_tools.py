@@ -1,5 +1,6 @@
 """Tools: exact arithmetic that no text can make expensive, and calls found in a turn's text."""
 
+import asyncio
 import dataclasses
 import re
 from decimal import Decimal
@@ -99,7 +100,7 @@ def turn(environment, text, *, chat=True):
     rendered = TOKENIZER.render(MESSAGES) if chat else "What is 12 * 7? "
     prompt = prompt_of(0, TOKENIZER.encode(rendered))
     environment.reset(type(prompt)(**{**vars(prompt), "text": rendered}))
-    answer = environment.step(TOKENIZER.encode(text), text)
+    answer = asyncio.run(environment.step(TOKENIZER.encode(text), text))
     seen = answer.observation
     return answer, seen if isinstance(seen, str) else TOKENIZER.decode(seen, skip_special=False)
 

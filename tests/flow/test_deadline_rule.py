@@ -5,7 +5,6 @@ A million random events are the nightly tier's, thirty thousand the default one'
 
 import dataclasses
 import json
-import random
 
 import pytest
 
@@ -16,6 +15,7 @@ from distflow_jax.flow.budgets.deadline_rule import (
     observed_lag,
 )
 from distflow_jax.flow.lag_rule import Admission, Rule
+from tests.support import rule_worlds
 
 
 def test_a_step_waits_for_what_later_steps_cannot_train_in_time():
@@ -139,20 +139,21 @@ class Process:
         self.ended: list[tuple[int, ...]] = []  # what each step trained since the start
 
 
-class World:
+class World(rule_worlds.World):
     """A job whose events come in any order; kills and restarts with other processes among them."""
 
+    kinds = ("begin", "end", "gather", "deliver")
+
     def __init__(self, seed):
-        self.draw = random.Random(seed)
-        draw = self.draw
-        self.rule = Rule(groups=draw.randint(1, 6), max_lag=draw.randint(1, 5))
-        # a third of the runs ends with its last step, a third with its data
-        self.steps = draw.choice([None, None, draw.randint(1, 30)])
-        self.last = None if self.steps else draw.choice([None, draw.randint(1, 100)])
-        self.hasty = draw.random()  # how often a step ends as soon as it may
+        super().__init__(seed)
+        self.hasty = self.draw.random()  # how often a step ends as soon as it may
         self.trained: list[tuple[int, ...]] = []  # counters of each finished step
         self.saved = (0, 0, None, {})
         self.restart()
+
+    def draw_rule(self):
+        """Constants of the formula."""
+        return Rule(groups=self.draw.randint(1, 6), max_lag=self.draw.randint(1, 5))
 
     def restart(self):
         """Starts from the newest checkpoint, with any number of processes."""
@@ -171,27 +172,6 @@ class World:
             self.processes.append(Process(admission))
         for counter, group in groups.items():
             self.owner(counter).groups[counter] = dataclasses.replace(group, told=False)
-
-    def owner(self, counter):
-        """The process whose sampler answers a counter: a pure function, new with their number."""
-        batch, place = divmod(counter, self.rule.groups)
-        return self.processes[(place + batch * 7) % len(self.processes)]
-
-    @property
-    def over(self):
-        """Whether the run has ended: with its last step, or with the data."""
-        (over,) = {not p.admission.has_step(self.step + 1) for p in self.processes}
-        return over
-
-    def happen(self):
-        """One event, of a random kind in a random process; one must always be possible."""
-        kinds = [self.begin, self.end, self.gather, self.deliver]
-        for _ in range(6):
-            if self.draw.choice(kinds)(self.draw.choice(self.processes)):
-                return
-        if self.train():
-            return
-        assert any(kind(process) for kind in kinds for process in self.processes), "deadlock"
 
     def begin(self, process):
         """A group begins with the weights that its sampler holds: those of all finished steps."""
@@ -294,21 +274,7 @@ class World:
 
 @pytest.mark.parametrize("count", [30_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_no_event_loses_doubles_or_ages_a_group(count):
-    happened, seed, ended = 0, 0, 0
-    while happened < count:
-        world = World(seed)
-        seed += 1
-        for _ in range(600):
-            if world.over:
-                world.check_end()
-                ended += 1
-                break
-            world.happen()
-            world.check()
-            happened += 1
-            if world.draw.random() < 0.002:
-                world.restart()
-    assert ended > seed / 10
+    rule_worlds.play(World, count)
 
 
 def test_steps_of_b_groups_each_are_those_of_the_other_rule():

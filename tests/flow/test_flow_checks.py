@@ -19,7 +19,7 @@ LAYOUTS = {"ACTOR": MESH, "REFERENCE": MESH, "ROLLOUT": HOST, "REWARD": HOST}
 def test_a_sampler_over_several_hosts_does_not_run_ahead(swap):
     made = plan(load_graph("grpo", Config()), LAYOUTS, ("uid", "prompt", "step"))
     algorithm = AlgorithmConfig(correction="token_tis")
-    facts = {"own_devices": True, "environment": "", "offload": "none", "group_tokens": 1}
+    facts = {"own_devices": True, "offload": "none", "group_tokens": 1}
     config = FlowConfig(max_lag=1, swap=swap)
     check_flow(config, made, algorithm, sampler_hosts=1, **facts)
     with pytest.raises(

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from support.layouts import HOST, LAYOUTS
 from support.waiting import HANG
 
 from distflow_jax.config.run_config import Config
@@ -14,24 +15,8 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.load_graph import load_graph
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.flow.host_nodes import (
-    Group,
-    HostThread,
-    NodesAhead,
-    step_metrics,
-    units_ahead,
-)
-from distflow_jax.layout import Layout, Parts
-
-HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
-LAYOUTS = {
-    "ACTOR": MESH,
-    "CRITIC": MESH,
-    "REFERENCE": MESH,
-    "ROLLOUT": HOST,
-    "REWARD": HOST,
-    "REWARD MODEL_INFERENCE": MESH,
-}
+from distflow_jax.flow.host_nodes import Group, HostThread, NodesAhead, step_metrics, units_ahead
+from distflow_jax.layout import Parts
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "remax", "online_dpo"])

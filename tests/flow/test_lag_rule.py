@@ -4,11 +4,11 @@ A million random events are the nightly tier's, fifty thousand the default one's
 """
 
 import dataclasses
-import random
 
 import pytest
 
 from distflow_jax.flow.lag_rule import Admission, Rule
+from tests.support import rule_worlds
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -105,25 +105,24 @@ class Checkpoint:
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
 
 
-class World:
+class World(rule_worlds.World):
     """A job whose events come in any order; kills and restarts with other processes among them."""
 
+    kinds = ("begin", "end", "deliver", "publish")
+
     def __init__(self, seed):
-        self.draw = random.Random(seed)
-        draw = self.draw
-        self.judged = draw.random() < 0.5
-        self.rule = Rule(
-            groups=draw.randint(1, 6),
-            max_lag=draw.randint(0, 4),
-            max_rounds=draw.randint(1, 3) if self.judged else 1,
-        )
-        self.share = draw.choice([0.2, 0.5, 0.9])  # of groups that are kept
-        # a third of the runs ends with its last step, a third with its data
-        self.steps = draw.choice([None, None, draw.randint(1, 30)])
-        self.last = None if self.steps else draw.choice([None, draw.randint(1, 100)])
+        super().__init__(seed)
+        self.share = self.draw.choice([0.2, 0.5, 0.9])  # of groups that are kept
         self.history: list[tuple[int, int]] = []  # counters of each finished step
         self.saved = Checkpoint()
         self.restart()
+
+    def draw_rule(self):
+        """Constants of the formula, and whether groups are judged by it."""
+        draw = self.draw
+        self.judged = draw.random() < 0.5
+        rounds = draw.randint(1, 3) if self.judged else 1
+        return Rule(groups=draw.randint(1, 6), max_lag=draw.randint(0, 4), max_rounds=rounds)
 
     def restart(self):
         """Starts from the newest checkpoint, with any number of processes."""
@@ -146,28 +145,6 @@ class World:
             if self.judged:
                 for process in self.processes:
                     process.admission.judge(counter, group.keep)
-
-    def owner(self, counter):
-        """The process whose sampler answers a counter: a pure function, new with their number."""
-        count = len(self.processes)
-        batch, place = divmod(counter, self.rule.groups)
-        return self.processes[(place + batch * 7) % count]
-
-    @property
-    def over(self):
-        """Whether the run has ended: with its last step, or with the data."""
-        (over,) = {not p.admission.has_step(self.step + 1) for p in self.processes}
-        return over
-
-    def happen(self):
-        """One event, of a random kind in a random process; one must always be possible."""
-        kinds = [self.begin, self.end, self.deliver, self.publish]
-        for _ in range(6):
-            if self.draw.choice(kinds)(self.draw.choice(self.processes)):
-                return
-        if self.train():
-            return
-        assert any(kind(process) for kind in kinds for process in self.processes), "deadlock"
 
     def next_counter(self, process):
         """The first counter of a process that may begin and has not."""
@@ -265,18 +242,4 @@ class World:
 
 @pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_no_event_loses_doubles_splits_or_ages_a_group(count):
-    happened, seed, ended = 0, 0, 0
-    while happened < count:
-        world = World(seed)
-        seed += 1
-        for _ in range(600):
-            if world.over:
-                world.check_end()
-                ended += 1
-                break
-            world.happen()
-            world.check()
-            happened += 1
-            if world.draw.random() < 0.002:
-                world.restart()
-    assert ended > seed / 10
+    rule_worlds.play(World, count)

@@ -19,7 +19,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.flow.flow_checks import sampling_tasks
 from distflow_jax.flow.frames.frames import Frame
 from distflow_jax.flow.frames.node_frames import (

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 import threading
 import types
 
@@ -20,6 +19,7 @@ from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("eager_threads")
 BATCH, STEPS = 4, 300
 NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
 
@@ -40,15 +40,6 @@ class NoSampler:
         """Takes weights, which must be newer."""
         assert version > self.version and params.version == version
         self.version = version
-
-
-@pytest.fixture(autouse=True)
-def threads_alternate():
-    """After a few bytecodes each, instead of every 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def producer_of(sampler, draw, **bounds):

@@ -1,19 +1,17 @@
 """Verdicts of a region reach all processes round by round, whatever is late."""
 
-import concurrent.futures
 import random
 import threading
 import time
 import types
 
 import pytest
-from support.waiting import HANG
+from support.gathers import exchanges, together
 
 from distflow_jax.flow.exact_order import ExactOrder
 from distflow_jax.flow.flow import RegionRounds
 from distflow_jax.flow.lag_rule import Admission, Rule
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.host_exchange import HostExchange, listen
 
 STEPS = 6
 
@@ -59,20 +57,14 @@ class Process:
 def test_rounds_are_the_same_on_all_processes_and_at_any_time(count):
     found = []
     for seed in range(4):
-        listeners = [listen("127.0.0.1") for _ in range(count)]
-        addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
-        exchanges = [
-            HostExchange(i, addresses, listener, bytes(16)) for i, listener in enumerate(listeners)
-        ]
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            made = [
-                pool.submit(Process, i, exchange if count > 1 else None, count, seed)
-                for i, exchange in enumerate(exchanges)
-            ]
-            members = [future.result(timeout=HANG) for future in made]
-            runs = [pool.submit(member.run) for member in members]
-            found += [future.result(timeout=HANG) for future in runs]
-        for member, exchange in zip(members, exchanges, strict=True):
+        ends = exchanges(count)
+
+        def begin(i, seed=seed, ends=ends):
+            return Process(i, ends[i] if count > 1 else None, count, seed)
+
+        members = together(count, begin)
+        found += together(count, lambda i, members=members: members[i].run())
+        for member, exchange in zip(members, ends, strict=True):
             member.gather.close()
             exchange.close()
     assert all(run == found[0] for run in found)

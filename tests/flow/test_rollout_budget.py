@@ -4,14 +4,12 @@ A model has every order of events: a million of them are the nightly tier's, twe
 default one's. Processes with real connections run the same code.
 """
 
-import concurrent.futures
 import random
 import threading
 import types
 
 import pytest
-from support.gathers import Gathers
-from support.waiting import HANG
+from support.gathers import Gathers, dealt, exchanges, together
 
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.flow.budgets.deadline_rule import Deadlines
@@ -19,7 +17,6 @@ from distflow_jax.flow.budgets.rollout_budget import RolloutBudget
 from distflow_jax.flow.budgets.rollout_taker import rollout_metrics
 from distflow_jax.flow.lag_rule import Rule
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
 
 
@@ -36,11 +33,7 @@ class Job:
         self.salt = draw.random()
 
     def home(self, counter):
-        """The process of a group."""
-        batch, place = divmod(counter, self.rule.groups)
-        return random.Random(f"{self.salt}{batch}").sample(
-            [i % self.processes for i in range(self.rule.groups)], self.rule.groups
-        )[place]
+        return dealt(counter, self.rule.groups, self.processes, self.salt)
 
     def length(self, counter):
         """Tokens of a group."""
@@ -199,13 +192,13 @@ def test_a_million_events():
 class Threaded(Process):
     """A process of a job of threads, with real connections."""
 
-    def __init__(self, job, index, exchanges, seed):
+    def __init__(self, job, index, pair, seed):
         self.draw = random.Random(f"{seed}{index}")
         super().__init__(
             *(job, index),
             lambda: (
-                BackgroundGather(exchanges[0]),
-                Peers(exchanges[1], index, job.processes, self.wake),
+                BackgroundGather(pair[0]),
+                Peers(pair[1], index, job.processes, self.wake),
             ),
         )
 
@@ -228,20 +221,14 @@ class Threaded(Process):
 @pytest.mark.parametrize("seed", range(6))
 def test_rollouts_end_alike_on_processes_with_connections(seed):
     job = Job(random.Random(seed), 5)
-    listeners = [[listen("127.0.0.1") for _ in range(job.processes)] for _ in range(2)]
-    places = [[("127.0.0.1", one.getsockname()[1]) for one in of] for of in listeners]
+    pairs = list(zip(*(exchanges(job.processes) for _ in range(2)), strict=True))
 
     def run(index):
-        exchanges = [
-            HostExchange(index, places[i], listeners[i][index], b"x" * 16) for i in range(2)
-        ]
-        process = Threaded(job, index, exchanges, seed)
+        process = Threaded(job, index, pairs[index], seed)
         process.run()
         return process
 
-    with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
-        ran = [pool.submit(run, index) for index in range(job.processes)]
-        world = [future.result(timeout=HANG) for future in ran]
+    world = together(job.processes, run)
     check_ends(world, job)
     for process in world:
         process.budget.close()

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from support.layouts import LAYOUTS
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
@@ -17,17 +18,7 @@ from distflow_jax.flow.waves.streamed_nodes import (
     streamed_nodes,
     streamed_units,
 )
-from distflow_jax.layout import Layout
 
-HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
-LAYOUTS = {
-    "ACTOR": MESH,
-    "CRITIC": MESH,
-    "REFERENCE": MESH,
-    "ROLLOUT": HOST,
-    "REWARD": HOST,
-    "REWARD MODEL_INFERENCE": MESH,
-}
 WAITS = "waits: "
 
 

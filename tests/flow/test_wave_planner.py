@@ -7,11 +7,11 @@ import dataclasses
 import hashlib
 import os
 import random
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from support.programs import finished
 
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, data_ranks
 from distflow_jax.coordinator.first_fit import RowLimits
@@ -184,14 +184,6 @@ def test_a_hundred_thousand_jobs_are_planned_alike():
     run_cases(range(CASES, 100_000))
 
 
-DIGEST = """
-import hashlib, sys
-sys.path.insert(0, sys.argv[1])
-from test_wave_planner import digest
-print(digest())
-"""
-
-
 def digest():
     """A digest of the waves of some cases, whose facts come in an order of this process's own."""
     order = random.Random(f"{os.environ.get('PYTHONHASHSEED')} {os.getpid()}")
@@ -200,17 +192,9 @@ def digest():
 
 
 def test_processes_with_other_hash_seeds_and_orders_of_facts_plan_alike():
-    folder = os.path.dirname(__file__)
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", DIGEST, folder],
-            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "77")
-    ]
+    code = "import test_wave_planner as t; print(t.digest(), end='')"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    printed = [finished("-c", code, env=env | {"PYTHONHASHSEED": s}).stdout for s in ("1", "77")]
     assert printed == [digest()] * 2
 
 

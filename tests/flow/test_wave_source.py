@@ -4,14 +4,12 @@ A model has every order of events: a million of them are the nightly tier's, twe
 default one's. Processes with real connections run the same code.
 """
 
-import concurrent.futures
 import random
 import threading
 import types
 
 import pytest
-from support.gathers import Gathers
-from support.waiting import HANG
+from support.gathers import Gathers, dealt, exchanges, together
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.flow.lag_rule import Admission, Rule
@@ -22,7 +20,6 @@ from distflow_jax.flow.waves.wave_planner import WavePlanner
 from distflow_jax.flow.waves.wave_room import WaveRoom
 from distflow_jax.flow.waves.wave_source import WaveSource
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
 
 
@@ -44,11 +41,7 @@ class Job:
         self.homes: dict[int, int] = {}
 
     def home(self, counter):
-        """The process of a group: of each batch, every process has one at least."""
-        batch, place = divmod(counter, self.rule.groups)
-        return random.Random(f"{self.salt}{batch}").sample(
-            [i % self.processes for i in range(self.rule.groups)], self.rule.groups
-        )[place]
+        return dealt(counter, self.rule.groups, self.processes, self.salt)
 
     def facts(self, counter):
         draw = random.Random(f"{self.salt}{counter}x")
@@ -118,6 +111,14 @@ class Modelled:
                 self.groups[counter] = types.SimpleNamespace(counter=counter, done=False)
         self.begun = max(self.begun, end)
 
+    def finish(self, step):
+        """The cut of a step that is over; its groups are forgotten."""
+        self.source.finish()
+        cut = self.admission.finish(step)
+        for counter in range(cut.start, cut.end):
+            self.groups.pop(counter, None)
+        return cut
+
     def go_on(self):
         """Goes on with the training until it waits; at the end of a step it begins the next."""
         while self.until():
@@ -130,10 +131,7 @@ class Modelled:
                 self.waves.append(wave)
                 self.running, self.until = None, lambda: True
                 if wave.last:
-                    self.source.finish()
-                    cut = self.admission.finish(wave.step)
-                    for counter in range(cut.start, cut.end):
-                        self.groups.pop(counter, None)
+                    cut = self.finish(wave.step)
                     found = random.Random(f"{self.job.salt}{cut.step}d").random()
                     newest = self.publications.newest
                     if self.job.publishing.publishes(cut.step, newest, found, starving=False):
@@ -204,11 +202,11 @@ def test_a_million_events():
 class Threaded(Modelled):
     """A process of a job of threads, with real connections."""
 
-    def __init__(self, job, index, exchanges, seed):
+    def __init__(self, job, index, pair, seed):
         super().__init__(job, index, Gathers(1), lambda kind, number: None)
         self.draw = random.Random(f"{seed}{index}")
-        gather = BackgroundGather(exchanges[0])
-        peers = Peers(exchanges[1], index, job.processes, self.wake)
+        gather = BackgroundGather(pair[0])
+        peers = Peers(pair[1], index, job.processes, self.wake)
         self.source = WaveSource(
             *(job.planner(), self, gather, peers),
             judges=True,
@@ -234,29 +232,20 @@ class Threaded(Modelled):
             self.waves.append(wave)
             with self.lock:
                 if wave.last:
-                    self.source.finish()
-                    cut = self.admission.finish(wave.step)
-                    for counter in range(cut.start, cut.end):
-                        self.groups.pop(counter, None)
+                    self.finish(wave.step)
         return self.waves
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_waves_are_the_same_on_processes_with_connections(seed):
     job = Job(random.Random(seed))
-    listeners = [[listen("127.0.0.1") for _ in range(job.processes)] for _ in range(2)]
-    places = [[("127.0.0.1", one.getsockname()[1]) for one in of] for of in listeners]
+    pairs = list(zip(*(exchanges(job.processes) for _ in range(2)), strict=True))
 
     def run(index):
-        exchanges = [
-            HostExchange(index, places[i], listeners[i][index], b"x" * 16) for i in range(2)
-        ]
-        process = Threaded(job, index, exchanges, seed)
+        process = Threaded(job, index, pairs[index], seed)
         return process, process.run(5)
 
-    with concurrent.futures.ThreadPoolExecutor(job.processes) as pool:
-        ran = [pool.submit(run, index) for index in range(job.processes)]
-        found = [future.result(timeout=HANG) for future in ran]
+    found = together(job.processes, run)
     for process, waves in found:
         assert waves == found[0][1]
         process.source.close()

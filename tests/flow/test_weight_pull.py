@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_model import MIXTURE, TINY, random_params
+from support.tiny_model import MIXTURE, TINY, assert_same_arrays, random_params
 from support.waiting import HANG
 
 from distflow_jax.flow.wire.caller import Caller
@@ -75,15 +75,6 @@ def served(*shelves, token=TOKEN):
         yield callers
 
 
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert x.sharding == y.sharding and x.dtype == y.dtype
-        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
-            assert a.device == b.device
-            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
-
-
 def on(target, params):
     """The values of `params` as `target` has them."""
     return jax.tree.map(
@@ -117,8 +108,8 @@ def test_a_worker_with_another_layout_holds_the_weights_to_the_bit(model, sizes,
         prepare,
     )
     if model == plain:
-        assert_same(pulled, on(target_of(model, 2, dtype), given))
-    assert_same(sync(pulled), sync(given))
+        assert_same_arrays(pulled, on(target_of(model, 2, dtype), given))
+    assert_same_arrays(sync(pulled), sync(given))
 
 
 def test_the_parameters_may_change_after_they_were_put():
@@ -127,7 +118,7 @@ def test_the_parameters_may_change_after_they_were_put():
     shelf = shelf_of(given)
     jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), donate_argnums=0)(given)
     with served(shelf) as callers:
-        assert_same(WeightPull(callers).pull(0, target_of(UNTIED), HANG), want)
+        assert_same_arrays(WeightPull(callers).pull(0, target_of(UNTIED), HANG), want)
 
 
 def halves(given, monkeypatch):
@@ -150,7 +141,7 @@ def test_blocks_come_from_the_processes_that_have_them(monkeypatch):
     whole = shelf_of(given).nbytes
     assert max(first.nbytes, second.nbytes) < 0.6 * whole
     with served(first, second) as callers:
-        assert_same(
+        assert_same_arrays(
             WeightPull(callers).pull(0, target_of(UNTIED), HANG), on(target_of(UNTIED), given)
         )
         assert max(first.bytes_served, second.bytes_served) <= 1.2 * whole / 2
@@ -195,7 +186,7 @@ def test_a_piece_with_a_wrong_checksum_comes_from_another_process(given, caplog)
     shelf = shelf_of(given)
     with served(corrupted(shelf), shelf) as callers:
         got = WeightPull(callers).pull(0, target_of(UNTIED), HANG)
-        assert_same(got, on(target_of(UNTIED), given))
+        assert_same_arrays(got, on(target_of(UNTIED), given))
     assert caplog.text.count("another checksum than the manifest says") == 1
     with served(corrupted(shelf)) as callers, pytest.raises(Unreachable, match="another checksum"):
         WeightPull(callers).pull(0, target_of(UNTIED), HANG)
@@ -275,7 +266,7 @@ def test_a_trainer_that_ends_is_replaced_by_another(given, caplog):
 
         callers[0].door._methods[PIECE] = piece
         got = WeightPull(callers).pull(0, target_of(UNTIED), HANG)
-        assert_same(got, on(target_of(UNTIED), given))
+        assert_same_arrays(got, on(target_of(UNTIED), given))
     assert caplog.text.count("come no longer from") == 1
 
 
@@ -312,7 +303,7 @@ def test_versions_are_kept_until_they_are_forgotten(given, monkeypatch):
     with served(shelf) as callers:
         for version, scale in ((4, 1), (5, 2)):
             want = on(target_of(UNTIED), jax.tree.map(lambda x, s=scale: s * x, given))
-            assert_same(WeightPull(callers).pull(version, target_of(UNTIED), HANG), want)
+            assert_same_arrays(WeightPull(callers).pull(version, target_of(UNTIED), HANG), want)
         with pytest.raises(Refused, match=r"version 3 is not kept; versions \[4, 5\] are"):
             WeightPull(callers).pull(3, target_of(UNTIED), HANG)
         shelf.forget(4)
@@ -338,7 +329,7 @@ def test_a_pull_waits_for_a_version_to_come(given):
         run = pool.submit(WeightPull(callers).pull, 2, target_of(UNTIED), HANG)
         time.sleep(0.2)
         shelf.put(2, given)
-        assert_same(run.result(), on(target_of(UNTIED), given))
+        assert_same_arrays(run.result(), on(target_of(UNTIED), given))
 
 
 def test_a_pull_ends_as_refused_when_trainers_have_another_token(given, caplog):

@@ -8,7 +8,6 @@ import secrets
 import socket
 import ssl
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support import programs
 from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG, until
 
@@ -674,17 +674,11 @@ def test_proofs_of_one_connection_are_none_at_another():
         second.admit(opening.prove(bytes(said)))
 
 
-def certificate(folder, names="DNS:localhost,IP:127.0.0.1"):
+def certificate(folder, **names):
     """Paths of a certificate and its key."""
     folder.mkdir()
     cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        f"-keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName={names}",
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
+    programs.certificate(cert, key, **names)
     return cert, key
 
 

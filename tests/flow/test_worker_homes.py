@@ -24,7 +24,7 @@ from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.flow.frames.frames import (
     Frame,
     pieces_of,

@@ -11,7 +11,7 @@ from support.counted_homes import Sampler, length_of, request_of, response_of
 from support.waiting import until
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.flow.frames.frames import Frame, progress_bytes, samples_of, work_frame
 from distflow_jax.flow.workers import worker, worker_talk
 from distflow_jax.flow.workers.home_links import Links

@@ -139,10 +139,7 @@ def cut(kind):
         (lambda: cut("BMP"), "truncated or damaged: fetch"),
         (lambda: cut("TIFF"), "truncated or damaged: fetch|not a picture"),
         *(
-            (
-                lambda kind=kind: animation(kind),
-                "an animation, or a document of several pages: save",
-            )
+            (lambda kind=kind: animation(kind), "an animation, or a document of several pages")
             for kind in ("GIF", "WEBP", "PNG", "TIFF")
         ),
         (lambda: bomb(20_000, 10_000), "megapixels, more than 67: save a smaller"),

@@ -287,6 +287,7 @@ def test_what_spells_no_token_is_encoded_as_ever(templates):
         ("no_system", PROMPTS["system"], "rejects the messages: no system turn"),
         ("plain", [{"role": "user"}], "message 0 must be a dict with role and content"),
         ("plain", ["Sum?"], "message 0 must be a dict with role and content"),
+        ("plain", [{"content": "Sum?"}], "message 0 must be a dict with role and content"),
         (
             "tool_calls",
             [

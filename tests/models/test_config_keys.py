@@ -178,11 +178,18 @@ def test_windows_that_the_network_has_not_are_refused(family, change):
         {"sliding_window": None},
         {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0},
         {"sliding_window": 1 << 20, "use_sliding_window": True, "max_window_layers": None},
+        {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
         {"sliding_window": 1 << 20},
     ],
 )
 def test_windows_that_limit_nothing_pass(family, change):
     assert read(family, settings_of(family, **change)) == CASES[EACH[family]]
+
+
+@pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral", "qwen3_moe")])
+def test_windows_of_layers_that_the_model_has_not_limit_nothing(family):
+    windows = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}
+    assert read(family, settings_of(family, **windows)) == CASES[EACH[family]]
 
 
 @pytest.mark.parametrize("family", [f for f in EACH if f != "qwen3_moe"])
@@ -265,10 +272,7 @@ def test_keys_of_towers_are_read_or_refused(family, change, message):
             "say different things",
         ),
         (
-            {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-                "rope_theta": 5e6,
-            },
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}, "rope_theta": 5e6},
             "rope_theta=5000000.0 say different things",
         ),
     ],
@@ -435,10 +439,7 @@ def test_mistrals_window_is_read(change, window):
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types of full_att"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "without rope scaling"),
         (
-            {
-                "sliding_window": 64,
-                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-            },
+            {"sliding_window": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "sliding_window=64 is supported in all layers and without",
         ),
     ],

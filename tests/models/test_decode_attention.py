@@ -12,18 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.accelerators import TRITON_DEPRECATED, abstract_gpu
 
 from distflow_jax.models.kernels import decode_gpu, decode_tpu
-from distflow_jax.models.kernels.decode_attention import (
-    implementation_for,
-    partial_attention,
-)
+from distflow_jax.models.kernels.decode_attention import implementation_for, partial_attention
 from distflow_jax.models.kernels.merge_partial import merge
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # the TPU kernel takes pages of 128 tokens, so that its cases hold fewer of them
 WIDTH = {"reference": 16, "gpu": 16, "tpu": 128}
-TRITON_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -261,15 +258,6 @@ def test_compiled_for_a_device(platform, dtype, windows):
     run = functools.partial(partial_attention, implementation=implementation_for(platform))
     # exponentials of accelerators are good to about six digits
     assert_states(jax.jit(lambda case: run(**case))(case), case, TOLERANCE.get(dtype, 1e-4) * 3)
-
-
-@contextlib.contextmanager
-def abstract_gpu():
-    """Later versions of JAX ask which GPU a Triton kernel is lowered for; 0.10 takes any."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 @pytest.mark.filterwarnings(TRITON_DEPRECATED)

@@ -3,8 +3,6 @@
 import base64
 import hashlib
 import os
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -17,6 +15,7 @@ from support.model_files import (
     write_hf,
 )
 from support.paths import ROOT
+from support.programs import finished
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights import fetch
@@ -207,13 +206,7 @@ def test_hub_model_is_read_from_its_cache_without_network(tmp_path):
         "except FileNotFoundError as error:\n    print(error)\n"
     )
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = finished("-c", script, env=os.environ | offline)
     paths, vocabulary, error = result.stdout.splitlines()[:3]
     assert paths == str(sorted(random_params(TIED)))
     assert vocabulary == "300"

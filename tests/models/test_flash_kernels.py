@@ -5,7 +5,6 @@ What they compute: test_block_attention.py. In the whole trainer: training/test_
 
 import contextlib
 import functools
-import importlib.util
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.accelerators import TRITON_DEPRECATED, abstract_gpu, needs_libtpu
 from support.waiting import HANG
 
 from distflow_jax.models.attention import InRow, masked_attention
@@ -21,17 +21,7 @@ from distflow_jax.models.kernels.flash_tpu import listed_tiles
 from distflow_jax.models.kernels.tiles import Reach, flash_cost, tiles_of
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 
-TRITON_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 SIDE = {"gpu": 64, "tpu": 128}
-
-
-@contextlib.contextmanager
-def abstract_gpu():
-    """Later versions of JAX ask which GPU a Triton kernel is lowered for; 0.10 takes any."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield
 
 
 def traced(by, *, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", sharding=None):
@@ -81,9 +71,7 @@ print("compiled")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
-)
+@needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_compiles_for_a_tpu_that_is_not_there(topology, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])

@@ -100,6 +100,16 @@ def test_the_head_alone_is_the_embedding_of_a_tied_model(case, tmp_path):
     np.testing.assert_array_equal(dict(source.params())[EMBEDDING], params[EMBEDDING])
 
 
+def untied_folder(case, tmp_path):
+    """As tied_folder, but config.json says that the model has a head of its own."""
+    found = tied_folder(case, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    inner = settings.get("text_config")
+    text = {"text_config": inner | {"tie_word_embeddings": False}} if inner else {}
+    change_config(tmp_path, tie_word_embeddings=False, **text)
+    return found
+
+
 @EACH
 def test_a_head_of_another_size_is_refused(case, tmp_path):
     config, params, tensors, name = tied_folder(case, tmp_path)
@@ -110,22 +120,14 @@ def test_a_head_of_another_size_is_refused(case, tmp_path):
 
 @EACH
 def test_an_untied_model_without_a_head_is_refused(case, tmp_path):
-    config, params, tensors, name = tied_folder(case, tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    inner = settings.get("text_config")
-    text = {"text_config": inner | {"tie_word_embeddings": False}} if inner else {}
-    change_config(tmp_path, tie_word_embeddings=False, **text)
+    config, params, tensors, name = untied_folder(case, tmp_path)
     with pytest.raises(ValueError, match="head .* needs lm_head.weight .*tie_word_embeddings=true"):
         open_model(str(tmp_path))
 
 
 @EACH
 def test_an_untied_model_keeps_a_head_that_equals_the_embedding(case, tmp_path):
-    config, params, tensors, name = tied_folder(case, tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    inner = settings.get("text_config")
-    text = {"text_config": inner | {"tie_word_embeddings": False}} if inner else {}
-    change_config(tmp_path, tie_word_embeddings=False, **text)
+    config, params, tensors, name = untied_folder(case, tmp_path)
     put(tmp_path, tensors | {"lm_head.weight": tensors[name].copy()})
     source = open_model(str(tmp_path))
     assert not source.config.tie_embeddings

@@ -17,7 +17,6 @@ from distflow_jax.models.decoder_config import (
     reward_head_stddev,
     scalar_model,
 )
-from distflow_jax.models.families import llama
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.file_hashes import write_hashes
@@ -108,12 +107,6 @@ def test_values_that_are_not_finite_are_counted(tmp_path):
     params["final_norm"][:2] = [np.nan, np.inf]
     written = write_hf_folder(tmp_path / "out", export_of(TIED, params), dtype="bfloat16")
     assert (written.lost.above, written.lost.not_finite) == (0, 2)
-
-
-@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
-def test_config_and_back(config):
-    settings = json.loads(json.dumps(llama.config_to_hf(config)))
-    assert llama.config_from_hf(settings) == config
 
 
 def assert_same_tokenizer(one, other):

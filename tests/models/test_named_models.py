@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support.family_models import drawn_params as drawn_text
+from support.model_files import gemma
 from support.paths import ROOT
 from support.seeing_models import drawn_params as drawn_seeing
 
@@ -157,41 +158,6 @@ def mixtral(**own):
         "router_aux_loss_coef": 0.02,
     }
     return mistral(**keys) | own
-
-
-def gemma(**own):
-    keys = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attn_logit_softcapping": None,
-        "bos_token_id": 2,
-        "cache_implementation": "hybrid",
-        "eos_token_id": [1, 106],
-        "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "initializer_range": 0.02,
-        "intermediate_size": 6912,
-        "max_position_embeddings": 32_768,
-        "model_type": "gemma3_text",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "pad_token_id": 0,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_local_base_freq": 10_000,
-        "rope_scaling": None,
-        "rope_theta": 1_000_000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": 262_144,
-    }
-    return keys | own
 
 
 def gemma_seeing(**text):

@@ -4,12 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from support.model_files import (
-    SIZES,
-    random_params,
-    tensors_of,
-    write_gguf,
-)
+from support.model_files import SIZES, random_params, tensors_of, write_gguf
 
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import fingerprint_files, open_model

@@ -117,12 +117,6 @@ def test_generation_prompt_is_optional(smollm2):
     assert with_prompt == without + "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("messages", [["Hi"], [{"role": "user"}], [{"content": "Hi"}]])
-def test_malformed_message_is_named(messages, smollm2):
-    with pytest.raises(ValueError, match="message 0 must be a dict with role and content"):
-        smollm2.tokenizer.render(messages)
-
-
 def test_gguf_merges_digits_and_special_tokens():
     tokenizer = Tokenizer.from_gguf(gguf_fields())
     spelled = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("abc a<|end|>012")]
@@ -222,15 +216,10 @@ def test_template_errors_are_the_users(tmp_path):
         return Tokenizer.from_folder(hf_folder(tmp_path, settings)).render(CHAT)
 
     assert len(render("{{ strftime_now('%Y') }}{{ messages[0].content }}")) == 6
-    with pytest.raises(ValueError, match="rejects the messages: roles must alternate"):
-        render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="template is not valid"):
         render("{% if %}")
     with pytest.raises(ValueError, match="rejects the messages"):
         render("{{ messages[0].content + 1 }}")
-    # the template comes with the model, from anyone: no way out of it into Python
-    with pytest.raises(ValueError, match="rejects the messages"):
-        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
 
 
 def test_folder_refusals(tmp_path):

@@ -9,16 +9,12 @@ import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from support.paths import TESTS
-from support.seeing_models import CASES, FAMILY_MODULES, drawn_params
+from support.rewritten import wider
+from support.seeing_models import CASES, FAMILY_MODULES
 from support.tiny_model import mesh_of
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import (
-    Work,
-    forward_flops,
-    training_flops,
-    with_patches,
-)
+from distflow_jax.models.model_flops import Work, forward_flops, training_flops, with_patches
 from distflow_jax.models.parameters import num_params, param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
@@ -27,13 +23,6 @@ from distflow_jax.models.weights.source import freeze, open_model
 
 GOLDEN = json.loads((TESTS / "golden" / "vision.json").read_text())["entries"]
 EACH = pytest.mark.parametrize("case", CASES)
-VOCAB = 300  # of the byte-level tokenizer that is written beside the weights
-
-
-def wider(case):
-    """The case with a vocabulary that the tokenizer fits."""
-    config = dataclasses.replace(CASES[case], vocab_size=VOCAB)
-    return config, dict(drawn_params(config))
 
 
 def written(folder, config, params):
@@ -44,7 +33,7 @@ def written(folder, config, params):
 
 @EACH
 def test_every_bit_comes_back(case, tmp_path):
-    config, params = wider(case)
+    config, params = wider(f"{case} seeing")
     source = open_model(str(written(tmp_path / "one", config, params)))
     assert source.config == config
     read = dict(source.params())
@@ -71,39 +60,8 @@ def test_the_config_that_transformers_writes_is_read(case):
     assert dataclasses.replace(config, vision=dataclasses.replace(config.vision, **same)) == own
 
 
-@pytest.mark.parametrize(
-    ("case", "prefixes"),
-    [
-        (
-            "qwen2_5_vl",
-            {"visual.": "model.visual.", "model.": "model.language_model."},
-        ),
-        (
-            "gemma3",
-            {
-                "language_model.model.": "model.language_model.",
-                "vision_tower.vision_model.": "model.vision_tower.",
-                "multi_modal_projector.": "model.multi_modal_projector.",
-            },
-        ),
-    ],
-)
-def test_names_of_transformers_5_are_read(case, prefixes, tmp_path):
-    config, params = wider(case)
-    folder = written(tmp_path / "x", config, params)
-    renamed = {}
-    for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items():
-        old = next(prefix for prefix in (*prefixes, "") if name.startswith(prefix))
-        renamed[prefixes.get(old, "") + name.removeprefix(old)] = tensor
-    safetensors.numpy.save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-    (folder / "SHA256SUMS").unlink()
-    read = dict(open_model(str(folder)).params())
-    for path, array in params.items():
-        np.testing.assert_array_equal(read[path], array, err_msg=path)
-
-
 def test_gemma_without_its_tower_is_a_text_model(tmp_path):
-    config, params = wider("gemma3")
+    config, params = wider("gemma3 seeing")
     source = open_model(str(written(tmp_path / "x", config, params)), vision="none")
     text = dataclasses.replace(config, vision=None)
     assert source.config == text

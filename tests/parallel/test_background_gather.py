@@ -1,12 +1,10 @@
 """Values are gathered while each process goes on; one that ends leaves nobody waiting."""
 
-import concurrent.futures
-
 import pytest
+from support.gathers import exchanges, together
 from support.waiting import HANG
 
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.host_exchange import HostExchange, listen
 
 
 @pytest.fixture
@@ -15,13 +13,8 @@ def gathers():
     made = []
 
     def make(count):
-        listeners = [listen("127.0.0.1") for _ in range(count)]
-        addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
-        exchanges = [
-            HostExchange(i, addresses, listener, bytes(16)) for i, listener in enumerate(listeners)
-        ]
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            made.extend(pool.map(BackgroundGather, exchanges))
+        ends = exchanges(count)
+        made.extend(together(count, lambda i: BackgroundGather(ends[i])))
         return made
 
     yield make

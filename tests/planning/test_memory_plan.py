@@ -4,20 +4,16 @@ import copy
 import dataclasses
 import gc
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from support import haste
-from support.paths import ROOT
+from support.programs import finished
+from support.tiny_config import tiny_config
 from support.waves import APART
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.dag.residency import plan_residency
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import adapted
@@ -55,7 +51,7 @@ SMALL = [
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    return tiny_config(*SMALL, *assignments)
 
 
 class Compiled:
@@ -265,6 +261,24 @@ def test_a_cache_of_so_many_tokens_gets_fewer_of_them():
     assert other.fullest.total <= memory.device
 
 
+@pytest.mark.parametrize("part", [4, 8])
+def test_fewer_trajectories_are_enough_where_those_that_wait_fill_the_cache(part):
+    """Planned again with the advice it fits, and takes what the advice says."""
+    turns = "rollout.environment=calculator", "rollout.max_response_length=96"
+    planned = plan_run(config_of(*turns), Machine.current())
+    memory = plan_memory(planned, {}, {})
+    memory = dataclasses.replace(memory, device=memory.fullest.total - memory.fullest.cache // part)
+    found = {c.text: c.fullest for c in _changes(planned, memory, {}, {})}
+    for setting in ("rollout.max_trajectories=", "rollout.num_slots="):
+        (text,) = [text for text in found if text.startswith(setting)]
+        other = plan_memory(plan_run(config_of(*turns, text), Machine.current()), {}, {})
+        assert other.fullest.total == pytest.approx(found[text], rel=0.01)
+    (most,) = [text for text in found if "max_trajectories" in text]
+    assert found[most] <= memory.device
+    engine = planned.sizes.engine
+    assert engine.lanes <= int(most.partition("=")[2]) < engine.slots
+
+
 def test_nothing_is_moved_to_the_host_in_waves():
     planned = plan_run(config_of(*APART), Machine.current())
     machine = dataclasses.replace(planned.machine, platform="gpu")
@@ -324,9 +338,8 @@ def test_a_run_that_does_not_fit_ends_before_step_1(tmp_path):
 def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
     """configs/tiny.py on 8 devices: the arrays that lie there when a segment begins, with what its
     compiled program reports beside its arguments, are within 15 % of what scripts/plan.py said."""
-    script = [sys.executable, str(ROOT / "scripts/plan.py"), f"--out={tmp_path / 'plan'}"]
-    command = [*script, f"--config={ROOT / 'configs/tiny.py'}"]
-    subprocess.run(command, check=True, capture_output=True, env=haste.environment(devices=8))
+    flags = ("--config=configs/tiny.py", f"--out={tmp_path / 'plan'}")
+    finished("scripts/plan.py", *flags, env=haste.environment(devices=8))
     planned = json.loads((tmp_path / "plan" / "plan.json").read_text())["memory"]["segments"]
     gc.collect()
     others, taken = live_bytes(), {}  # the first: what other tests still hold
@@ -349,8 +362,7 @@ def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
         return runtime
 
     monkeypatch.setattr(run, "build", watching)
-    config = override(tiny.get_config(), ["training.steps=1"])
-    assert run.train_here(from_config_dict(Config, config), tmp_path / "run") == 0
+    assert run.train_here(tiny_config("training.steps=1"), tmp_path / "run") == 0
     totals = {s["name"]: s["total"] for s in planned}
     del totals["update_weights"]  # no node of the plan, and beside it lies less than in a rollout
     assert totals.keys() == taken.keys() - {"reward"}
@@ -364,11 +376,11 @@ def test_the_plan_of_a_run_is_what_it_takes(offload, tmp_path):
     """configs/tiny.py: what lies on a device after step 1, and with the largest program's own
     figure what the plan said, within 15 %; and nothing compiles twice."""
     overrides = ["training.steps=2", "training.optimizer.moments=int8", "algorithm.kl_coef=0.1"]
-    config = override(tiny.get_config(), [*overrides, f"training.offload={offload}"])
+    config = tiny_config(*overrides, f"training.offload={offload}")
     assert config.eval.dataset  # an evaluation before step 2 does not count
     gc.collect()
     others = live_bytes()  # what other tests still hold
-    assert run.train_here(from_config_dict(Config, config), tmp_path) == 0
+    assert run.train_here(config, tmp_path) == 0
     tree = json.loads((tmp_path / "memory.json").read_text())
     first, second = (r for r in read_metrics(tmp_path / "metrics.jsonl") if r["step"])
     live = first["perf/memory_live_gb"] * 2**30 - others

@@ -4,9 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
-from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader
@@ -73,4 +72,4 @@ def test_a_text_model_keeps_its_tokenizer():
 )
 def test_towers_that_could_not_work_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        plan_run(from_config_dict(Config, override(tiny.get_config(), settings)), Machine.current())
+        plan_run(tiny_config(*settings), Machine.current())

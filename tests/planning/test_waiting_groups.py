@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny, vision_tiny
+from configs import vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.picture_files import PREVIEW
@@ -18,7 +19,7 @@ PART = ("mesh.devices=0:4", "mesh.roles={'ROLLOUT': {'devices': '4:6'}}", "flow.
 
 
 def planned(*assignments, machine=MACHINE):
-    config = from_config_dict(Config, override(tiny.get_config(), [*AHEAD, *assignments]))
+    config = tiny_config(*AHEAD, *assignments)
     return plan_run(config, machine)
 
 

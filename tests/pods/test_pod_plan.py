@@ -1,16 +1,15 @@
 """A whole run planned for pods that are not there."""
 
 import dataclasses
-import importlib.util
 import json
 
 import jax
 import pytest
+from support.accelerators import needs_libtpu
 from support.text_tables import cells_of
+from support.tiny_config import tiny_config
+from support.waves import APART
 
-from configs import tiny
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.host_memory import live_bytes
@@ -25,9 +24,6 @@ from distflow_jax.programs.hlo import read
 from distflow_jax.report.drawing import Line, Rect, Text
 from distflow_jax.runtime.build import trace
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
-)
 SMALL = [
     "model.source=random:llama?hidden=256&layers=4&heads=4&kv_heads=4&mlp=1024&vocab=512",
     "algorithm.kl_coef=0.04",
@@ -39,7 +35,7 @@ SMALL = [
 
 
 def planned_for(name, *assignments):
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    config = tiny_config(*SMALL, *assignments)
     pod = open_topology(name)
     planned = plan_run(config, pod.machine, open_source=open_shapes)
     return pod, dataclasses.replace(planned, devices=pod.devices)
@@ -122,15 +118,7 @@ def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
 
 def test_accumulators_of_waves_are_planned():
     """In a run in waves: the programs of a step hold them, as they do on this machine."""
-    waves = [
-        "mesh.devices=0:4",
-        "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
-        "flow.max_lag=1",
-        "algorithm.correction=token_tis",
-        "flow.waves=counter",
-        "flow.wave_prompts=16",
-    ]
-    pod, planned = planned_for("gpu:1x8", *waves)
+    pod, planned = planned_for("gpu:1x8", *APART, "flow.wave_prompts=16")
     programs = trace(planned)
     found = plan_on(pod, planned, compiled=False, programs=programs)
     sums = device_bytes(programs["actor_train"].given_states["actor"].sums.gradients)

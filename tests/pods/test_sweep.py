@@ -1,20 +1,16 @@
 """Layouts of a run on a pod: which there are, in which order, which is compiled and suggested."""
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
-from support.paths import ROOT
+from support.accelerators import needs_libtpu
+from support.programs import finished
 from support.text_tables import cells_of
+from support.tiny_config import tiny_config
 
-from configs import tiny
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import sweep as sweep_lib
@@ -32,7 +28,7 @@ SMALL = [
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    return tiny_config(*SMALL, *assignments)
 
 
 def planned_of(pod, config):
@@ -187,9 +183,7 @@ def test_no_layout_at_all_is_one_line(pod):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
-)
+@needs_libtpu
 def test_a_tpus_layout_is_compiled_and_fits():
     swept = sweep(open_topology("v5e:2x2"), config_of(), compiles=1)
     assert swept.best is swept.candidates[0] and swept.best.fits
@@ -201,10 +195,7 @@ def test_a_tpus_layout_is_compiled_and_fits():
 @pytest.mark.slow
 def test_the_script_writes_what_it_prints(tmp_path):
     flags = ["--config=configs/tiny.py", "--topology=gpu:1x2", "--sweep", f"--out={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "scripts/plan.py", *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = finished("scripts/plan.py", *flags)
     assert (tmp_path / "sweep.txt").read_text() in done.stdout
     tree = json.loads((tmp_path / "sweep.json").read_text())
     assert words_of(done.stdout.rstrip().rpartition("\n\n")[2]) == tree["flags"].split()

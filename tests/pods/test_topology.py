@@ -3,13 +3,10 @@
 import importlib.util
 
 import pytest
+from support.accelerators import needs_libtpu
 
 from distflow_jax.parallel.mesh import MeshSizes
 from distflow_jax.pods.topology import open_topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
-)
 
 
 def test_nodes_of_gpus():

@@ -2,12 +2,7 @@
 
 import pytest
 
-from distflow_jax.programs.units import (
-    format_bytes,
-    format_decimal,
-    format_seconds,
-    in_unit_of,
-)
+from distflow_jax.programs.units import format_bytes, format_decimal, format_seconds, in_unit_of
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Options for XLA: those that it knows are passed on, others are left out and said."""
 
-import importlib.util
 import logging
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from support.accelerators import needs_libtpu
 
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs import xla_options
@@ -66,9 +66,7 @@ def test_this_version_of_xla_knows_those_of_gpus():
     assert known & (older | newer) in (older, newer)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -r requirements-tpu-plan.txt"
-)
+@needs_libtpu
 def test_this_version_of_libtpu_knows_those_of_tpus():
     pod = Mesh(np.array(open_topology("v5p:2x2x1").devices), ("x",))
     assert xla_options.compiler_options(pod) == xla_options.OF_COLLECTIVES["tpu"]

@@ -61,6 +61,11 @@ def test_the_numbers_are_those_of_the_graph(graph):
     assert numbers(metrics | SHARED) == [*expected, ("length", "9.5"), ("tokens/s", "812")]
 
 
+def test_slots_beside_environments_are_shown():
+    shown = numbers(SCORED | SHARED | {"perf/slots_busy_share": 0.934})
+    assert shown[-1] == ("slots busy", "93%")
+
+
 @pytest.mark.parametrize(("graph", "width"), list(itertools.product(GRAPHS, (60, 80))))
 def test_a_line_fits_and_keeps_what_matters(graph, width):
     metrics, expected = GRAPHS[graph]

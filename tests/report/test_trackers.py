@@ -14,7 +14,9 @@ import time
 
 import numpy as np
 import pytest
+from support import programs
 from support.paths import ROOT
+from support.run_folders import json_lines
 from support.tracked_run import metrics
 from support.waiting import HANG, until
 from tensorboardX.proto import event_pb2
@@ -127,6 +129,14 @@ def Trackers(specs, folder, *, seconds=HANG, **how):
     return workers.Trackers(specs, folder, seconds=seconds, **how)
 
 
+def record(folder, *steps, attempt=0, failed=False, **how):
+    """Writes steps as a run does; `how`: of its writer."""
+    writer = RunWriter(folder, **how)
+    for step in steps:
+        writer.metrics(step, metrics(step, attempt))
+    writer.close(failed=failed)
+
+
 @pytest.fixture
 def own(tmp_path):
     """Names trackers of a user's own file."""
@@ -184,7 +194,7 @@ def stored(folder):
 def lines(folder):
     """What the newest file of the user's own tracker holds."""
     path = max(folder.glob("lines-*.txt"))
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return json_lines(path)
 
 
 def rows(folder):
@@ -305,10 +315,7 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(
 
 def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, monkeypatch):
     folder = tmp_path / "run"
-    writer = RunWriter(folder, trackers=Trackers([own("Gated")], folder, seconds=1))
-    for step in range(1, 4):
-        writer.metrics(step, metrics(step))
-    writer.close()
+    record(folder, 1, 2, 3, trackers=Trackers([own("Gated")], folder, seconds=1))
     (message,) = [message for message in caplog.messages if "python -P" in message]
     (tmp_path / "open").touch()
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -325,10 +332,7 @@ def sender(folder, spec, *options, **streams):
 
 def finished(folder, last=3):
     """The folder of a run that had no tracker."""
-    writer = RunWriter(folder)
-    for step in range(1, last + 1):
-        writer.metrics(step, metrics(step))
-    writer.close()
+    record(folder, *range(1, last + 1))
     return folder
 
 
@@ -381,9 +385,7 @@ def test_processes_that_a_tracker_leaves_hold_neither_run_nor_lock(tmp_path, own
     try:
         for step in (1, 2):
             trackers = Trackers([own("Forks")], folder, last_step=step - 1 or -1)
-            writer = RunWriter(folder, resume_step=step - 1 or None, trackers=trackers)
-            writer.metrics(step, metrics(step))
-            writer.close()
+            record(folder, step, resume_step=step - 1 or None, trackers=trackers)
     finally:
         for kind, pid, *_ in lines(folder):
             if kind == "forked":
@@ -393,9 +395,7 @@ def test_processes_that_a_tracker_leaves_hold_neither_run_nor_lock(tmp_path, own
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_tracker_is_told_whether_the_run_failed(tmp_path, own, failed):
-    writer = RunWriter(tmp_path, trackers=Trackers([own("Lines")], tmp_path))
-    writer.metrics(1, metrics(1))
-    writer.close(failed=failed)
+    record(tmp_path, 1, failed=failed, trackers=Trackers([own("Lines")], tmp_path))
     assert lines(tmp_path)[-1] == ["closed", failed]
 
 
@@ -404,9 +404,7 @@ def test_a_run_that_failed_waits_little_and_its_trackers_store_the_rest(
 ):
     monkeypatch.setattr(workers, "HASTY_SECONDS", 0.5)
     folder, before = tmp_path / "run", family(os.getpid())
-    writer = RunWriter(folder, trackers=Trackers([own("Gated")], folder))
-    writer.metrics(1, metrics(1))
-    writer.close(failed=True)
+    record(folder, 1, failed=True, trackers=Trackers([own("Gated")], folder))
     assert "it has no step of 1" in caplog.messages[-1]
     (tmp_path / "open").touch()
     until(lambda: set(family(os.getpid())) <= set(before))
@@ -435,17 +433,13 @@ def test_the_last_word_comes_however_many_rows_wait(tmp_path, own):
 
 
 def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, own, caplog):
-    writer = RunWriter(tmp_path)
-    writer.metrics(1, metrics(1))
-    writer.close()
+    record(tmp_path, 1)
     for spec in ("tensorboard", own("Lines")):
         path = tracker_state.state_path(tmp_path, spec)
         tracker_state.write_state(path, "lines-1", tracker_state.Cursor(3))
         tracker_state.state_path(tmp_path, spec).write_text("")  # after a power failure
     trackers = Trackers(["tensorboard", own("Lines")], tmp_path, last_step=1)
-    writer = RunWriter(tmp_path, resume_step=1, trackers=trackers)
-    writer.metrics(2, metrics(2))
-    writer.close()
+    record(tmp_path, 2, resume_step=1, trackers=trackers)
     assert sum("json cannot be read" in message for message in caplog.messages) == 2
     assert [step for step, _ in taken(tmp_path)] == [1, 2]
     assert {step for step, _, _ in scalars(tmp_path)} == {1, 2}
@@ -460,10 +454,8 @@ def test_steps_that_a_start_without_the_tracker_drops_are_replaced_in_it(
     def attempt(first, last, attempt, trackers):
         before = first - 1 or None
         fed = Trackers(trackers, tmp_path, last_step=before or -1)
-        writer = RunWriter(tmp_path, resume_step=before, trackers=fed)
-        for step in range(first, last + 1):
-            writer.metrics(step, metrics(step, attempt))
-        writer.close()
+        steps = range(first, last + 1)
+        record(tmp_path, *steps, attempt=attempt, resume_step=before, trackers=fed)
 
     attempt(1, 8, 0, [spec])
     attempt((resume_step or 0) + 1, 9, 1, [])
@@ -538,9 +530,7 @@ def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, ca
     state = tracker_state.Cursor(2)
     tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "id", state)
     trackers = Trackers([spec], tmp_path, last_step=2, seconds=2)
-    writer = RunWriter(tmp_path, resume_step=2, trackers=trackers)
-    writer.metrics(3, metrics(3))
-    writer.close()
+    record(tmp_path, 3, resume_step=2, trackers=trackers)
     assert "it has the steps to 2 of 3." in caplog.messages[-1]
 
 
@@ -549,9 +539,7 @@ def test_modules_of_the_working_directory_are_not_those_of_a_tracker(
 ):
     (tmp_path / "argparse.py").write_text("raise RuntimeError('not the library')")
     monkeypatch.chdir(tmp_path)
-    writer = RunWriter(tmp_path / "run", trackers=Trackers([own("Lines")], tmp_path / "run"))
-    writer.metrics(1, metrics(1))
-    writer.close()
+    record(tmp_path / "run", 1, trackers=Trackers([own("Lines")], tmp_path / "run"))
     assert not caplog.messages
 
 
@@ -668,14 +656,8 @@ def test_own_readers_give_back_the_metrics_after_a_kill(tmp_path, everything):
 def read_back(tracker, folder, environment):
     """{(step, name): value}; of several values the last."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "support.tracker_readers", tracker, str(folder)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    env = os.environ | {"PYTHONPATH": path} | environment
+    done = programs.finished("-m", "support.tracker_readers", tracker, folder, env=env)
     values = json.loads(done.stdout.splitlines()[-1])
     if tracker == "tensorboard":
         keys = [(step, name) for step, name, _ in values]

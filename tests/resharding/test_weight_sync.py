@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.tiny_model import MIXTURE, TINY, random_params
+from support.tiny_model import MIXTURE, TINY, assert_same_arrays, random_params
 
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import LoraConfig, adapted, without_adapters
@@ -47,14 +47,6 @@ def placed(model, sizes, seed=1):
     return jax.device_put(params, param_shardings(model, role_mesh(sizes)))
 
 
-def assert_same(got, want):
-    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert x.sharding == y.sharding and x.dtype == y.dtype
-        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
-            assert a.device == b.device
-            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
-
-
 @pytest.mark.parametrize(
     ("model", "sizes", "dtype", "form"),
     [
@@ -73,7 +65,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), random_params(model, 1))
     want = SamplerLayout(model, "cpu", *form).convert_placed(jax.device_put(cast, layouts))
     given = placed(model, sizes)
-    assert_same(sync(given), want)
+    assert_same_arrays(sync(given), want)
     assert [n for _, n in sync.programs(given)][-1] == model.num_layers // sizes.pipeline
     # again: other values, no other program
     counter = Compilations()
@@ -83,7 +75,7 @@ def test_weights_are_those_of_the_trainer_to_the_bit(model, sizes, dtype, form):
     counter.close()
     cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), random_params(model, 2))
     placed_again = jax.device_put(cast, layouts)
-    assert_same(weights, SamplerLayout(model, "cpu", *form).convert_placed(placed_again))
+    assert_same_arrays(weights, SamplerLayout(model, "cpu", *form).convert_placed(placed_again))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
@@ -106,21 +98,21 @@ def test_samplers_on_a_part_get_them_too(sizes, submesh, form, chunk_bytes):
     of_sampler = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(given))
     want = SamplerLayout(FOUR, "cpu", *form).convert_placed(given)
     trained = placed(FOUR, sizes)
-    assert_same(sync(trained), want)
+    assert_same_arrays(sync(trained), want)
     if submesh != sizes.submesh:
         left = sync.leave(trained)
         jax.tree.map(lambda x: x.delete(), trained)  # an update may follow at once
         # one copy for all samplers of a host, beside the devices
         assert left.nbytes == 2 * of_sampler
         assert {x.sharding.memory_kind for x in left.arrays} == {"pinned_host"}
-        assert_same(sync.arrive(left), want)
+        assert_same_arrays(sync.arrive(left), want)
 
 
 @pytest.mark.parametrize("sizes", [MeshSizes(2, 2, pipeline=2), MeshSizes(2, 1, (5, 7))], ids=str)
 def test_adapters_are_merged_piece_by_piece(sizes):
     model = adapted(FOUR, LORA)
     params = jax.tree.map(lambda x: x + 0.1, placed(model, sizes))
-    assert_same(sync_of(model)(params), sync_of(model, chunk_bytes=1 << 30)(params))
+    assert_same_arrays(sync_of(model)(params), sync_of(model, chunk_bytes=1 << 30)(params))
 
 
 def test_pieces_that_do_not_divide_the_layers():
@@ -129,7 +121,7 @@ def test_pieces_that_do_not_divide_the_layers():
     layer = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) // 5 // 4  # bfloat16, tensor 2
     sync = sync_of(FIVE, chunk_bytes=7 * layer // 2)
     assert [n for _, n in sync.programs(params)][-1] == 2
-    assert_same(sync(params), sync_of(FIVE, chunk_bytes=1 << 30)(params))
+    assert_same_arrays(sync(params), sync_of(FIVE, chunk_bytes=1 << 30)(params))
 
 
 @pytest.mark.parametrize("stages", [1, 2])

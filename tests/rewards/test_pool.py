@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 from support.paths import TESTS
+from support.programs import alive
 from support.waiting import HANG, until
 
 from distflow_jax.rewards.call import result_from
@@ -245,10 +245,7 @@ def test_programs_that_a_worker_started_end_with_it(tmp_path, death):
         (f"{FILE}:rwo", "has no 'rwo'; did you mean 'row'"),
         (f"{FILE}:NOT_A_FUNCTION", "cannot be called"),
         (f"{FILE}:nonsense", r"nonsense\(x, y\) must take .*there is no value for x, y"),
-        (
-            str(FILE).replace("user_rewards", "user_reward") + ":row",
-            "did you mean .*user_rewards.py",
-        ),
+        (str(FILE).replace("user_rewards", "user_reward") + ":row", "mean .*user_rewards.py"),
         ("gsm9k:row", "no module named 'gsm9k'"),
         ("json:dump_it", "has no 'dump_it'; did you mean 'dump"),
     ],
@@ -333,13 +330,3 @@ def test_workers_end_with_their_parent(tmp_path):
     parent.kill()
     parent.wait()
     assert until(lambda: not any(alive(int(pid)) for pid in started))
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # killed but not yet collected by whoever inherited it is dead enough
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")

@@ -8,6 +8,8 @@ from support.seeing import MODELS, sizes_of
 from support.tiny_model import TINY, mesh_of
 
 from distflow_jax.config.run_config import Config
+from distflow_jax.data.loader import DataConfig
+from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
@@ -18,9 +20,16 @@ from distflow_jax.rollout.cache_sizing import (
     feature_bytes,
     fitting_slots,
 )
-from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, num_pages
+from distflow_jax.rollout.decode_state import (
+    EngineConfig,
+    StateShapes,
+    num_pages,
+    pages_of,
+    waiting_pages,
+)
 from distflow_jax.rollout.prefill.image_programs import ImagePrograms
 from distflow_jax.rollout.rollout_config import RolloutConfig
+from distflow_jax.training.training_config import TrainingConfig
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
 
@@ -83,12 +92,71 @@ def test_the_plan_says_what_it_took():
         derive_sizes(config, model, Machine(1, 1, 1, "gpu"))
 
 
+TURNS = {
+    "environment": "calculator",
+    "num_slots": 8,
+    "num_samples": 8,
+    "max_response_length": 256,
+}
+
+
+def config_of(max_lag=0, **rollout):
+    """8 prompts a step."""
+    return Config(
+        rollout=RolloutConfig(**rollout),
+        training=TrainingConfig(row_tokens=512),
+        data=DataConfig(prompts_per_step=8),
+        flow=FlowConfig(max_lag=max_lag),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "lag", "lanes", "slots"),
+    [
+        ({}, 0, 8, 32),  # four times the slots
+        ({"max_trajectories": 12}, 0, 8, 12),
+        ({"max_trajectories": 8}, 0, 0, 8),  # as without trajectories that wait
+        ({"max_trajectories": 10**6}, 0, 8, 64),  # 8 prompts of 8 responses are all there are
+        ({"max_trajectories": 10**6}, 2, 8, 192),
+        ({"environment": ""}, 0, 0, 8),
+    ],
+    ids=str,
+)
+def test_trajectories_of_a_sampler(changes, lag, lanes, slots):
+    config = config_of(**TURNS | changes, max_lag=lag)
+    engine = derive_sizes(config, DecoderConfig(max_position=2048), Machine(1, 1, 1, "cpu")).engine
+    assert (engine.lanes, engine.slots, engine.decode_slots) == (lanes, slots, 8)
+    response = pages_of(engine.max_response, engine.page_size)
+    assert waiting_pages(engine, 1) == (slots - 8) * (response // 2)
+    assert num_pages(engine, 1) >= 8 * response + waiting_pages(engine, 1)
+
+
+def test_trajectories_that_wait_are_planned():
+    """Their pages are in the plan's cache and its table, and in a cache that is to fit."""
+    model = DecoderConfig(max_position=2048)
+    config = config_of(**TURNS)
+    machine = Machine(1, 1, 1, "gpu", memory=2**30)
+    sizes = derive_sizes(config, model, machine)
+    rows = {row[0]: row[1:] for row in describe_sizes(sizes, config, model, machine)}
+    assert rows["decode slots"][0] == 8 and rows["trajectories"][0] == 32
+    assert (
+        f"; {waiting_pages(sizes.engine, 1)} of a device's pages are for"
+        in (rows["trajectories"][1])
+    )
+    fitting = config_of(**TURNS | {"num_slots": 0, "num_samples": 256})
+    engine = derive_sizes(fitting, model, machine).engine
+    assert 0 < engine.lanes < engine.slots <= 4 * engine.lanes
+    assert cache_bytes(model, engine, ranks=1, tensor=1) <= 0.3 * 2**30
+
+
 def test_settings_that_cannot_be_are_refused():
     for change, error in [
         ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
         ({"cache_tokens": -5}, "cache_tokens must be at least 0"),
         ({"cache_fraction": 1.5}, "between 0 and 1, got 1.5"),
         ({"prefill_tokens": 0}, "prefill_tokens must be at least 1"),
+        ({"max_trajectories": 9}, "max_trajectories=9 have no effect without an environment"),
+        (TURNS | {"max_trajectories": 7}, "max_trajectories=7 is below rollout.num_slots=8"),
     ]:
         with pytest.raises(ValueError, match=error):
             RolloutConfig(**change)

@@ -8,17 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from support.tiny_model import (
-    TINY,
-    forward_logp,
-    mesh_of,
-    prompt_of,
-    random_params,
-)
+from support import tiny_sampler
+from support.tiny_config import tiny_config
+from support.tiny_model import TINY, forward_logp, mesh_of, prompt_of, random_params
+from support.tiny_sampler import assert_agree
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
@@ -33,7 +28,7 @@ from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
-from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
@@ -42,15 +37,8 @@ from distflow_jax.runtime.samplers.standalone_sampler import read_weights
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False)
 MODELS = pytest.mark.parametrize("model", [TINY, UNTIED], ids=["tied", "untied"])
 STOP_IDS = tuple(range(16))
-CONFIG = EngineConfig(
-    slots=16,  # a quarter of them: the fewest that are decoded as few
-    max_prompt=32,
-    max_response=20,
-    tokens_per_call=4,
-    page_size=16,
-    group_size=4,
-    weights_dtype="int8",
-)
+# a quarter of the slots: the fewest that are decoded as few
+CONFIG = dataclasses.replace(tiny_sampler.CONFIG, slots=16, weights_dtype="int8")
 
 
 def kept(model, params, axes=(1, 1), layers="stacked"):
@@ -149,18 +137,6 @@ def assert_logp(model, params, responses, atol=1e-4):
         np.testing.assert_allclose(response.logp, wanted, atol=atol)
 
 
-def assert_same(got, wanted):
-    """Up to near-ties."""
-    compared = 0
-    for mine, theirs in zip(got, wanted, strict=True):
-        ties = np.flatnonzero(theirs.margin < 1e-4)
-        end = ties[0] if len(ties) else len(theirs.tokens)
-        np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end])
-        np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=1e-4)
-        compared += end
-    assert compared > 0.8 * sum(len(r.tokens) for r in wanted)
-
-
 @functools.cache
 def plain_responses(model):
     sampler = Sampler(model)
@@ -189,7 +165,7 @@ def test_layers_and_devices_do_not_matter(model, axes, changes):
     sampler = Sampler(model, axes, **changes)
     params = sampler.engine.load_params(random_params(model, 2))
     assert isinstance(params["layers"], dict if changes else list)
-    assert_same(sampler.responses(params), plain_responses(model))
+    assert_agree(sampler.responses(params), plain_responses(model))
 
 
 def test_every_way_to_read_and_to_decode():
@@ -244,7 +220,7 @@ def test_a_sync_brings_the_trainers_weights_and_compiles_nothing(part):
     responses = sampler.responses(sync(second))
     assert counter.take() == 0, counter.names()
     counter.close()
-    assert_same(responses, plain_responses(TINY))
+    assert_agree(responses, plain_responses(TINY))
 
 
 # -- what it takes ---------------------------------------------------------------------------------
@@ -299,18 +275,12 @@ SMALL = "random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
 
 @pytest.mark.slow
 def test_a_run_trains_on_what_it_samples(tmp_path):
-    config = from_config_dict(
-        Config,
-        override(
-            tiny.get_config(),
-            [
-                f"model.source={SMALL}",
-                "rollout.weights_dtype=int8",
-                "algorithm.correction=token_tis",
-                "training.steps=2",
-                "eval.dataset=",
-            ],
-        ),
+    config = tiny_config(
+        f"model.source={SMALL}",
+        "rollout.weights_dtype=int8",
+        "algorithm.correction=token_tis",
+        "training.steps=2",
+        "eval.dataset=",
     )
     assert run.train(config, tmp_path / "run") == 0
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

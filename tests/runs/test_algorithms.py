@@ -3,11 +3,9 @@
 import math
 
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = [
@@ -44,7 +42,7 @@ RUNS = {
 def test_a_run_learns_from_every_step_and_compiles_once(policy_loss, tmp_path):
     """Corrections keep what a sampler with top-p has drawn."""
     changes = [*SMALL, f"algorithm.policy_loss={policy_loss}", *RUNS[policy_loss]]
-    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    config = tiny_config(*changes)
     assert run.train(config, tmp_path) == 0
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert len(rows) == 3

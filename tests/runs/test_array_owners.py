@@ -3,16 +3,13 @@ chance: no array is read that another thread donates (docs/architecture.md, "Thr
 """
 
 import json
-import sys
 import threading
 import time
 
 import pytest
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.parallel import host_memory
@@ -20,35 +17,22 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.recorder import Recorder
 
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "data.prompts_per_step=8",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     "rollout.max_response_length=48",
     "rollout.tokens_per_call=1",  # a program each: the state is donated as often as possible
     "training.row_tokens=1024",
     "training.steps=2",
-    "algorithm.correction=token_tis",
     "mesh.devices=0:4",
     "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
     "flow.max_lag=2",
     "eval.num_prompts=4",
-    "observe.trackers=()",
 )
 READS = 200  # of which some 2 to 20 fail where the sampler goes on meanwhile
 STARTS = 40
 
 
-@pytest.fixture
-def eager_threads():
-    """Threads switch at each chance."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    return tiny_config(*SMALL, *assignments)
 
 
 @pytest.mark.parametrize(

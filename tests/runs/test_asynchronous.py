@@ -4,35 +4,26 @@ import collections
 import json
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from support import haste
 from support.documented import unexplained_metrics
-from support.paths import ROOT
+from support.programs import train
+from support.run_folders import json_lines, lasting
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.flow.host_nodes import NodesAhead
 from distflow_jax.flow.producer import Producer
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "data.prompts_per_step=8",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     "training.steps=6",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
     "eval.every=3",
     "eval.num_prompts=8",
-    "observe.trackers=()",
 )
 PROMPTS, STEPS, SAMPLES = 8, 6, 4
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
@@ -40,24 +31,12 @@ PART = ("mesh.devices=0:4", "mesh.roles={'ROLLOUT': {'devices': '4:5'}}")
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
-
-
-def lasting(folder):
-    """Metrics of a run but those of time, memory and machines."""
-    changing = ("timing", "perf/")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(changing)}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
+    return tiny_config(*SMALL, *assignments)
 
 
 def samples_of(folder):
     """{step: records of all processes' responses}"""
-    return {
-        int(path.stem): [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (folder / "samples").glob("[0-9]*.jsonl")
-    }
+    return {int(path.stem): json_lines(path) for path in (folder / "samples").glob("[0-9]*.jsonl")}
 
 
 def evaluations_of(folder):
@@ -182,7 +161,7 @@ def check_account(folder, lag, steps):
 
 def check_evaluations(folder, config):
     """Each that is due was made once, by the weights of its step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "metrics.jsonl")
     found = [row["step"] for row in rows if any(name.startswith("val-core/") for name in row)]
     due = [s for s in range(STEPS + 1) if s in (0, STEPS) or s % config.eval.every == 0]
     assert found == due == list(evaluations_of(folder))
@@ -297,18 +276,7 @@ def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
 )
 def test_two_processes(tmp_path, flags):
     devices = 3 if any("ROLLOUT" in flag for flag in flags) else 1
-    assignments = [f"--config.{key}" for key in [*SMALL, *flags]]
-    launch = ["scripts/launch_local.py", "--processes=2", f"--devices_per_process={devices}", "--"]
-    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, *launch, *train, *assignments],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    train(tmp_path, [*SMALL, *flags], processes=2, devices=devices)
     lag = int(flags[0].partition("=")[2])
     _, uids = check_ages(tmp_path, lag)
     if "dag=dapo" not in flags:  # the files have the responses of both processes

@@ -2,26 +2,20 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from support import haste
 from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import train
+from support.tiny_config import SMALL_AHEAD
 
 from distflow_jax.report.run_writer import read_metrics
 
 FUNCTIONS = ROOT / "tests" / "support" / "late_rewards.py"
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "data.prompts_per_step=8",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     "training.steps=6",
-    "algorithm.correction=token_tis",
     "flow.max_lag=1",
     "eval.dataset=",
-    "observe.trackers=()",
     "reward.num_workers=1",
 )
 ENOUGH = 50  # calls of one step of 8 x 4 responses, and some of the next
@@ -30,17 +24,8 @@ ENOUGH = 50  # calls of one step of 8 x 4 responses, and some of the next
 def run_until_it_ends(folder, name, *flags, processes=1, devices=1, script="scripts/train.py"):
     kwargs = json.dumps({"calls": str(folder / "calls"), "enough": ENOUGH})
     keys = (*SMALL, f"reward.function={FUNCTIONS}:{name}", f"reward.kwargs={kwargs}", *flags)
-    launch = ["scripts/launch_local.py", f"--processes={processes}"]
-    launch.append(f"--devices_per_process={devices}")
-    train = [script, "--config=configs/tiny.py", f"--workdir={folder / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, *launch, "--", *train, *(f"--config.{key}" for key in keys)],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
+    size = {"processes": processes, "devices": devices}
+    done = train(folder / "run", keys, program=script, codes=None, **size)
     return done.returncode, done.stdout + done.stderr
 
 

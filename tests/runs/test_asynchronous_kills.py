@@ -4,21 +4,18 @@ Everything is read from the files that all processes write: WORKDIR/groups/PROCE
 """
 
 import collections
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import compare_checkouts
 import pytest
-from support import haste
 from support.delayed_train import REWARD
 from support.paths import ROOT
 from support.picture_rows import write_rows
-from support.waiting import HANG, until
+from support.programs import Process, training
+from support.run_folders import await_step, last_step, lasting, records
+from support.tiny_config import SMALL_AHEAD
 
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -26,13 +23,8 @@ from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 PROMPTS, STEPS = 8, 6
 SOAK_KILLS = 20
 SMALL = [
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    f"data.prompts_per_step={PROMPTS}",
-    "rollout.num_slots=24",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
+    *SMALL_AHEAD,
     "eval.every=0",
-    "observe.trackers=()",
     "observe.report_every=0",
     "checkpoint.every=1",
     "checkpoint.keep=3",
@@ -46,10 +38,10 @@ SEEING = (
     "&max_position=256&vision_hidden=32&vision_layers=2&vision_heads=4&patch=8",
     "training.freeze=vision",
 )
-LAUNCHER_GRACE = 60.0
+GRACE = 60.0
 
 
-class Job:
+class Job(Process):
     """A run of several processes, in its folder.
 
     Its sampler, trainer and reward are late at random with `DELAYS` in `environment`, see
@@ -57,83 +49,21 @@ class Job:
     """
 
     def __init__(self, folder, flags, processes=2, *, steps=STEPS, environment=()):
-        self.folder, environment = folder, dict(environment)
-        launch = [
-            *("scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=3"),
-            *(f"--grace_seconds={LAUNCHER_GRACE:g}", "--"),
-        ]
+        environment = dict(environment)
         program = "tests/support/killed_train.py" if environment else "scripts/train.py"
-        train = [program, "--config=configs/tiny.py", f"--workdir={folder}"]
         if "DELAYS" in environment:
             reward = folder.parent / "reward.py"
             reward.write_text(REWARD)
             flags = [*flags, f"reward.function={reward}:digits", "reward.kwargs={}"]
-        flags = [*SMALL, *PART, f"training.steps={steps}", *flags]
-        settings = [f"--config.{setting}" for setting in flags]
-        self._log = (folder.parent / f"{folder.name}.log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, *launch, *train, *settings],
-            cwd=ROOT,
-            env=haste.environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def await_step(self, step):
-        """Waits until the step's row is written: its checkpoint is then under way."""
-        path = self.folder / "metrics.jsonl"
-
-        def is_written():
-            # first, since it may end behind it
-            ended = self.process.poll() is not None
-            written = max((row["step"] for row in read_rows(path)), default=0) >= step
-            assert written or not ended, self.output()
-            return written
-
-        until(is_written, self.output, pause=0.005)
-
-    def kill(self, draw):
-        """SIGKILL to one of its processes, any; the launcher ends the others."""
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            children = file.read().split()
-        assert children, self.output()
-        os.kill(int(draw.choice(children)), signal.SIGKILL)
-        self.await_death()
+        settings = [*SMALL, *PART, f"training.steps={steps}", *flags]
+        size = {"processes": processes, "devices": 3, "flags": [f"--grace_seconds={GRACE:g}"]}
+        command = training(folder, settings, program=program, **size)
+        environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+        super().__init__(folder.parent / f"{folder.name}.log", command, own=environment)
 
     def await_death(self):
         """Waits for a job of which one process was killed."""
-        assert self.process.wait(HANG) == 128 + signal.SIGKILL, self.output()
-        self._log.close()
-
-    def end(self):
-        code = self.process.wait(HANG)
-        self._log.close()
-        return code
-
-    def output(self):
-        return (self.folder.parent / f"{self.folder.name}.log").read_text()[-4000:]
-
-
-def read_rows(path):
-    return read_metrics(path) if path.exists() else []
-
-
-def lasting(folder):
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("timing", "perf/"))}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
-def records(folder):
-    """{step: the records of all processes}"""
-    found = collections.defaultdict(list)
-    for path in sorted((folder / "groups").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            found[row["step"]].append(row)
-    return found
+        assert self.end() == 128 + signal.SIGKILL, self.output()
 
 
 def check(folder, lag, steps=STEPS):
@@ -183,11 +113,12 @@ def run_with_kills(folder, flags, draw, kills, processes=(2,), environment=()):
         if starts == kills:
             assert job.end() == 0, job.output()
             return job
-        done = max((row["step"] for row in read_rows(folder / "metrics.jsonl")), default=0)
-        job.await_step(min(steps - 1, done + draw.choice((1, 2))))
+        wanted = min(steps - 1, last_step(folder) + draw.choice((1, 2)))
+        await_step(folder, wanted, job, pause=0.005)
         # at once: between the update and the end of the checkpoint; or anywhere in later steps
         time.sleep(draw.choice((0.0, draw.uniform(0, 1))))
-        job.kill(draw)
+        job.kill_one(draw)
+        job.await_death()
         starts += 1
 
 
@@ -354,7 +285,7 @@ def test_sigterm_leaves_a_complete_checkpoint(undisturbed, tmp_path):
     wanted, folder = undisturbed(boundary(2)), tmp_path / "stopped"
     flags = boundary(2, "checkpoint.every=100")
     job = Job(folder, flags)
-    job.await_step(3)
+    await_step(folder, 3, job)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == EXIT_PREEMPTED, job.output()
     steps = [int(path.name) for path in (folder / "checkpoints").iterdir()]

@@ -3,26 +3,20 @@
 All is read from the files that trainers write. FOLDER.chaos.log says what happened.
 """
 
-import collections
-import json
 import os
 
 import numpy as np
 import pytest
 from support.chaos import Chaos, Plan
+from support.tiny_config import SMALL_AHEAD
+from support.worker_runs import check_trained
 
 from distflow_jax.report.run_writer import read_metrics
 
-PROMPTS, SAMPLES = 8, 4
 SETTINGS = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    f"data.prompts_per_step={PROMPTS}",
-    "rollout.num_slots=24",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
+    *SMALL_AHEAD,
     "eval.dataset=",
     "eval.every=0",
-    "observe.trackers=()",
     "observe.report_every=0",
     "flow.max_lag=1",
     "flow.workers=True",
@@ -47,20 +41,6 @@ def run_chaos(folder, plan, steps, seconds):
     return chaos
 
 
-def check_trained(folder, steps, lag=1):
-    """Every prompt trained once, in its step, whole, by tokens that are not too old."""
-    found = collections.Counter()
-    for path in sorted((folder / "groups").glob("*.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
-            for counter in line["counters"]:
-                assert counter // PROMPTS + 1 == line["step"]
-            found.update((uid[0], uid[1]) for uid in line["uid"])
-            for low, high in line["version"]:
-                assert line["step"] - 1 - lag <= low <= high <= line["step"] - 1
-    wanted = {(c, s) for c in range(PROMPTS * steps) for s in range(SAMPLES)}
-    assert set(found) == wanted and set(found.values()) == {1}
-
-
 def check_rows(chaos, steps):
     """Each step's tokens add up, and none waited for longer than a lease and a group take."""
     rows = [row for row in read_metrics(chaos.folder / "metrics.jsonl") if row["step"]]
@@ -83,7 +63,7 @@ def test_a_minute_of_chaos(tmp_path):
     steps = 60
     chaos = run_chaos(tmp_path / "run", plan, steps, 400)
     print((tmp_path / "run.chaos.log").read_text())
-    check_trained(tmp_path / "run", steps)
+    check_trained(tmp_path / "run", steps, exact=False)
     check_rows(chaos, steps)
     assert chaos.done["kill trainer in"] == 1 and chaos.done["join"] >= 2
     assert sum(chaos.done.get(kind, 0) for kind in ("kill", "stop", "cut")) >= 3
@@ -98,7 +78,7 @@ def test_a_soak_of_chaos(tmp_path):
     plan = Plan(seed=SOAK_SEED, every=(20, 40), checkpoints=10, kills=kills)
     chaos = run_chaos(tmp_path / "run", plan, steps, 7200)
     print((tmp_path / "run.chaos.log").read_text())
-    check_trained(tmp_path / "run", steps)
+    check_trained(tmp_path / "run", steps, exact=False)
     rows = check_rows(chaos, steps)
     assert [chaos.done[f"kill trainer {moment}"] for moment, _ in kills] == [1, 1, 1]
     calm = run_chaos(tmp_path / "calm", Plan(0, (1e9, 1e9), checkpoints=10), steps, 7200)

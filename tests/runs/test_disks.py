@@ -9,9 +9,8 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.run_folders import lasting
 from support.waiting import HANG
-
-from distflow_jax.report.run_writer import read_metrics
 
 SETTINGS = [
     "--config.model.source=random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=512",
@@ -46,11 +45,6 @@ def namespaces():
 
 def command(workdir):
     return [sys.executable, "scripts/train.py", "--config=tiny", f"--workdir={workdir}", *SETTINGS]
-
-
-def lasting(folder):
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,9 @@
 import math
 
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 GRAPH = """
@@ -30,7 +28,7 @@ def test_a_run_whose_reward_is_constant(tmp_path, caplog):
         "checkpoint.every=4",
         "eval.dataset=",
     ]
-    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    config = tiny_config(*changes)
     assert run.train(config, tmp_path / "run") == 0
     warnings = [r.getMessage() for r in caplog.records if "groups are worth" in r.getMessage()]
     assert len(warnings) == 4
@@ -59,7 +57,7 @@ def test_a_run_whose_steps_are_wholly_rejected_ends(tmp_path, caplog):
         "training.max_rejected=1",
         "eval.dataset=",
     ]
-    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    config = tiny_config(*changes)
     assert run.train(config, tmp_path / "kept") == 0
     for row in read_metrics(tmp_path / "kept" / "metrics.jsonl"):
         assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
@@ -68,7 +66,7 @@ def test_a_run_whose_steps_are_wholly_rejected_ends(tmp_path, caplog):
     assert not [r for r in caplog.records if "left no token" in r.getMessage()]
 
     changes += ["algorithm.rejection_low=5.0", "algorithm.rejection_high=6.0"]
-    config = from_config_dict(Config, override(tiny.get_config(), changes))
+    config = tiny_config(*changes)
     with pytest.raises(RuntimeError, match="left no token in 2 steps in a row, the last being 2"):
         run.train(config, tmp_path / "rejected")
     rows = read_metrics(tmp_path / "rejected" / "metrics.jsonl")

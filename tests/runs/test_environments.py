@@ -1,5 +1,6 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps."""
 
+import contextlib
 import json
 import re
 
@@ -7,15 +8,16 @@ import numpy as np
 import pytest
 from support.documented import unexplained_metrics
 from support.paths import ROOT
+from support.run_folders import json_lines
 from support.text_tables import cells_of
+from support.tiny_config import tiny_config
 from support.waiting import HANG
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.batch import Prompt
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments import handle
+from distflow_jax.environments.handle import check_environments
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.planning.machine import Machine
@@ -33,7 +35,7 @@ TURNS = [
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*TURNS, *assignments]))
+    return tiny_config(*TURNS, *assignments)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +61,17 @@ def test_its_metrics(folder):
         shares = {k: v for k, v in metrics.items() if k.startswith("environment/ended/")}
         assert sum(shares.values()) == pytest.approx(1) and len(shares) == 4
         assert shares["environment/ended/turn_length"] > 0.5
-        assert metrics["environment/errors"] == metrics["environment/deadlines"] == 0
+        infra = {k: v for k, v in metrics.items() if k.startswith("environment/infra/")}
+        assert len(infra) == 5 and not any(infra.values())
         assert metrics["environment/observation_tokens"] > 0
         # noise is never right: whatever was shown to the environment was wrong, and the last turns
         # of the others were cut
         cut = shares["environment/ended/turn_length"] + shares["environment/ended/response_length"]
         assert turns - cut <= metrics["environment/wrong"] < turns
         assert metrics["reward/environment"] == metrics["critic/score/max"] == 0
+        assert 0 < metrics["perf/slots_busy_share"] <= 1
+        assert metrics["perf/trajectories/tool_seconds"] > 0
+        assert metrics["perf/trajectories/slot_seconds"] >= 0
         # sampler and trainer mean the same tokens, at the same places
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
     assert steps[1]["perf/compilations"] == 0
@@ -73,8 +79,7 @@ def test_its_metrics(folder):
 
 def test_its_samples(folder):
     """Nothing but what was sampled, and after the end of a turn what the environment said."""
-    lines = (folder / "samples" / "1.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = json_lines(folder / "samples" / "1.jsonl")
     said = "<|im_end|>\n<|im_start|>user\nNo. Answer with just the number.<|im_end|>\n"
     said += "<|im_start|>assistant\n"
     several = 0
@@ -90,6 +95,8 @@ def test_its_samples(folder):
 
 
 def test_its_plan(folder):
+    sizes = (folder / "plan.txt").read_text()
+    assert re.search(r"decode slots +32 ", sizes) and re.search(r"trajectories +64 +under", sizes)
     reads = cells_of((folder / "plan.txt").read_text(), ["node", "reads", "from", "move"])
     fields = "environment_reward, finished, response"
     assert ["reward", fields, "rollout", "stay on host"] in reads
@@ -134,6 +141,31 @@ def test_what_an_environment_gives_is_the_score(tmp_path):
 
 
 @pytest.mark.slow
+def test_fewer_slots_than_trajectories_sample_the_same_with_adapters(tmp_path):
+    """In step 2 the adapters are no identity any more; pages are for a few responses."""
+    samples = {}
+    for slots, pages in ((64, 0), (8, 64 * 8 * 6)):
+        config = config_of(
+            "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+            "lora.rank=4",
+            "training.optimizer.lr=0.01",
+            "training.steps=2",
+            "eval.dataset=",
+            f"rollout.num_slots={slots}",
+            f"rollout.cache_tokens={pages}",
+        )
+        assert run.train_here(config, tmp_path / str(slots)) == run.EXIT_DONE
+        for step in (1, 2):
+            lines = (tmp_path / str(slots) / "samples" / f"{step}.jsonl").read_text().splitlines()
+            samples[slots, step] = [json.loads(line)["response"] for line in lines]
+    rows = [metrics for metrics in read_metrics(tmp_path / "8" / "metrics.jsonl")]
+    assert rows[-1]["training/rollout_probs_diff_max"] < 1e-4
+    for step in (1, 2):
+        same = np.mean([a == b for a, b in zip(samples[64, step], samples[8, step], strict=True)])
+        assert same > 0.9, step  # near-ties apart
+
+
+@pytest.mark.slow
 def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
     """Sampled and greedy responses to a prompt share a TurnDriver (environments/multiturn.py)."""
     config = config_of(
@@ -151,9 +183,70 @@ def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
     for metrics in steps:
         assert metrics["rollout/environment/turns/mean"] > 1
         for node in ("rollout", "greedy_rollout"):
-            assert metrics[f"{node}/environment/errors"] == 0
+            assert metrics[f"{node}/environment/infra/raised"] == 0
     # tokens stand in the conversations that gave them: the weights of step 1 are the sampler's
     assert steps[0]["training/rollout_probs_diff_max"] < 1e-4
+
+
+SHAKY = """
+import random
+
+from configs.examples.second_try import SecondTry
+
+RANDOM = random.Random(0)
+
+
+class Shaky(SecondTry):
+    def __init__(self, tokenizer, *, rate):
+        super().__init__(tokenizer)
+        self.rate = rate
+
+    def reset(self, prompt):
+        super().reset(prompt)
+        if RANDOM.random() < self.rate:
+            raise ConnectionError("the sandbox is gone")
+
+    async def step(self, tokens, text):
+        turn = super().step(tokens, text)
+        if RANDOM.random() < self.rate:
+            raise ConnectionError("the sandbox is gone")
+        return turn
+"""
+
+
+def shaky(folder, rate, *assignments):
+    (folder / "shaky.py").write_text(SHAKY)
+    return config_of(
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"rollout.environment={folder}/shaky.py:Shaky",
+        f"rollout.environment_kwargs={{'rate': {rate}}}",
+        "training.steps=2",
+        "eval.dataset=",
+        *assignments,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahead):
+    assert run.train_here(shaky(tmp_path, 0.2, *ahead), tmp_path / "run") == run.EXIT_DONE
+    for metrics in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["environment/infra/raised"] > 5
+        assert metrics["environment/infra/unscored"] == 0
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4 or metrics["step"] == 2
+    samples = (tmp_path / "run" / "samples" / "2.jsonl").read_text().splitlines()
+    assert len(samples) == 64
+    assert all(json.loads(sample)["score"] == 0 for sample in samples)
+
+
+@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+def test_a_run_ends_with_the_cause_if_most_calls_fail(tmp_path, monkeypatch, ahead):
+    monkeypatch.setattr(handle, "PAUSE", 0.0)
+    config = shaky(tmp_path, 0.6, *ahead)
+    with pytest.raises(RuntimeError, match="rollout.max_infra_rate=0.5: mend it") as told:
+        run.train_here(config, tmp_path / "run")
+    assert "Shaky' failed (raised " in str(told.value)
+    assert "ConnectionError: the sandbox is gone" in str(told.value)
 
 
 MODEL = DecoderConfig(
@@ -177,9 +270,10 @@ def test_the_environment_that_the_documentation_shows(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(code)
     tokenizer = Tokenizer.byte_level(300)
-    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, seconds=HANG)
+    environments = Environments(f"{file}:Guess", {"highest": 10}, tokenizer, calls=CallLimits(HANG))
     prompt = Prompt(0, 0, np.zeros(1, np.int32), "", "", "7", {})
-    environments.check(prompt)
+    with contextlib.closing(environments):
+        check_environments(environments, prompt)
     guess = environments.make()
     guess.reset(prompt)
     told = environments.observed(guess.step(tokenizer.encode("5"), "5"))

@@ -1,18 +1,12 @@
 """A row that comes again is expected to be as long as its answers were, and loses none of them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from support import haste
-from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import train
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 STEPS, ROWS, PROMPTS = 9, 12, 4  # three epochs
@@ -63,7 +57,7 @@ def check(folder, processes):
 
 def trained(folder, *flags):
     settings = [*SETTINGS, rows_of(folder), *flags]
-    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    config = tiny_config(*settings)
     assert run.train_here(config, folder / "run") == run.EXIT_DONE
     check(folder / "run", 1)
 
@@ -82,16 +76,5 @@ def test_later_epochs_of_samplers_that_run_ahead(tmp_path, dag, flags):
 
 @pytest.mark.multiprocess
 def test_later_epochs_train_on_their_own_log_probs_in_two_processes(tmp_path):
-    launch = ("scripts/launch_local.py", "--processes=2", "--devices_per_process=1", "--")
-    flags = [f"--config.{key}" for key in (*SETTINGS, rows_of(tmp_path))]
-    job = ("scripts/train.py", "--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}", *flags)
-    done = subprocess.run(
-        [sys.executable, *launch, *job],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train(tmp_path / "run", [*SETTINGS, rows_of(tmp_path)], processes=2)
     check(tmp_path / "run", 2)

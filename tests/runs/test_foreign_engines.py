@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.completions_server import CompletionsServer
 from support.paths import ROOT
+from support.programs import finished
 from support.tiny_model import mesh_of, random_params
 from support.waiting import HANG
 
@@ -21,10 +22,6 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 
 STEPS = 20
-REWARD = """
-def digits(solution_str):
-    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-"""
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=259"
 SHARED = (
     f"model.source={MODEL}",
@@ -105,8 +102,7 @@ def test_rewards_rise(tmp_path, kind):
         "openai with faults": lambda: openai(tmp_path, FAULTS),
         "distflow": lambda: distflow(tmp_path),
     }
-    (tmp_path / "reward.py").write_text(REWARD)
-    shared = (*SHARED, f"reward.function={tmp_path / 'reward.py'}:digits")
+    shared = (*SHARED, "reward.function=tests/support/user_rewards.py:digits")
     config = ("--config=configs/tiny.py", *(f"--config.{key}" for key in shared))
     folder, log = tmp_path / "run", tmp_path / "worker.log"
     with engines[kind]() as (engine, settings):
@@ -147,13 +143,6 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
     ):
         ahead = ("--config.flow.workers=True", "--config.flow.max_lag=1", "--config.eval.dataset=")
         flags = ("--config=configs/tiny.py", *ahead, "--join=nowhere", flag)
-        done = subprocess.run(
-            [sys.executable, "scripts/worker.py", *flags],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-        )
-        assert done.returncode == 2, done.stderr
+        done = finished("scripts/worker.py", *flags, codes=(2,))
         (line,) = done.stderr.strip().splitlines()
         assert line.startswith("error: ") and reason in line, line

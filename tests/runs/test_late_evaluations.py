@@ -1,32 +1,21 @@
 """Swaps at boundaries: evaluations and a region's rounds beside the training, each once."""
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
-from support import haste
 from support.delayed_train import REWARD
-from support.paths import ROOT
+from support.programs import train_late
+from support.run_folders import json_lines, lasting
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
-from distflow_jax.report.run_writer import read_metrics
 
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "data.prompts_per_step=8",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     "training.steps=4",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
     "eval.every=2",
     "eval.num_prompts=8",
     "eval.temperature=1.0",
-    "observe.trackers=()",
     "mesh.devices=0:2",
     "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
     "flow.swap=boundary",
@@ -34,32 +23,20 @@ SMALL = (
 
 
 def train(folder, *flags):
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *flags]))
+    config = tiny_config(*SMALL, *flags)
     assert run.train_here(config, folder) == 0
-
-
-def lines(folder):
-    return (folder / "metrics.jsonl").read_text().splitlines()
 
 
 def evaluated(folder):
     """{step: (metrics, responses)} of all evaluations; none has two lines."""
     found = {}
-    for row in map(json.loads, lines(folder)):
+    for row in json_lines(folder / "metrics.jsonl"):
         step = row["step"]
         if values := {name: x for name, x in row.items() if name.startswith("val-")}:
             assert step not in found
             path = folder / "samples" / f"eval-{step}.jsonl"
-            found[step] = values, [json.loads(line) for line in path.read_text().splitlines()]
+            found[step] = values, json_lines(path)
     return found
-
-
-def lasting(folder):
-    """Metrics by step but those of time and machines."""
-    return [
-        {name: x for name, x in row.items() if not name.startswith(("timing", "perf/"))}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.mark.slow
@@ -71,7 +48,8 @@ def test_an_evaluation_that_was_not_written_is_made_when_the_run_goes_on(tmp_pat
     assert list(before) == [0, 2]
     path = folder / "metrics.jsonl"
     # what a kill after the checkpoint of step 2 leaves, before its evaluation has ended
-    path.write_text("".join(f"{x}\n" for x in lines(folder) if "val-" not in x or '": 0,' in x))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(x for x in lines if "val-" not in x or '": 0,' in x))
     (folder / "samples" / "eval-2.jsonl").unlink()
     assert list(evaluated(folder)) == [0]
     train(folder, lag)
@@ -105,24 +83,14 @@ def test_no_bit_depends_on_what_is_late(tmp_path, dag, lag):
     (tmp_path / "reward.py").write_text(REWARD)
     flags = (f"dag={dag}", f"flow.max_lag={lag}", "eval.every=1")
     scored = (f"reward.function={tmp_path / 'reward.py'}:digits", "reward.kwargs={}")
-    assignments = [f"--config.{key}" for key in (*SMALL, *flags, *scored)]
     for name, delays in (("first", ""), ("second", "1")):
-        launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=3", "--"]
-        command = ["tests/support/delayed_train.py", "--config=configs/tiny.py"]
-        done = subprocess.run(
-            [sys.executable, *launch, *command, f"--workdir={tmp_path / name}", *assignments],
-            cwd=ROOT,
-            env=haste.environment() | ({"DELAYS": delays} if delays else {}),
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        settings = (*SMALL, *flags, *scored)
+        train_late(tmp_path / name, settings, delays, processes=2, devices=3)
     assert "DELAYS" not in os.environ
     first, second = tmp_path / "first", tmp_path / "second"
     assert lasting(first) == lasting(second)
     assert evaluated(first) == evaluated(second) and sorted(evaluated(first)) == [0, 1, 2, 3, 4]
-    steps = [[json.loads(line)["step"] for line in lines(folder)] for folder in (first, second)]
+    steps = [[row["step"] for row in json_lines(f / "metrics.jsonl")] for f in (first, second)]
     assert steps[0] == steps[1]
     samples = [
         {path.name: path.read_text() for path in (folder / "samples").iterdir()}

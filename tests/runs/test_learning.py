@@ -8,22 +8,17 @@ import json
 import os
 import pathlib
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from support.documented import unexplained_metrics
-from support.paths import ROOT
+from support.programs import train
+from support.run_folders import json_lines
 from support.trace_rules import check_trace
 
 from distflow_jax.dag.load_graph import built_in
 
 STEPS = 20
-REWARD = """
-def digits(solution_str):
-    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-"""
 # graph -> metric, whether it rises, and by how much the last five steps differ from the first at
 # least
 EXPECTED = {
@@ -55,8 +50,7 @@ def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
         write_pairs(folder / "pairs.jsonl")
         changed["data.train"] = folder / "pairs.jsonl"
     elif name != "sft":
-        (folder / "reward.py").write_text(REWARD)
-        changed |= {"reward.function": f"{folder / 'reward.py'}:digits", "reward.kwargs": {}}
+        changed |= {"reward.function": "tests/support/user_rewards.py:digits", "reward.kwargs": {}}
         changed["data.train"] = "task:arithmetic?operands=2&operators=+&digits=1-9"
     if name in ("gspo", "remax"):  # a narrow clip; a baseline of one sample: both slow
         changed["training.optimizer.lr"] = 3e-3
@@ -68,19 +62,10 @@ def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED],
 )
 def test_its_objective_moves_the_right_way(name, tmp_path):
-    flags = [f"--config.{key}={value}" for key, value in settings(name, tmp_path).items()]
-    command = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={tmp_path / 'run'}"]
+    changed = [f"{key}={value}" for key, value in settings(name, tmp_path).items()]
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, *command, *flags],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    train(tmp_path / "run", changed, env=env)
+    rows = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == STEPS
     assert not any(row["perf/compilations"] for row in rows[1:])
     check_trace(json.loads((tmp_path / "run" / "trace.json").read_text()))

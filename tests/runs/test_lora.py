@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +9,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
-from support import haste
-from support.paths import ROOT
+from support.programs import finished
+from support.tiny_config import tiny_config
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
-from support.waiting import HANG
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
 from distflow_jax.checkpoint.export import run_export
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import (
     LORA_TARGETS,
@@ -186,7 +180,7 @@ def train(folder, steps, *more):
     settings += ["lora.rank=4", "lora.alpha=6", "dag=ppo", "rollout.max_response_length=8"]
     settings += ["data.max_prompt_length=96", "eval.dataset=", "algorithm.kl_coef=0.1"]
     settings += ["training.optimizer.lr=0.01", *more]
-    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    config = tiny_config(*settings)
     assert run.train(config, folder) == 0
 
 
@@ -255,16 +249,8 @@ def test_its_weights_go_out_merged_and_its_adapters_as_pefts(workdir, tmp_path):
 @pytest.mark.slow
 def test_the_script_writes_adapters(workdir, tmp_path):
     out = tmp_path / "adapter"
-    command = [sys.executable, "scripts/export.py", f"--workdir={workdir}", "--adapter"]
-    done = subprocess.run(
-        [*command, f"--out={out}", "--dtype=bfloat16"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stderr
+    flags = (f"--workdir={workdir}", "--adapter", f"--out={out}", "--dtype=bfloat16")
+    done = finished("scripts/export.py", *flags)
     assert "wrote the adapters of actor of" in done.stdout and "as bfloat16" in done.stdout
     assert (out / "adapter_config.json").is_file()
 

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 from support.documented import unexplained_metrics
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.export import run_export
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
@@ -27,7 +25,7 @@ def test_who_only_answers_records_no_experts():
     """evaluate.py, generate.py and serve.py with the config of a run that replays them."""
     source = open_model(SMALL)
     overrides = [f"model.source={SMALL}", "training.router_replay=True"]
-    config = from_config_dict(Config, override(tiny.get_config(), overrides))
+    config = tiny_config(*overrides)
     assert derive_sizes(config, source.config, Machine.current()).engine.record_experts
     assert not make_engine(source, config, answer_sizes(config, source)).config.record_experts
 
@@ -35,24 +33,18 @@ def test_who_only_answers_records_no_experts():
 @pytest.mark.slow
 @pytest.mark.parametrize(("replay", "expert"), [(False, 1), (True, 1), (True, 4)])
 def test_a_mixture_learns_from_what_it_samples(tmp_path, replay, expert):
-    config = from_config_dict(
-        Config,
-        override(
-            tiny.get_config(),
-            [
-                f"model.source={SMALL}",
-                "data.prompts_per_step=8",
-                "rollout.max_response_length=8",
-                "rollout.num_slots=16",
-                "training.steps=2",
-                "training.balance_coef=0.01",
-                "training.mini_batches=2",
-                f"training.router_replay={replay}",
-                f"mesh.expert={expert}",
-                "checkpoint.every=2",
-                "eval.dataset=",
-            ],
-        ),
+    config = tiny_config(
+        f"model.source={SMALL}",
+        "data.prompts_per_step=8",
+        "rollout.max_response_length=8",
+        "rollout.num_slots=16",
+        "training.steps=2",
+        "training.balance_coef=0.01",
+        "training.mini_batches=2",
+        f"training.router_replay={replay}",
+        f"mesh.expert={expert}",
+        "checkpoint.every=2",
+        "eval.dataset=",
     )
     assert run.train(config, tmp_path / "run") == 0
     assert not unexplained_metrics(tmp_path / "run")

@@ -1,12 +1,10 @@
 """Reading ahead and scoring early show in the trace and change no number."""
 
 import pytest
+from support.tiny_config import tiny_config
 from support.trace_rules import check_trace
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.observe.spans import read_trace
 from distflow_jax.report.run_writer import read_metrics
 
@@ -26,21 +24,18 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overlap")
     (folder / "slow_reward.py").write_text(REWARD)
     for on in (True, False):
-        config = override(
-            tiny.get_config(),
-            [
-                f"reward.function={folder}/slow_reward.py:slow",
-                "reward.kwargs={}",
-                "reward.num_workers=2",
-                f"coordinator.double_buffer={on}",
-                f"coordinator.overlap_rewards={on}",
-                "eval.dataset=",
-                "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-                "rollout.num_slots=16",  # 64 responses: some end long before others begin
-                "rollout.tokens_per_call=4",
-            ],
+        config = tiny_config(
+            f"reward.function={folder}/slow_reward.py:slow",
+            "reward.kwargs={}",
+            "reward.num_workers=2",
+            f"coordinator.double_buffer={on}",
+            f"coordinator.overlap_rewards={on}",
+            "eval.dataset=",
+            "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+            "rollout.num_slots=16",  # 64 responses: some end long before others begin
+            "rollout.tokens_per_call=4",
         )
-        assert run.train(from_config_dict(Config, config), folder / str(on)) == 0
+        assert run.train(config, folder / str(on)) == 0
     return {on: folder / str(on) for on in (True, False)}
 
 

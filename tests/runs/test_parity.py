@@ -8,14 +8,12 @@ import functools
 import json
 import os
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from support import haste
 from support.paths import ROOT
-from support.waiting import HANG
+from support.programs import finished
 
 WORKER = "tests/support/parity_worker.py"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
@@ -29,15 +27,7 @@ def run(out, batch, *, devices=1, processes=1, overrides=(), waves=0):
     if processes > 1:
         launch = ["scripts/launch_local.py", f"--processes={processes}"]
         arguments = [*launch, f"--devices_per_process={devices // processes}", "--", *arguments]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    finished(*arguments, env=env)
     return load(out)
 
 

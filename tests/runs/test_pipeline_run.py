@@ -1,11 +1,9 @@
 """A run whose layers are divided over stages, and that goes on where they are not."""
 
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = "random:llama?hidden=32&layers=4&heads=4&kv_heads=2&mlp=64&vocab=512&max_position=256"
@@ -15,7 +13,7 @@ def train(folder, *settings):
     settings = [f"model.source={SMALL}", "dag=ppo", "checkpoint.every=1", *settings]
     settings += ["algorithm.kl_coef=0.1", "training.mini_batches=2", "training.row_tokens=128"]
     settings += ["rollout.max_response_length=8", "data.max_prompt_length=96", "eval.dataset="]
-    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    config = tiny_config(*settings)
     assert run.train(config, folder) == 0
     return read_metrics(folder / "metrics.jsonl")
 

@@ -7,21 +7,18 @@ hundred roundings. What waits on the host changes no bit.
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from support import programs
 from support.paths import ROOT
-from support.waiting import HANG
+from support.run_folders import lasting
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
@@ -53,7 +50,7 @@ TOLERANCE = 1e-5
 
 
 def config_of(*overrides):
-    return from_config_dict(Config, override(tiny.get_config(), [*COMMON, *overrides]))
+    return tiny_config(*COMMON, *overrides)
 
 
 def train(folder, *overrides):
@@ -89,19 +86,14 @@ def distance(ours, theirs, model):
     return np.sqrt(sum(np.sum((ours[name] - theirs[name]) ** 2) for name in names)) / norm
 
 
-def lasting(row):
-    skipped = ("timing", "perf/", "global_seqlen/balanced")  # ranks differ
-    return {k: v for k, v in row.items() if not k.startswith(skipped)}
+CHANGING = ("timing", "perf/", "global_seqlen/balanced")  # ranks differ
 
 
 def check_same(folder, other, tolerance):
     ours, theirs = (read_metrics(f / "metrics.jsonl") for f in (folder, other))
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2]
-    for a, b in zip(ours, theirs, strict=True):
-        expected = {
-            k: pytest.approx(v, rel=tolerance, abs=tolerance) for k, v in lasting(b).items()
-        }
-        assert lasting(a) == expected
+    for a, b in zip(*(lasting(f, CHANGING) for f in (folder, other)), strict=True):
+        assert a == {k: pytest.approx(v, rel=tolerance, abs=tolerance) for k, v in b.items()}
     assert ours[1]["perf/compilations"] == 0
     for step in (1, 2):
         a, b = arrays(folder, step), arrays(other, step)
@@ -119,20 +111,9 @@ def test_parts_give_what_one_mesh_gives(together, tmp_path):
 @pytest.mark.multiprocess
 def test_parts_of_two_hosts_give_what_one_mesh_gives(together, tmp_path):
     """Two devices of each host to a part: XLA:CPU keeps only such programs in one order."""
-    flags = [f"--config.{x}" for x in (*COMMON, f"mesh.roles={PARTS[2]}")]
-    launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=4", "--"]
-    command = [sys.executable, *launch, "scripts/train.py", "--config=configs/tiny.py"]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, f"--workdir={tmp_path}", *flags],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    settings = (*COMMON, f"mesh.roles={PARTS[2]}")
+    programs.train(tmp_path, settings, processes=2, devices=4, env=env)
     check_same(tmp_path, together, TOLERANCE)
 
 

@@ -1,30 +1,19 @@
 """Runs whose samplers get weights only when these matter."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from support import haste
 from support.documented import unexplained_metrics
-from support.paths import ROOT
+from support.programs import train
+from support.run_folders import records
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 PROMPTS, STEPS = 8, 6
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    f"data.prompts_per_step={PROMPTS}",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     f"training.steps={STEPS}",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
     "eval.num_prompts=8",
-    "observe.trackers=()",
 )
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
@@ -49,20 +38,18 @@ def checked(folder, lag):
 
 def check_prompts(folder):
     """Each prompt trains once, in its step."""
-    found = {}
-    for path in (folder / "groups").glob("*.jsonl"):
-        for record in map(json.loads, path.read_text().splitlines()):
-            found.setdefault(record["step"], []).extend(record["counters"])
-    for step, counters in found.items():
-        assert sorted(counters) == list(range(PROMPTS * (step - 1), PROMPTS * step))
+    found = records(folder)
+    for step, of_step in found.items():
+        counters = sorted(c for record in of_step for c in record["counters"])
+        assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
     assert len(found) == STEPS
 
 
 def test_weights_move_to_samplers_that_need_them(tmp_path):
     """Nobody needs version 2: version 1 is the first after the evaluation of the untrained weights,
     and version 3 is evaluated."""
-    config = override(tiny.get_config(), [*SMALL, *SHARED, NEVER, "flow.max_lag=3", "eval.every=3"])
-    assert run.train_here(from_config_dict(Config, config), tmp_path) == 0
+    config = tiny_config(*SMALL, *SHARED, NEVER, "flow.max_lag=3", "eval.every=3")
+    assert run.train_here(config, tmp_path) == 0
     rows = checked(tmp_path, 3)
     check_prompts(tmp_path)
     skipped = [row.get("perf/weight_swap/skipped") for row in rows.values()]
@@ -76,22 +63,6 @@ def test_weights_move_to_samplers_that_need_them(tmp_path):
     # bytes of the weights that a step ended with are told by the next one
     for before, after in zip(skipped[1:-1], moved[2:], strict=True):
         assert before or after
-
-
-def launched(folder, flags, *, processes, devices):
-    """A run of configs/tiny.py on processes of their own."""
-    assignments = [f"--config.{key}" for key in [*SMALL, *flags]]
-    size = [f"--processes={processes}", f"--devices_per_process={devices}"]
-    launch = ["scripts/launch_local.py", *size, "--", "scripts/train.py"]
-    done = subprocess.run(
-        [sys.executable, *launch, "--config=configs/tiny.py", f"--workdir={folder}", *assignments],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 @pytest.mark.slow
@@ -111,7 +82,7 @@ def launched(folder, flags, *, processes, devices):
 )
 def test_two_processes(tmp_path, flags):
     devices = 2 if APART[0] in flags else 1
-    launched(tmp_path, ["eval.every=0", *flags], processes=2, devices=devices)
+    train(tmp_path, [*SMALL, "eval.every=0", *flags], processes=2, devices=devices)
     lag = int(flags[0].partition("=")[2])
     rows = checked(tmp_path, lag)
     if "dag=dapo" not in flags:

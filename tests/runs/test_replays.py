@@ -1,23 +1,15 @@
 """Runs in waves that keep their groups, and replays: the same training, bit for bit, unsampled."""
 
-import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 
 import compare_checkouts
 import pytest
-from support import haste
-from support.paths import ROOT
-from support.waiting import until
+from support.programs import LATE, Process, training
+from support.run_folders import await_step, json_lines
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.observe.spans import read_trace
 from distflow_jax.report.run_writer import read_metrics
 
@@ -37,11 +29,11 @@ FREE = ("rollout.num_slots=16", "flow.order=counter", "checkpoint.every=3", "che
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    return tiny_config(*SMALL, *assignments)
 
 
 def waves_of(folder):
-    rows = [json.loads(line) for line in (folder / "waves.jsonl").read_text().splitlines()]
+    rows = json_lines(folder / "waves.jsonl")
     return [{name: value for name, value in row.items() if name != "waited"} for row in rows]
 
 
@@ -104,46 +96,12 @@ def test_another_run_is_refused_by_name(tmp_path):
     assert not (tmp_path / "replayed" / "metrics.jsonl").exists()
 
 
-class Job:
+def job(folder, *settings, delays="", replay=None):
     """A job of two processes of two devices each."""
-
-    def __init__(self, folder, *assignments, flags=(), delays=""):
-        launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
-        train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", *flags]
-        settings = [f"--config.{key}" for key in [*SMALL, *APART, *assignments]]
-        self._log = (folder.parent / f"{folder.name}.log").open("a+")
-        self.process = subprocess.Popen(
-            [sys.executable, *launch, *train, f"--workdir={folder}", *settings],
-            cwd=ROOT,
-            env=haste.environment() | {"DELAYS": delays},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def end(self):
-        """(exit code, output)"""
-        code = self.process.wait(900)
-        self._log.seek(0)
-        with self._log as log:
-            return code, log.read()[-4000:]
-
-    def kill(self, draw):
-        """SIGKILL to one of its processes; the launcher ends the other."""
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            children = file.read().split()
-        os.kill(int(draw.choice(children)), signal.SIGKILL)
-        return self.end()
-
-
-def await_step(folder, step, job):
-    path = folder / "metrics.jsonl"
-
-    def is_written():
-        assert job.process.poll() is None, job.end()
-        return path.exists() and max((r["step"] for r in read_metrics(path)), default=0) >= step
-
-    until(is_written)
+    size = {"processes": 2, "devices": 2, "program": LATE}
+    command = training(folder, [*SMALL, *APART, *settings], **size)
+    command += [f"--replay={replay}"] if replay else []
+    return Process(folder.parent / f"{folder.name}.log", command, own={"DELAYS": delays})
 
 
 @pytest.mark.slow
@@ -151,23 +109,25 @@ def await_step(folder, step, job):
 def test_a_killed_run_is_repeated_on_two_processes(tmp_path):
     """Steps that were trained twice are repeated as they were trained last."""
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
-    settings, draw = (RECORD, "checkpoint.every=2", "training.steps=6"), random.Random(0)
-    job = Job(recorded, *settings, delays="1")
-    await_step(recorded, 3, job)
-    job.kill(draw)
-    code, output = Job(recorded, *settings, delays="2").end()
-    assert code == 0, output
+    settings = (RECORD, "checkpoint.every=2", "training.steps=6")
+    first = job(recorded, *settings, delays="1")
+    await_step(recorded, 3, first)
+    first.kill_one(random.Random(0))
+    first.end()
+    again = job(recorded, *settings, delays="2")
+    assert again.end() == 0, again.output()
     files = sorted(path.name for path in (recorded / "recorded").glob("*/*"))
     assert files == ["0.npz"] * 6 + ["1.npz"] * 6
-    replay = (f"--replay={recorded}",)
-    code, output = Job(replayed, "training.steps=6", flags=replay, delays="3").end()
-    assert code == 0, output
+    again = job(replayed, "training.steps=6", delays="3", replay=recorded)
+    assert again.end() == 0, again.output()
     check_equal(recorded, replayed, 6)
     # and one that ends with what there is
     (recorded / "recorded" / "6" / "1.npz").rename(tmp_path / "1.npz")
-    code, output = Job(tmp_path / "short", "training.steps=6", flags=replay).end()
-    assert code == 0, output
-    assert re.search("the data ended after step 5 of 6; .*recorded has no whole record", output)
+    short = job(tmp_path / "short", "training.steps=6", replay=recorded)
+    assert short.end() == 0, short.output()
+    told = "the data ended after step 5 of 6; .*recorded has no whole record"
+    assert re.search(told, short.output())
     (recorded / "recorded" / "2" / "1.npz").rename(tmp_path / "2.npz")
-    code, output = Job(tmp_path / "none", "training.steps=6", flags=replay).end()
-    assert code == 2 and "recorded/2/1.npz: it has records of steps 1 to 6" in output
+    none = job(tmp_path / "none", "training.steps=6", replay=recorded)
+    assert none.end() == 2
+    assert "recorded/2/1.npz: it has records of steps 1 to 6" in none.output()

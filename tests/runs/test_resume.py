@@ -8,6 +8,7 @@ import sys
 import pytest
 from support import haste
 from support.paths import ROOT
+from support.run_folders import last_step, lasting
 from support.waiting import HANG, until
 
 from distflow_jax.report.run_writer import read_metrics
@@ -44,19 +45,14 @@ def finish(workdir):
 def kill_at(workdir, step):
     """SIGKILL as soon as the step's metrics are written (its checkpoint is then under way)."""
     process = start(workdir)
-    path = workdir / "metrics.jsonl"
 
     def is_written():
         assert process.poll() is None, process.stdout.read()
-        return path.exists() and any(row["step"] >= step for row in read_metrics(path))
+        return last_step(workdir) >= step
 
     until(is_written, pause=0.005)
     process.kill()
     process.communicate()
-
-
-def lasting(row):
-    return {k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))}
 
 
 @pytest.fixture(scope="module")

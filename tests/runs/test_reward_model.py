@@ -1,14 +1,11 @@
 """A reward model, trained by one run, scores beside a rule in another, and both are logged."""
 
-import json
-
 import numpy as np
 import pytest
+from support.run_folders import json_lines
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = [
@@ -50,7 +47,7 @@ nodes:
 
 
 def train(folder, *changes):
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *changes]))
+    config = tiny_config(*SMALL, *changes)
     assert run.train(config, folder) == 0
     return read_metrics(folder / "metrics.jsonl")
 
@@ -63,8 +60,7 @@ def test_a_trained_reward_model_scores_beside_a_rule(tmp_path):
     rows = train(tmp_path / "run", f"dag={tmp_path}/graph.yaml")
     assert [row["perf/compilations"] for row in rows[1:]] == [0]
     for row in rows:
-        lines = (tmp_path / "run" / "samples" / f"{row['step']}.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
+        samples = json_lines(tmp_path / "run" / "samples" / f"{row['step']}.jsonl")
         assert len(samples) == 8 * 4
         rule, mixed = ([s[name] for s in samples] for name in ("score", "mixed"))
         assert row["reward/rule"] == pytest.approx(np.mean(rule), abs=1e-6)

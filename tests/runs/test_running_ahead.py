@@ -3,21 +3,15 @@
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from support import haste
+from support import haste, programs
 from support.documented import unexplained_metrics
-from support.paths import ROOT
 
 from distflow_jax.report.run_writer import read_metrics
 
-REWARD = """
-def digits(solution_str):
-    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
-"""
 AHEAD = ("algorithm.correction=token_tis", "observe.trackers=()")
 PART = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
 SMALL = (
@@ -38,19 +32,10 @@ SOAK_STEPS = int(os.environ.get("DISTFLOW_SOAK_STEPS", "1000"))
 MOST_GROWTH = 0.02  # of resident memory
 
 
-def train(folder, flags, *, script="scripts/train.py", launch=(), env=None, seconds=900):
+def train(folder, flags, *, env=None, **how):
     """A run of configs/tiny.py; returns its rows of metrics, from step 1 on."""
-    assignments = [f"--config.{key}" for key in [*AHEAD, *flags]]
-    command = [*launch, script, "--config=configs/tiny.py", f"--workdir={folder}", *assignments]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=env or {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    env = env or {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    programs.train(folder, [*AHEAD, *flags], env=env, **how)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert not any(row["perf/compilations"] for row in rows[1:])
     return rows
@@ -72,7 +57,6 @@ def check_ages(rows, lag):
 )
 def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
     """As tests/runs/test_learning.py has it, with tokens that are up to four steps old."""
-    (tmp_path / "reward.py").write_text(REWARD)
     flags = (
         f"dag={graph}",
         *others,
@@ -81,7 +65,7 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
         "training.steps=40",
         "eval.dataset=",
         "checkpoint.every=40",
-        f"reward.function={tmp_path / 'reward.py'}:digits",
+        "reward.function=tests/support/user_rewards.py:digits",
         "reward.kwargs={}",
         "data.train=task:arithmetic?operands=2&operators=+&digits=1-9",
     )
@@ -97,15 +81,13 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
 def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
     """Weights change between and within turns of two processes; evaluations wait for their end."""
     steps = ("training.steps=6", "eval.every=3", "eval.num_prompts=8", "checkpoint.every=6")
-    job = ("--processes=2", f"--devices_per_process={devices}")
-    launch = ("scripts/launch_local.py", *job, "--")
     flags = (*SMALL, *TURNS, *place, *steps, "flow.max_lag=2")
-    rows = train(tmp_path, flags, launch=launch, env=haste.environment())
+    rows = train(tmp_path, flags, processes=2, devices=devices, env=haste.environment())
     check_ages(rows, 2)
     assert len(rows) == 6
     for row in rows:
         assert 1 < row["environment/turns/mean"] <= row["environment/turns/max"] <= 3
-        assert row["environment/errors"] == row["environment/deadlines"] == 0
+        assert row["environment/infra/raised"] == row["environment/infra/timed_out"] == 0
     assert sum("val-core/arithmetic/reward/mean@1" in row for row in rows) == 2
     assert unexplained_metrics(tmp_path) <= {"environment/wrong"}
 
@@ -117,11 +99,11 @@ def test_memory_stays_flat_over_a_thousand_steps(tmp_path):
     resident = tmp_path / "resident"
     flags = ("flow.max_lag=2", f"training.steps={SOAK_STEPS}", "eval.every=10")
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    script = "tests/support/measured_train.py"
+    how = {"program": "tests/support/measured_train.py", "seconds": 20 * SOAK_STEPS}
     # glibc gives threads arenas of their own, which checkpoints' threads fill one by one: 5 % more
     # resident memory in 250 steps with or without a lag, 1.4 % with two arenas
     env |= {"RESIDENT": str(resident), "MALLOC_ARENA_MAX": "2"}
-    rows = train(tmp_path / "run", flags, script=script, env=env, seconds=20 * SOAK_STEPS)
+    rows = train(tmp_path / "run", flags, env=env, **how)
     assert len(rows) == SOAK_STEPS
     sizes = list(map(int, pathlib.Path(resident).read_text().split()))
     tenth = SOAK_STEPS // 10

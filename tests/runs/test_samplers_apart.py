@@ -1,23 +1,17 @@
 """Samplers on devices of their own: they sample what others sample, and depend on no timing."""
 
 import os
-import subprocess
-import sys
 
 import compare_checkouts
-import numpy as np
 import pytest
-from support import haste
 from support.delayed_train import REWARD
-from support.paths import ROOT
+from support.programs import train_late
+from support.tiny_config import tiny_config
+from support.tiny_sampler import assert_agree
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.stages import rollout
 
-NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 SMALL = (
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     "data.prompts_per_step=8",
@@ -40,7 +34,7 @@ def responses_of(folder, monkeypatch, *flags):
         found.update({(e.response.prompt.counter, e.response.sample): e.response for e in episodes})
         return columns(node, episodes)
 
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *flags]))
+    config = tiny_config(*SMALL, *flags)
     with monkeypatch.context() as patch:
         patch.setattr(rollout, "written_columns", kept)
         assert run.train_here(config, folder) == 0
@@ -53,16 +47,7 @@ def test_responses_are_those_of_samplers_on_the_trainers_devices(tmp_path, monke
     part = responses_of(tmp_path / "part", monkeypatch, *still, *PART)
     whole = responses_of(tmp_path / "all", monkeypatch, *still, *SHARED)
     assert part.keys() == whole.keys() and len(part) == 2 * 8 * 4
-    compared = 0
-    for uid, response in whole.items():
-        ties = np.flatnonzero(response.margin < NEAR_TIE)
-        end = ties[0] if len(ties) else len(response.tokens)
-        np.testing.assert_array_equal(part[uid].tokens[:end], response.tokens[:end])
-        if not len(ties):
-            assert len(part[uid].tokens) == end
-        np.testing.assert_allclose(part[uid].logp[:end], response.logp[:end], atol=1e-4)
-        compared += end
-    assert compared > 0.8 * sum(len(r.tokens) for r in whole.values())
+    assert_agree(part.values(), whole.values())
 
 
 def train(folder, processes, flags, delays):
@@ -70,18 +55,8 @@ def train(folder, processes, flags, delays):
     reward = folder.parent / "reward.py"
     reward.write_text(REWARD)
     scored = (f"reward.function={reward}:digits", "reward.kwargs={}")
-    assignments = [f"--config.{key}" for key in [*SMALL, *PART, *scored, *flags]]
-    launch = ["scripts/launch_local.py", f"--processes={processes}", "--devices_per_process=3"]
-    command = ["tests/support/delayed_train.py", "--config=configs/tiny.py"]
-    done = subprocess.run(
-        [sys.executable, *launch, "--", *command, f"--workdir={folder}", *assignments],
-        cwd=ROOT,
-        env=haste.environment() | ({"DELAYS": delays} if delays else {}),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    settings = [*SMALL, *PART, *scored, *flags]
+    train_late(folder, settings, delays, processes=processes, devices=3)
 
 
 BOUNDARY = ("flow.swap=boundary", "algorithm.correction=token_tis")

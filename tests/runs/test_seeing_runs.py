@@ -4,7 +4,6 @@ A frozen tower stays as it was drawn. The placeholder of images is text where no
 image is encoded once in each row that has its prompt."""
 
 import dataclasses
-import json
 import pathlib
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from support.picture_rows import PROSE, write_rows
+from support.run_folders import json_lines
 from support.seeing_models import CASES, drawn_params
 
 import distflow_jax as df
@@ -200,7 +200,6 @@ def test_a_placeholder_without_an_image_is_text(tmp_path, packed, eager):
         assert sampled.sum() > 16 and not (is_image & rows.response_mask).any()
         in_prose = is_placeholder & ~is_image & ~rows.response_mask
         assert in_prose.any()
-    lines = (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = json_lines(tmp_path / "run" / "samples" / "1.jsonl")
     assert any(PROSE in sample["prompt"] for sample in samples)
     assert any("<image>" in sample["response"] for sample in samples)

@@ -1,11 +1,11 @@
 """A run whose environment shows pictures: the example's game, the same numbers on both sides."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 from support.documented import unexplained_metrics
+from support.run_folders import json_lines
 
 import distflow_jax as df
 from configs.examples import grid_walk
@@ -57,7 +57,7 @@ def train(folder, steps, **settings):
 
 def check(rows):
     for metrics in rows:
-        assert metrics["environment/errors"] == metrics["environment/deadlines"] == 0
+        assert metrics["environment/infra/raised"] == metrics["environment/infra/timed_out"] == 0
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
         # of turns, beside those of prompts
         assert metrics["rollout/images_encoded"] > metrics["data/images"] == 4
@@ -70,8 +70,7 @@ def test_a_run_sees_the_pictures_of_later_turns(tmp_path):
     rows = train(tmp_path / "run", 2)
     check(rows)
     assert unexplained_metrics(tmp_path / "run") <= {"environment/steps", "environment/arrived"}
-    lines = (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = json_lines(tmp_path / "run" / "samples" / "1.jsonl")
     assert len(samples) == 64 and all("response_images" not in sample for sample in samples)
     assert max(sample["environment_reward"] for sample in samples) > 0
     plan = (tmp_path / "run" / "plan.txt").read_text()

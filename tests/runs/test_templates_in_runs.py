@@ -6,12 +6,11 @@ import json
 import pytest
 from support.chat_templates import TRAITS, write_tokenizer
 from support.model_files import hf_settings
+from support.run_folders import json_lines
+from support.tiny_config import tiny_config
 from support.tiny_model import TINY
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.flow.workers.agreement import shared_tables
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, open_configured, plan_run, prepare
@@ -34,7 +33,7 @@ def config_of(tmp_path):
         lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
         (tmp_path / "rows.jsonl").write_text(lines)
         chosen = [f"model.source=random:{folder}", "eval.dataset=", *assignments]
-        return from_config_dict(Config, override(tiny.get_config(), chosen))
+        return tiny_config(*chosen)
 
     return of
 
@@ -49,8 +48,7 @@ def test_marks_around_the_answer_learn_what_the_answer_learns(config_of, tmp_pat
         rows = f"data.train={tmp_path / 'rows.jsonl'}"
         config = config_of("generation_trimmed", *SFT, rows, f"data.train_on={train_on}")
         assert run.train_here(config, tmp_path / train_on) == 0
-        lines = (tmp_path / train_on / "metrics.jsonl").read_text().splitlines()
-        metrics.append([json.loads(line) for line in lines])
+        metrics.append(json_lines(tmp_path / train_on / "metrics.jsonl"))
     for one, other in zip(*metrics, strict=True):
         same = {k for k in one if not k.startswith(("time", "memory", "perf", "phase"))}
         losses = {k: one[k] for k in sorted(same) if "loss" in k or "grad" in k or "tokens" in k}

@@ -1,33 +1,23 @@
 """Runs with budgets of tokens: rollouts that end by one, and optimizer steps that weigh one."""
 
-import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from support import haste
 from support.documented import unexplained_metrics
-from support.paths import ROOT
+from support.programs import train_late
+from support.run_folders import records
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 
 PROMPTS, SAMPLES, STEPS, LAG, TOKENS = 8, 4, 6, 2, 300
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    f"data.prompts_per_step={PROMPTS}",
-    "rollout.num_slots=24",
+    *SMALL_AHEAD,
     "rollout.max_response_length=24",
     f"training.steps={STEPS}",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
     "eval.every=3",
     "eval.num_prompts=8",
-    "observe.trackers=()",
     "observe.report_every=0",
     f"flow.max_lag={LAG}",
     f"flow.round_tokens={TOKENS}",
@@ -38,7 +28,7 @@ SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 def trained(folder, *assignments):
     """Runs in this process; returns the rows of metrics.jsonl by step."""
     flags = [*SMALL, *SHARED, *assignments]
-    assert run.train_here(from_config_dict(Config, override(tiny.get_config(), flags)), folder) == 0
+    assert run.train_here(tiny_config(*flags), folder) == 0
     return rows_of(folder)
 
 
@@ -48,33 +38,23 @@ def rows_of(folder):
     return {row["step"]: row for row in rows if row["step"]}
 
 
-def records_of(folder):
-    """{step: the records of all processes}"""
-    found: dict[int, list] = {}
-    for path in sorted((folder / "groups").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            found.setdefault(row["step"], []).append(row)
-    return found
-
-
 def check(folder, rows, *, steps=STEPS):
     """Every prompt below the last trained one trains once, at most B in a step, and none too old;
     nothing that was sampled is thrown away. Returns the counters of each step."""
-    found = records_of(folder)
+    found = records(folder)
     assert sorted(found) == sorted(rows) == list(range(1, steps + 1))
     counters = {
-        step: sorted(c for record in records for c in record["counters"])
-        for step, records in found.items()
+        step: sorted(c for record in of_step for c in record["counters"])
+        for step, of_step in found.items()
     }
-    for step, records in found.items():
+    for step, of_step in found.items():
         assert 1 <= len(counters[step]) <= PROMPTS
-        uids = [tuple(uid) for record in records for uid in record["uid"]]
+        uids = [tuple(uid) for record in of_step for uid in record["uid"]]
         assert sorted(uids) == [(c, i) for c in counters[step] for i in range(SAMPLES)]
-        ages = [age for record in records for age in record["age"]]
+        ages = [age for record in of_step for age in record["age"]]
         assert 0 <= min(ages) and max(ages) <= LAG
-        assert all(not record["left_out"] for record in records)
-    every = sorted(c for of_step in counters.values() for c in of_step)
+        assert all(not record["left_out"] for record in of_step)
+    every = sorted(c for some in counters.values() for c in some)
     assert every == list(range(len(every)))
     last = {name: rows[steps][f"perf/tokens/{name}"] for name in ("sampled", "trained", "lost")}
     assert last["sampled"] == last["trained"] + last["lost"]
@@ -124,18 +104,7 @@ def test_a_run_goes_on_from_its_middle(tmp_path, before):
 )
 def test_two_processes(tmp_path, flags):
     """Samplers and trainers are late at random: both processes train the same groups."""
-    assignments = [f"--config.{key}" for key in [*SMALL, *flags]]
-    launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=1", "--"]
-    train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", f"--workdir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, *launch, *train, *assignments],
-        cwd=ROOT,
-        env=haste.environment() | {"DELAYS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    train_late(tmp_path, [*SMALL, *flags], "1", processes=2)
     rows = rows_of(tmp_path)
     check_budgets(rows, check(tmp_path, rows))
 

@@ -3,39 +3,24 @@
 The model has 40,000 parameters and is compiled in a hurry: what is compared are processes.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
-from support import haste
 from support.documented import unexplained_metrics
-from support.paths import ROOT
+from support.programs import train
+from support.run_folders import json_lines
 
 from distflow_jax.dag.load_graph import built_in
 from distflow_jax.report.run_writer import read_metrics
 
-LAUNCH = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
-TRAIN = [
-    "scripts/train.py",
-    "--config=configs/tiny.py",
-    "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "--config.data.prompts_per_step=8",
-    "--config.rollout.num_slots=16",
+SMALL = [
+    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
+    "data.prompts_per_step=8",
+    "rollout.num_slots=16",
 ]
-SHORT = ["--config.training.steps=2", "--config.eval.dataset="]
+SHORT = ["training.steps=2", "eval.dataset="]
 
 
-def run(command, workdir):
-    done = subprocess.run(
-        [sys.executable, *command, f"--workdir={workdir}"],
-        cwd=ROOT,
-        env=haste.environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,  # on a loaded host
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def run(workdir, overrides, processes=0):
+    train(workdir, [*SMALL, *overrides], processes=processes, devices=2)
     return read_metrics(workdir / "metrics.jsonl")
 
 
@@ -44,10 +29,7 @@ def check_samples(one, two):
     names = sorted(path.name for path in (one / "samples").iterdir())
     assert names == sorted(path.name for path in (two / "samples").iterdir())
     for name in names:
-        a, b = (
-            [json.loads(line) for line in (folder / "samples" / name).read_text().splitlines()]
-            for folder in (one, two)
-        )
+        a, b = (json_lines(folder / "samples" / name) for folder in (one, two))
         uids = [record["uid"] for record in a if "uid" in record]
         assert uids == sorted(uids) and (uids or name.startswith("eval-"))
         assert [record["prompt"] for record in a] == [record["prompt"] for record in b]
@@ -63,8 +45,8 @@ def check_samples(one, two):
 
 def check_equal(folder, overrides, of_two=()):
     """Runs both; returns the metrics of the run on one process and of that on two."""
-    one = run([*TRAIN, *overrides], folder / "one")
-    two = run([*LAUNCH, *TRAIN, *overrides, *of_two], folder / "two")
+    one = run(folder / "one", overrides)
+    two = run(folder / "two", [*overrides, *of_two], processes=2)
     assert not unexplained_metrics(folder / "two")
     check_samples(folder / "one", folder / "two")
     # or equality would say little
@@ -90,8 +72,8 @@ def test_a_run_with_evaluations_and_checkpoints(tmp_path):
 @pytest.mark.multiprocess
 def test_rounds_of_a_sampler_that_the_processes_share(tmp_path):
     """A region whose prompts both hosts of a sampler hold, each answering for a half of them."""
-    overrides = [*SHORT, "--config.dag=dapo"]
-    for rows in check_equal(tmp_path, overrides, ["--config.mesh.rollout_tensor=4"]):
+    overrides = [*SHORT, "dag=dapo"]
+    for rows in check_equal(tmp_path, overrides, ["mesh.rollout_tensor=4"]):
         assert [row["perf/compilations"] for row in rows[1:]] == [0]
         assert any(row["training/sampling_rounds"] > 1 for row in rows)
         assert all(row["training/groups_missing"] == 0 for row in rows)
@@ -102,5 +84,43 @@ def test_rounds_of_a_sampler_that_the_processes_share(tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", sorted(set(built_in()) - {"grpo"}))
 def test_every_graph(tmp_path, name):
-    for rows in check_equal(tmp_path, [*SHORT, f"--config.dag={name}"]):
+    for rows in check_equal(tmp_path, [*SHORT, f"dag={name}"]):
         assert [row["perf/compilations"] for row in rows[1:]] == [0]
+
+
+CHOOSY = """
+from distflow_jax.environments.environment import Turn
+
+
+class Choosy:
+    def __init__(self, tokenizer):
+        pass
+
+    def reset(self, prompt):
+        if prompt.counter % 5 == 3:
+            raise ConnectionError("no sandbox for this row")
+
+    async def step(self, tokens, text):
+        if tokens.sum() % 2:
+            raise ConnectionError("odd")
+        return Turn("go on", reward=float(tokens[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_failures_of_environments_are_agreed_on(tmp_path):
+    """A process draws anew what its environments have lost; the others neither wait nor differ."""
+    (tmp_path / "choosy.py").write_text(CHOOSY)
+    overrides = [
+        *SHORT,
+        "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"--config.rollout.environment={tmp_path}/choosy.py:Choosy",
+        "--config.rollout.max_infra_rate=1.0",
+        "--config.rollout.max_response_length=96",
+        "--config.rollout.turn_length=32",
+    ]
+    for rows in check_equal(tmp_path, overrides):
+        for row in rows:
+            assert row["environment/infra/unscored"] >= 4
+            assert row["environment/infra/redrawn"] >= 8 * row["environment/infra/unscored"]

@@ -2,15 +2,13 @@
 
 import collections
 import dataclasses
-import json
 
 import numpy as np
 import pytest
+from support.run_folders import json_lines
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.requests import GroupRequest
@@ -79,10 +77,9 @@ def check_advantages(records, metrics):
     ids=["grpo", "dapo", "online_dpo", "ahead", "ahead, pairs", "in waves"],
 )
 def test_a_logged_response_is_sampled_again_from_its_uid(settings, tmp_path):
-    config = from_config_dict(Config, override(tiny.get_config(), [*SETTINGS, *settings]))
+    config = tiny_config(*SETTINGS, *settings)
     assert run.train_here(config, tmp_path) == run.EXIT_DONE
-    lines = (tmp_path / "samples" / "1.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = json_lines(tmp_path / "samples" / "1.jsonl")
     (metrics,) = [m for m in read_metrics(tmp_path / "metrics.jsonl") if m["step"] == 1]
     uids = [tuple(record["uid"]) for record in records]
     assert len(set(uids)) == len(uids) > 0

@@ -1,13 +1,11 @@
 """Ready waves of four processes for many steps, whatever is late: one order of programs."""
 
 import collections
-import json
-import subprocess
-import sys
 
 import pytest
 from support import haste
-from support.paths import ROOT
+from support.programs import train
+from support.run_folders import json_lines
 
 PROCESSES, STEPS, PROMPTS = 4, 200, 12
 SETTINGS = (
@@ -38,21 +36,9 @@ SETTINGS = (
 def test_all_processes_launch_the_same_programs_in_the_same_order(tmp_path):
     """200 steps, each sampler late by up to 0.1 seconds a decode call, one by five times that, and
     another PYTHONHASHSEED in each process: the run ends, and every group is in one wave."""
-    assignments = [f"--config.{setting}" for setting in SETTINGS]
-    launch = [
-        *("scripts/launch_local.py", f"--processes={PROCESSES}", "--devices_per_process=2", "--")
-    ]
-    train = ["tests/support/late_samplers.py", "--config=configs/tiny.py", f"--workdir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, *launch, *train, *assignments],
-        cwd=ROOT,
-        env=haste.environment() | {"LATE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    waves = [json.loads(line) for line in (tmp_path / "waves.jsonl").read_text().splitlines()]
+    late = {"program": "tests/support/late_samplers.py", "env": haste.environment() | {"LATE": "1"}}
+    train(tmp_path, SETTINGS, processes=PROCESSES, devices=2, seconds=3000, **late)
+    waves = json_lines(tmp_path / "waves.jsonl")
     by_step = collections.defaultdict(list)
     for wave in waves:
         by_step[wave["step"]] += wave["counters"]

@@ -1,35 +1,26 @@
 """Runs whose steps are trained wave by wave: the same steps as at once, from the same samples."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import optax
 import pytest
-from support import haste
 from support.documented import unexplained_metrics
 from support.gradients import distance
-from support.paths import ROOT
+from support.programs import train_late
+from support.run_folders import json_lines, lasting, records
+from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from configs import tiny
 from distflow_jax import batch, run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.training.state import TrainState
 
 SMALL = (
-    "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
-    "data.prompts_per_step=8",
+    *SMALL_AHEAD,
     "rollout.num_slots=16",
     "training.steps=4",
-    "training.optimizer.lr=0.003",
-    "algorithm.correction=token_tis",
     "eval.every=0",
-    "observe.trackers=()",
     "flow.max_lag=1",
     "mesh.devices=0:2",
     "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
@@ -57,7 +48,7 @@ MIXTURE = (
 
 
 def trained(folder, *assignments):
-    config = from_config_dict(Config, override(tiny.get_config(), [*SMALL, *assignments]))
+    config = tiny_config(*SMALL, *assignments)
     assert run.train_here(config, folder) == 0
     rows = read_metrics(folder / "metrics.jsonl")
     assert not any(row["perf/compilations"] for row in rows if row["step"] > 1)
@@ -66,7 +57,7 @@ def trained(folder, *assignments):
 
 
 def waves_of(folder):
-    return [json.loads(line) for line in (folder / "waves.jsonl").read_text().splitlines()]
+    return json_lines(folder / "waves.jsonl")
 
 
 def check_waves(folder, *, steps=STEPS):
@@ -219,30 +210,10 @@ def test_verdicts_of_a_region_cut_steps_into_waves(tmp_path, how):
 def on_two_processes(folder, flags, delays):
     """A run of two processes of two devices each, where sampler and trainer are late at random."""
     settings = [*SMALL, *APART, "observe.launches=True", *flags]
-    assignments = [f"--config.{key}" for key in settings]
-    launch = ["scripts/launch_local.py", "--processes=2", "--devices_per_process=2", "--"]
-    train = ["tests/support/delayed_train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
-    done = subprocess.run(
-        [sys.executable, *launch, *train, *assignments],
-        cwd=ROOT,
-        env=haste.environment() | {"DELAYS": delays},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    train_late(folder, settings, delays, processes=2, devices=2)
     first, second = ((folder / "launches" / f"{p}.txt").read_text() for p in range(2))
     assert first == second and "actor_train: finish" in first
     return check_waves(folder)
-
-
-def lasting(folder):
-    """Metrics of a run but those of time, memory and machines."""
-    changing = ("timing", "perf/")
-    return [
-        {name: value for name, value in row.items() if not name.startswith(changing)}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 @pytest.mark.slow
@@ -261,13 +232,9 @@ def test_counted_waves_depend_on_no_timing(tmp_path):
 def test_ready_waves_on_two_processes(tmp_path):
     waves = on_two_processes(tmp_path, (*READY, "training.steps=8"), "3")
     assert max(wave["wave"] for wave in waves) > 1
-    records = [json.loads(line) for p in range(2) for line in groups_of(tmp_path, p)]
+    found = records(tmp_path)
     for step in range(1, 9):
-        counters = sorted(c for r in records if r["step"] == step for c in r["counters"])
+        counters = sorted(c for record in found[step] for c in record["counters"])
         assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
-        ages = [age for r in records if r["step"] == step for age in r["age"]]
+        ages = [age for record in found[step] for age in record["age"]]
         assert 0 <= min(ages) and max(ages) <= 1
-
-
-def groups_of(folder, process):
-    return (folder / "groups" / f"{process}.jsonl").read_text().splitlines()

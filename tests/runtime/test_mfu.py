@@ -6,11 +6,9 @@ import json
 import jax
 import numpy as np
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.models.model_flops import Work
 from distflow_jax.planning.chips import peak_flops
 from distflow_jax.programs import compilation_cache
@@ -21,7 +19,7 @@ SMALL = "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&
 
 
 def config_of(*assignments):
-    return from_config_dict(Config, override(tiny.get_config(), [SMALL, *assignments]))
+    return tiny_config(SMALL, *assignments)
 
 
 @pytest.mark.parametrize(

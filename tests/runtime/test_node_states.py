@@ -5,11 +5,9 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny
 from distflow_jax import run
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.run_state import encoded, from_json, to_json
 
@@ -98,7 +96,7 @@ def config_of(folder, steps, text=GRAPH):
     graph = folder / "counted.yaml"
     graph.write_text(text.replace("FILE", str(file)))
     settings = [*SETTINGS, f"dag={graph}", f"training.steps={steps}"]
-    return from_config_dict(Config, override(tiny.get_config(), settings))
+    return tiny_config(*settings)
 
 
 def test_a_run_goes_on_with_the_states_of_its_nodes(tmp_path):

@@ -23,10 +23,7 @@ def test_the_same_weights_go_on(caplog):
 @pytest.mark.parametrize(
     "before, named",
     [
-        (
-            {"actor": "a", "reward": "step 9, d"},
-            "model 'actor': .* was 'a' and is 'b' for 'models/b'",
-        ),
+        ({"actor": "a", "reward": "step 9, d"}, "'actor': .* was 'a' and is 'b' for 'models/b'"),
         ({"actor": "b", "reward": "step 8, c"}, "model 'reward': .*'step 9, d' for 'runs/judge'"),
     ],
 )

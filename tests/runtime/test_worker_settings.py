@@ -1,8 +1,9 @@
 """Settings of a worker: nodes, room, and engines that cannot see."""
 
 import pytest
+from support.tiny_config import tiny_config
 
-from configs import tiny, vision_tiny
+from configs import vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.flow.workers.home_links import Patience
@@ -24,7 +25,7 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
 def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_joins(nodes):
     flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
     settings = [*flags, "eval.dataset=", "eval.every=0", "rollout.cache_tokens=64"]
-    config = from_config_dict(Config, override(tiny.get_config(), settings))
+    config = tiny_config(*settings)
     with pytest.raises(ValueError, match=r"rollout\.cache_tokens 64 leaves .* use at least"):
         run_worker(config, "runs/none", None, Patience(1.0, 1.0), nodes=nodes)
 
@@ -42,7 +43,7 @@ def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, chang
     flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
     flags += ["eval.dataset=", "eval.every=0"]
     flags += [f"rollout.environment={changed['environment']}"] if "environment" in changed else []
-    config = from_config_dict(Config, override(tiny.get_config(), flags))
+    config = tiny_config(*flags)
     foreign = changed.get("foreign")
     with pytest.raises(ValueError, match=message):
         run_worker(config, "runs/none", None, Patience(1.0, 1.0), nodes=nodes, foreign=foreign)

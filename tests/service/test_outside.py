@@ -1,12 +1,12 @@
 """A training that another program drives by five calls."""
 
 import importlib.util
-import json
 import time
 
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.run_folders import json_lines
 
 import distflow_jax as df
 from distflow_jax.models.weights.source import open_model
@@ -78,7 +78,7 @@ def test_rows_that_are_refused(tmp_path, row, reason):
         store.put([row])
     assert store.num_rows == 0
     if (tmp_path / "prompts.jsonl").exists():
-        assert not [json.loads(x) for x in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+        assert not json_lines(tmp_path / "prompts.jsonl")
 
 
 def test_calls_that_are_refused(tmp_path):

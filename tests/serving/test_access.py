@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import subprocess
 import threading
 
 import grpc
 import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from support import programs
 from support.refusals import refused
 from support.serving import TOKENIZER, Serving, expected
 from support.waiting import HANG
@@ -27,14 +27,7 @@ def certificate(tmp_path_factory):
     """(certificate file, key file) for localhost, by openssl."""
     folder = tmp_path_factory.mktemp("tls")
     files = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        f"-keyout {files[1]} -out {files[0]} -subj /CN=localhost "
-        "-addext subjectAltName=DNS:localhost,IP:127.0.0.1",
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
+    programs.certificate(*files)
     return files
 
 

@@ -41,6 +41,7 @@ from support.serving import (
 from support.tiny_model import TINY, random_params
 from support.waiting import HANG, until
 
+from distflow_jax.commands.serve_command import resumable
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.jetstream import (
@@ -353,6 +354,13 @@ def test_the_last_response_may_end_between_two_looks_at_the_slots():
     answers = asyncio.run(run())
     wanted = without_end(expected(PROMPT, temperature=0.0)[0])
     assert all(ids == wanted for ids in answers)
+
+
+@pytest.mark.parametrize("change", [door_config, resumable])
+def test_all_slots_of_a_server_decode(change):
+    """Also of a run with an environment: nothing waits for one here."""
+    sizes = change(dataclasses.replace(CONFIG, slots=32, lanes=8))
+    assert (sizes.slots, sizes.lanes, sizes.decode_slots) == (8, 0, 8)
 
 
 @pytest.mark.slow

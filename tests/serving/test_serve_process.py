@@ -14,6 +14,7 @@ import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from support import haste
 from support.paths import ROOT
+from support.programs import certificate
 from support.waiting import HANG
 
 from distflow_jax.serving.client import SamplerClient
@@ -134,13 +135,7 @@ def test_mistakes_take_one_line():
 def test_token_certificate_and_folders_by_flags(tmp_path):
     """Of serve_command.py: what the flags name is what a client needs."""
     cert, key, token, runs = (tmp_path / name for name in ("cert", "key", "token", "runs"))
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        f"-keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1",
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
+    certificate(cert, key)
     token.write_text("an open secret\n")
     runs.mkdir()
     flags = [f"--token_file={token}", f"--tls_cert={cert}", f"--tls_key={key}"]

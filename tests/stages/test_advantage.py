@@ -12,6 +12,7 @@ from support.ragged import assert_close, draw, pack, random_sequences
 from support.tiny_model import mesh_of
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.packed import per_token
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.training.update import UpdateShape
@@ -181,3 +182,19 @@ def test_a_response_without_a_score_leaves_its_group(kind):
     np.testing.assert_array_equal(found["advantage"], expected["advantage"])
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in wanted.items()}
     assert np.isfinite(np.asarray(found["advantage"])).all()
+
+
+def test_a_response_without_its_baseline_is_not_learned_from():
+    """A greedy response whose environment failed says nothing about those that were drawn."""
+    gone = np.flatnonzero(COUNTED)[::3]
+    baseline = np.zeros(len(SEQUENCES))
+    given = fields() | {"baseline": PACKED.per_sequence(baseline, np.nan)}
+    baseline[gone] = np.nan
+    missing = given | {"baseline": PACKED.per_sequence(baseline, np.nan)}
+    stage = stage_of(advantage="remax")
+    wanted = np.asarray(stage(None, given, {})[1]["advantage"])
+    found = np.asarray(stage(None, missing, {})[1]["advantage"])
+    of_gone = PACKED.per_sequence(np.isin(np.arange(len(SEQUENCES)), gone).astype(float), 0.0)
+    of_gone = np.asarray(per_token(of_gone > 0, PACKED.rows.segment))
+    np.testing.assert_array_equal(found, np.where(of_gone, 0.0, wanted))
+    assert wanted[of_gone].any() and found.any()

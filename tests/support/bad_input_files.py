@@ -32,15 +32,6 @@ def hangs(solution_str):
 
 def dies(solution_str):
     os._exit(3)
-
-def says(solution_str):
-    return "good"
-
-def nan(solution_str):
-    return float("nan")
-
-def nonsense(x, y):
-    return 1.0
 """
 
 GAME = """
@@ -72,25 +63,15 @@ QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
 DATA = {
     "good.jsonl": QUESTION * 40,
     "broken.jsonl": QUESTION * 3 + "{oops\n",
-    "no_answer.jsonl": QUESTION + '{"question": "1 + 1?"}\n',
     "renamed.jsonl": '{"q": "1 + 1?", "a": "2"}\n' * 40,
     "other_columns.jsonl": QUESTION + '{"qestion": "1 + 1?", "answer": "2"}\n',
-    "number.jsonl": QUESTION + '\n{"question": 7, "answer": "2"}\n',
-    "messages.jsonl": '{"prompt": [{"role": "user"}]}\n',
-    "no_truth.jsonl": '{"prompt": "1 + 1?", "reward_model": {"style": "rule"}}\n',
     "empty_truth.jsonl": '{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "2?", "answer": " "}\n',
-    "empty.jsonl": "\n",
-    "latin.jsonl": b'{"question": "\xe9t\xe9", "answer": "2"}\n',
-    "not_a.parquet": "question,answer\n",
     "table.csv": "question,answer\n",
 }
 
 GRAPH = write_graph(load_graph("grpo").settle({}))
 GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "good.yaml": ("name: grpo", "name: mine"),
-    "role.yaml": ("role: REWARD", "role: REWRD"),
-    "key.yaml": ("role: REWARD", "role: REWARD\n  typo: 1"),
-    "dep.yaml": ("deps: [rollout]", "deps: [rolout]"),
     "field.yaml": ("reads: [uid, prompt, response, finished]", "reads: [uid, prompt, respons]"),
     "columns.yaml": ("reads: [score, rows]", "reads: [score, response_mask]"),
     "cycle.yaml": ("reads: [uid, prompt]", "reads: [uid, prompt]\n  deps: [actor_train]"),
@@ -103,14 +84,13 @@ GRAPHS = {  # file -> (text of the built-in graph, what stands there instead)
     "untrained.yaml": ("type: MODEL_TRAIN", "type: MODEL_INFERENCE"),
     "fn_file.yaml": ("role: REWARD", "role: REWARD\n  fn: {dir}/rewrds.py:good"),
     "sampler.yaml": ("role: ROLLOUT", "role: ROLLOUT\n  model: student"),
-    "empty.yaml": (GRAPH, "\n"),
 }
 
 
 def write_files(path):
     """Fills a folder with all that the cases name as {dir}/FILE."""
     for name, content in DATA.items():
-        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (path / name).write_text(content)
     for name, (old, new) in GRAPHS.items():
         assert GRAPH.count(old)
         (path / name).write_text(GRAPH.replace(old, new.replace("{dir}", str(path)), 1))
@@ -126,7 +106,6 @@ def write_files(path):
     (path / "syntax.py").write_text("def f(:\n    pass\n")
     write_model(path / "misfit")
     (path / "truncated.gguf").write_bytes(b"GGUF")
-    (path / "text.bin").write_text("these are no weights")
     (path / "nothing").mkdir()
 
 

@@ -11,13 +11,12 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 
 from distflow_jax.report.run_writer import read_metrics
-from support import haste
 from support.cut_network import CutNetwork
 from support.paths import ROOT
+from support.programs import Process
 from support.waiting import HANG, until
 
 LOOK_SECONDS = 0.005
@@ -212,8 +211,8 @@ class Chaos:
 
     def _start_trainers(self, since: str) -> None:
         launch = ["scripts/launch_local.py", "--processes=2", "--", "scripts/train.py"]
-        command = [sys.executable, *launch, f"--workdir={self.folder}", *self._settings]
-        self._trainers = self._start(command, self.folder.parent / "trainers.log", {})
+        command = [*launch, f"--workdir={self.folder}", *self._settings]
+        self._trainers = Process(self.folder.parent / "trainers.log", command, 1).process
         self._say(f"trainers start{since}")
 
     def _last_step(self) -> int:
@@ -243,20 +242,9 @@ class Chaos:
         log = self.folder.parent / f"{name}.log"
         own = {"http_proxy": f"http://127.0.0.1:{network.port}", "no_proxy": ""}
         own["PYTHONPATH"] = str(ROOT)
-        process = self._start([sys.executable, *script, *self._settings], log, own)
+        process = Process(log, [*script, *self._settings], 1, own).process
         self._workers.append(ChaosWorker(name, process, network, log))
         return name
-
-    def _start(self, command: list[str], log: pathlib.Path, own: dict[str, str]):
-        with log.open("a") as file:
-            return subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=haste.environment(1) | own,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
 
     def _count(self, kind: str, what: str) -> None:
         self.done[kind] = self.done.get(kind, 0) + 1

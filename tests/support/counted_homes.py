@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
-from distflow_jax.environments.episodes import Episode
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.flow.homes.home import Home
 from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
 from distflow_jax.flow.homes.home_sampler import HomeSampler, differs

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling, YarnScaling
-from distflow_jax.models.families import (
-    gemma3,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from distflow_jax.models.families import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 _SIZES = dict(
     vocab_size=48,

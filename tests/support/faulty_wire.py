@@ -5,7 +5,6 @@ whose frames are lost, whose answers are lost, and which send frames twice, at o
 """
 
 import collections
-import contextlib
 import random
 import socket
 import threading
@@ -13,6 +12,7 @@ import time
 
 from distflow_jax.flow.wire.caller import Caller
 from distflow_jax.flow.wire.calls import LIMIT_BYTES, Unreachable
+from support.relay import Relay
 
 LOST, UNANSWERED, TWICE, LATE = "lost", "unanswered", "twice", "late"
 SHARES = {LOST: 0.005, UNANSWERED: 0.01, TWICE: 0.05, LATE: 0.02}  # of the calls
@@ -99,46 +99,17 @@ class _FaultyCaller(Caller):
         super().close()
 
 
-class Forwarder:
-    """Forwards connections to a port of this machine, late, and breaks some of them.
-
-    Attributes:
-      port: where it listens.
-    """
+class Forwarder(Relay):
+    """Forwards connections to a port of this machine, late, and breaks some of them."""
 
     def __init__(self, target: int, faults: Faults):
         self._target, self._faults = target, faults
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__()
 
-    def close(self) -> None:
-        """Takes no connection any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def serve(self, client: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", self._target)) as server:
+            self.join(client, server)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:
-            with socket.create_connection(("127.0.0.1", self._target)) as server:
-                back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
-                back.start()
-                self._copy(client, server)
-                back.join()
-
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                time.sleep(self._faults.uniform(0, DELAY_SECONDS))
-                if self._faults.draw({"broken": BREAKS}):
-                    break
-                target.sendall(data)
-        for one in (source, target):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+    def passes(self) -> bool:
+        time.sleep(self._faults.uniform(0, DELAY_SECONDS))
+        return not self._faults.draw({"broken": BREAKS})

@@ -2,14 +2,12 @@
 
 import os
 import pathlib
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 
 from support import haste
 from support.doc_blocks import Block, commands
 from support.paths import ROOT
+from support.programs import finished
 
 SHELL = ("", "bash")  # languages of blocks with commands
 SECONDS = 1800
@@ -34,18 +32,8 @@ def environment(folder: pathlib.Path, *, hurried: bool = True) -> dict[str, str]
 def run(folder: pathlib.Path, command: list[str], env: Mapping[str, str] | None = None) -> str:
     """Output of a command as it stands, with this interpreter for `python`; fails if it fails."""
     assert command[0] == "python", command
-    done = subprocess.run(
-        [sys.executable, *command[1:]],
-        cwd=folder,
-        env=environment(folder) if env is None else env,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, (
-        f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-    )
-    return done.stdout
+    env = environment(folder) if env is None else env
+    return finished(*command[1:], cwd=folder, env=env, seconds=SECONDS).stdout
 
 
 def follow(

@@ -1,7 +1,32 @@
-"""Gathers of modelled processes: what BackgroundGather does, as events of a test."""
+"""Processes of a job within one: gathers as events of a test, or exchanges by connections."""
 
 import concurrent.futures
+import random
 import types
+
+from distflow_jax.parallel.host_exchange import HostExchange, listen
+from support.waiting import HANG
+
+
+def exchanges(count, token=bytes(16)):
+    """The ends of so many processes, each connected to all others."""
+    listeners = [listen("127.0.0.1") for _ in range(count)]
+    addresses = [("127.0.0.1", listener.getsockname()[1]) for listener in listeners]
+    return [HostExchange(i, addresses, each, token) for i, each in enumerate(listeners)]
+
+
+def together(count, function):
+    """The results of function(index) for so many processes, side by side."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(function, index) for index in range(count)]
+        return [future.result(timeout=HANG) for future in futures]
+
+
+def dealt(counter, groups, processes, salt):
+    """The process of a group: of each batch every process has one at least."""
+    batch, place = divmod(counter, groups)
+    homes = [i % processes for i in range(groups)]
+    return random.Random(f"{salt}{batch}").sample(homes, groups)[place]
 
 
 class Gathers:

@@ -7,9 +7,7 @@ import grpc
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from distflow_jax.serving.jetstream import orchestrator
-from support.serving import (
-    CONFIG,
-)
+from support.serving import CONFIG
 
 PROMPT = "12 + 35 ="
 Text = jetstream_pb2.DecodeRequest.TextContent

@@ -21,9 +21,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
-from configs import tiny
-from distflow_jax.config.config_dict import from_config_dict, override
-from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.coordinator.batch_metrics import (
     batch_metrics,
@@ -33,8 +30,7 @@ from distflow_jax.coordinator.batch_metrics import (
 )
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.data.step_columns import given_columns
-from distflow_jax.environments.episodes import turn_columns
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn, turn_columns
 from distflow_jax.images.prompt_images import prompt_images, to_bytes
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import job, processes
@@ -55,6 +51,7 @@ from distflow_jax.training.update import (
     divide,
     empty,
 )
+from support.tiny_config import tiny_config
 from support.waves import cut, of_rows
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
@@ -74,7 +71,7 @@ def main():
     parser.add_argument("--waves", type=int, default=0, help="cut the gradient's step into waves")
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
-    config = from_config_dict(Config, override(tiny.get_config(), OVERRIDES + args.override))
+    config = tiny_config(*OVERRIDES, *args.override)
     prepared = prepare(config)
     runtime = build(prepared, Spans())
     mesh = runtime.meshes[prepared.sizes.mesh.layout]

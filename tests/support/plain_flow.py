@@ -10,7 +10,7 @@ from etils import epath
 from distflow_jax.checkpoint.additions import AdditionWriter
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts, Progress
-from distflow_jax.environments.sample_episodes import single_turn
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.flow.flow import Flow, Observer
 from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.flow.group_records import GroupRecords

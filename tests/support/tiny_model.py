@@ -70,6 +70,16 @@ def random_params(config: DecoderConfig, seed: int = 0) -> dict:
     return unflatten_dict(flat, sep="/")
 
 
+def assert_same_arrays(got, want):
+    """Equal in form, kind, bits and place on every device."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert x.sharding == y.sharding and x.dtype == y.dtype
+        for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+            assert a.device == b.device
+            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
+
+
 def mesh_of(
     fsdp: int,
     tensor: int,

@@ -47,14 +47,14 @@ def by_uid(responses):
     return table
 
 
-def assert_agree(got, wanted, *, atol=1e-4):
+def assert_agree(got, wanted, *, atol=1e-4, near_tie=NEAR_TIE):
     """Same tokens up to each response's first near-tie, and most of them before it."""
     got, wanted = by_uid(got), by_uid(wanted)
     assert got.keys() == wanted.keys()
     compared = 0
     for uid, mine in got.items():
         theirs = wanted[uid]
-        ties = np.flatnonzero(theirs.margin < NEAR_TIE)
+        ties = np.flatnonzero(theirs.margin < near_tie)
         end = ties[0] if len(ties) else max(len(theirs.tokens), len(mine.tokens))
         np.testing.assert_array_equal(mine.tokens[:end], theirs.tokens[:end], err_msg=str(uid))
         np.testing.assert_allclose(mine.logp[:end], theirs.logp[:end], atol=atol)
@@ -87,8 +87,11 @@ def assert_same(got, wanted, atol=1e-4):
 def assert_all_free(scheduler):
     """Every slot, prompt and page, as the scheduler and as the devices see it."""
     state, engine = scheduler.close(), scheduler.engine
-    assert sorted(sum(scheduler._loop.slots.free, [])) == list(range(engine.max_concurrent_decodes))
-    for entries in scheduler._loop.slots.prompts.entries:
+    loop, slots = scheduler._loop, scheduler._loop.slots
+    assert sorted(sum(slots.free, [])) == list(range(engine.max_concurrent_decodes))
+    assert slots.free_lanes == [engine.shapes.lanes] * engine.shapes.ranks
+    assert not (slots.sequences or slots.held or slots.returning or loop.parked or loop.groups)
+    for entries in slots.prompts.entries:
         assert sorted(entries) == list(range(engine.shapes.slots))
     state = engine.change(state)
     assert not np.asarray(engine.shapes.alive(state)).any()

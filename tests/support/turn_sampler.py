@@ -1,22 +1,19 @@
 """A sampler of responses in turns, by environments of test_multiturn.py."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 
-from distflow_jax.environments.multiturn import TurnLimits, sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.multiturn import TurnLimits
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
-from support.tiny_model import (
-    TINY,
-    mesh_of,
-    prompt_of,
-    random_params,
-)
+from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
 PARAMS = random_params(TINY, 2)
@@ -50,24 +47,36 @@ class Sampler:
         self.engine.compile(params)
         self.state = SamplerState(params, 0, self.engine.init_decode_state())
 
-    def run(self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, **kwargs):
-        """Episodes of 4 responses to each prompt, by uid."""
+    @staticmethod
+    def emptied(state, scheduler):
+        """The state after a scheduler that is closed now, whatever it was at."""
+        return dataclasses.replace(state, decode=scheduler.close())
+
+    def run(
+        self, name, limits=LIMITS, *, prompts=PROMPTS, on_response=None, settings=None, **kwargs
+    ):
+        """Episodes of 4 responses to each prompt, by uid; `settings`: arguments of Environments."""
+        module = "" if ":" in name else "test_multiturn:"
         environments = Environments(
-            f"test_multiturn:{name}",
+            f"{module}{name}",
             kwargs,
             TOKENIZER,
-            seconds=HANG,
-            turn_length=limits.turn,
-            max_turns=limits.turns,
+            **{
+                "calls": CallLimits(HANG),
+                "turn_length": limits.turn,
+                "max_turns": limits.turns,
+                **(settings or {}),
+            },
         )
-        self.state, episodes, self.stats = sample_turns(
-            self.engine,
-            self.state,
-            prompts,
-            SamplingParams(4, limits.response),
-            environments,
-            on_response=on_response,
-        )
+        with contextlib.closing(environments):
+            self.state, episodes, self.stats = sample_episodes(
+                self.engine,
+                self.state,
+                prompts,
+                SamplingParams(4, limits.response),
+                environments,
+                on_response=on_response,
+            )
         table = {(e.response.prompt.counter, e.response.sample): e for e in episodes}
         assert list(table) == [(p.counter, s) for p in prompts for s in range(4)]
         return table

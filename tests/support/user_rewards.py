@@ -13,6 +13,10 @@ def verl_style(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": score, "length": len(solution_str), "note": "kept out of the numbers"}
 
 
+def digits(solution_str):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
 def by_length(solution_str, response_length, scale=1.0, **_):
     return response_length * scale
 

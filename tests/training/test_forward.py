@@ -38,11 +38,7 @@ from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.training.forward import (
-    ForwardConfig,
-    logits_in_memory,
-    response_logp,
-)
+from distflow_jax.training.forward import ForwardConfig, logits_in_memory, response_logp
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.training.update import UpdateShape, accumulate_gradients

@@ -15,7 +15,7 @@ from support import formulas
 from support.gradients import distance
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
-from support.waves import cut, step_in_waves
+from support.waves import cut, of_rows, step_in_waves
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
@@ -151,13 +151,7 @@ def compiled(name):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(params, batch, part_R):
         batch, denominators = objective.whole(batch)
-        rows = dataclasses.replace(
-            batch.rows,
-            response_mask=batch.rows.response_mask & part_R[:, None],
-            valid=batch.rows.valid & part_R[:, None],
-            length=jnp.where(part_R[:, None], batch.rows.length, 0),
-        )
-        batch = batch._replace(rows=rows)
+        batch = of_rows(batch, part_R)
         gradient = jax.value_and_grad(objective.evaluate, has_aux=True)
         (loss, metrics), slope = gradient(params, batch, denominators, jnp.float32(1))
         return loss, slope, metrics["sum"]

@@ -175,6 +175,13 @@ class Job:
         texts = [re.findall(r"^watchdog \d+: (.*)", text, re.M) for text in self.errors()]
         return [lines[0] if lines else "" for lines in texts]
 
+    def verdict(self):
+        """What all watchdogs say, once they have ended."""
+        self.wait_for_watchdogs()
+        first, *others = self.verdicts()
+        assert others == [first] * (self.count - 1)
+        return first
+
     def close(self):
         for process in self.processes:
             if process.poll() is None:
@@ -237,15 +244,13 @@ def test_a_killed_process_is_named_by_all_and_the_others_end(start, victim):
     job.wait_until_told(victim)  # waited for before, it would leave no exit status to read
     codes = job.codes()
     assert codes == [-signal.SIGKILL] * 4
-    job.wait_for_watchdogs()
-    first, *others = job.verdicts()
+    first = job.verdict()
     assert re.match(
         rf"process {victim} died at step \d+ in node 'rollout', \d\d:\d\d:\d\d \(SIGKILL; last "
         rf"beat \d+\.\d s before; host {re.escape(socket.gethostname())}, "
         rf"pid {job.pids[victim]}\)(; nothing was heard of .*)?$",
         first,
     ), first
-    assert others == [first] * 3
     for index, text in enumerate(job.errors()):
         survived = index != victim
         assert (f"this process ({index}) is at step" in text) == survived
@@ -261,23 +266,20 @@ def test_the_first_death_is_named_when_the_runtime_aborts_the_others(start):
     os.kill(job.pids[1], signal.SIGKILL)
     job.wait_until_told(1)
     assert job.codes() == [-signal.SIGKILL if i == 1 else -signal.SIGABRT for i in range(4)]
-    job.wait_for_watchdogs()
-    first, *others = job.verdicts()
-    assert first.startswith("process 1 died at step ") and others == [first] * 3
+    first = job.verdict()
+    assert first.startswith("process 1 died at step ")
     assert re.search(r"; after that ended (\d \(\+\d+\.\d\d s\)(, )?){3}", first), first
 
 
 def test_an_exception_is_named_with_its_message(start):
     job = start(3, "fail")
     assert job.codes() == [-signal.SIGKILL, 1, -signal.SIGKILL]
-    job.wait_for_watchdogs()
-    first, *others = job.verdicts()
+    first = job.verdict()
     assert re.match(
         r"process 1 failed at step 7 in node 'rollout', [\d:]+, with RuntimeError: the loss is not "
         r"finite \(",
         first,
     ), first
-    assert others == [first] * 2
 
 
 @waiting
@@ -296,14 +298,12 @@ def check_that_no_answer_is_named(start, mode):
     if mode == "stopped":
         os.kill(job.pids[2], signal.SIGSTOP)
     assert job.codes() == [-signal.SIGKILL] * 3
-    job.wait_for_watchdogs()
-    first, *others = job.verdicts()
+    first = job.verdict()
     assert re.match(
         r"process 2 is alive but does not respond, at step \d+ in node 'rollout' \((stopped by a "
         r"signal|sleeping: a call holds the interpreter's lock); last beat at [\d:]+; host ",
         first,
     ), first
-    assert others == [first] * 2
     assert "in busy_in_the_rollout" in job.errors()[0]
     if mode == "stopped":
         assert "does not answer SIGUSR1" in job.errors()[2]
@@ -333,15 +333,13 @@ def test_a_host_that_is_gone_is_named(start):
 def test_who_is_waited_for_is_named(start):
     job = start(4, "stuck", dead_seconds=DEAD, stuck_seconds=DEAD + 0.5, rules={"settle": 5.0})
     assert job.codes() == [-signal.SIGKILL] * 4
-    job.wait_for_watchdogs()
-    first, *others = job.verdicts()
+    first = job.verdict()
     assert re.match(
         r"no progress since [\d:]+: process 2 is behind, at step 3 in node 'rollout'; the others "
         r"wait at step 3 in node 'actor_train'; if it only needs longer, raise "
         r"health.stuck_seconds$",
         first,
     ), first
-    assert others == [first] * 3
     assert all("in busy_in_the_rollout" in text for text in job.errors())
 
 

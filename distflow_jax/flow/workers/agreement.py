@@ -33,7 +33,7 @@ OWN_KEYS = frozenset(
             f"rollout.{key}"
             for key in (
                 *("num_slots", "page_size", "attention", "cache_tokens", "tokens_per_call"),
-                *("prefill_tokens", "prefix_tokens"),
+                *("prefill_tokens", "prefix_tokens", "max_trajectories"),
             )
         ),
     }

@@ -15,6 +15,7 @@ FREE_KEYS = frozenset(
         *("coordinator.double_buffer", "coordinator.overlap_rewards", "reward.num_workers"),
         *("rollout.num_slots", "rollout.cache_fraction", "rollout.cache_tokens"),
         *("rollout.page_size", "rollout.prefill_tokens", "rollout.prefix_tokens"),
+        "rollout.max_trajectories",
         *("rollout.tokens_per_call", "rollout.speculative_tokens", "rollout.speculative_ngram"),
     )
 )

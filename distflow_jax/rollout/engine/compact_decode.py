@@ -1,9 +1,10 @@
-"""Decoding the few responses that are left, without rows for the slots that are empty.
+"""Decoding some of the slots: those that are active, without rows for the others.
 
-Where lengths vary, most slots fall empty long before the longest response is there, and a step's
-products cost the same for rows without a response: 64 rows of a SmolLM2-135M step cost 2.7 times as
-much as 16 on a CPU. The state of active slots is gathered, decoded as that of an engine with fewer
-slots, and scattered to its slots again; keys and values stay where they are.
+Where responses wait for the outside, more of them keep a slot than are decoded side by side. Where
+lengths vary, most slots fall empty long before the longest response is there, and a step's products
+cost the same for rows without a response: 64 rows of a SmolLM2-135M step cost 2.7 times as much as
+16 on a CPU. The state of active slots is gathered, decoded as that of an engine with fewer slots,
+and scattered to its slots again; keys and values stay where they are.
 
 D data ranks, S slots and P prompts of a rank, S' slots and prompts of a rank in the small engine.
 """
@@ -26,13 +27,17 @@ _UNCHANGED = (
 
 
 def small_shapes(shapes: StateShapes) -> StateShapes | None:
-    """Shapes with a quarter of the slots and all pages; None where these slots are too few to be
-    worth a program."""
-    slots = shapes.slots // 4
-    if slots < 4:
-        return None
+    """Shapes with a quarter of the lanes; None where these are too few to be worth a program."""
+    lanes = shapes.lanes // 4
+    return None if lanes < 4 else narrowed(shapes, lanes)
+
+
+def narrowed(shapes: StateShapes, slots: int) -> StateShapes:
+    """Shapes with so many slots of a rank, and all pages."""
     tokens = shapes.pages * shapes.config.page_size * shapes.ranks  # of the one cache there is
-    config = dataclasses.replace(shapes.config, slots=slots * shapes.ranks, cache_tokens=tokens)
+    config = dataclasses.replace(
+        shapes.config, slots=slots * shapes.ranks, lanes=0, cache_tokens=tokens
+    )
     small = StateShapes(shapes.model, config, shapes.mesh)
     small.members = shapes.members
     return small

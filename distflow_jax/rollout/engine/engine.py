@@ -71,6 +71,11 @@ class RolloutEngine(engine_api.Engine):
                 f"rollout slots per process {config.slots} must be divisible by the {data} data "
                 f"ranks of its devices; use {-(-config.slots // data) * data}"
             )
+        if config.lanes % data or config.lanes > config.slots:
+            raise ValueError(
+                f"rollout lanes per process {config.lanes} must be divisible by the {data} data "
+                f"ranks of its devices, and at most the {config.slots} slots"
+            )
         longest = config.max_prompt + config.max_response
         if longest > model.max_position:
             raise ValueError(

@@ -45,12 +45,15 @@ class EnginePrograms:
         self.admit = program(slot_updates.admit, out=layout, donate=0)
         self.change = program(slot_updates.change, out=layout, donate=0)
         self.collect = program(expert_recording.collect, out=(layout, whole, whole), donate=0)
-        self.generate = program(decode.generate, stop_ids, out=(layout, whole), donate=1)
         small = compact_decode.small_shapes(shapes)
         self.few_slots = small.slots if small else 0
-        self.generate_few = program(
-            compact_decode.generate_few, small, stop_ids, out=(layout, whole), donate=1
-        )
+        generate = functools.partial(program, out=(layout, whole), donate=1)
+        if shapes.lanes < shapes.slots:
+            lanes = compact_decode.narrowed(shapes, shapes.lanes)
+            self.generate = generate(compact_decode.generate_few, lanes, stop_ids)
+        else:
+            self.generate = generate(decode.generate, stop_ids)
+        self.generate_few = generate(compact_decode.generate_few, small, stop_ids)
 
     def temporaries(self, params: Any) -> int | None:
         """Bytes of a device for the temporary buffers of the largest of the `traced` programs.

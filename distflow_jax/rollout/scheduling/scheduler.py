@@ -5,6 +5,7 @@ what was submitted when, and on what was sampled, never on time: a rerun, and ev
 shares an engine, schedules alike.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from distflow_jax.images.turn_images import TurnImages, joined
 from distflow_jax.rollout.decode_state import DecodeState, check_length, longest_read
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_commands import Injection
+from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.sequences import Group, SlotSequence
 from distflow_jax.rollout.scheduling.step_loop import StepLoop
@@ -33,11 +35,14 @@ class Scheduler:
         *,
         version: int = 0,
         state: DecodeState | None = None,
+        now: Callable[[], float] = time.monotonic,
     ):
-        """`state`: all slots free; a new one by default. It is donated."""
+        """`state`: all slots free; a new one by default. It is donated. `now`: a clock of seconds
+        for `stats.occupancy`."""
         state = engine.init_decode_state() if state is None else state
         self.engine = engine
-        self._loop = StepLoop(engine, params, version, state)
+        clock = OccupancyClock(engine.shapes.lanes * engine.shapes.ranks, now)
+        self._loop = StepLoop(engine, params, version, state, clock)
         self.held, self.stats = HeldSequences(self._loop), self._loop.stats
         self._next_id = 0
         self._paused = False
@@ -53,7 +58,8 @@ class Scheduler:
 
         Held sequences do not count.
         """
-        return bool(self._loop.waiting or self._loop.ended or self._loop.slots.running())
+        loop = self._loop
+        return bool(loop.waiting or loop.ended or loop.slots.going_on())
 
     @property
     def stalled(self) -> bool:
@@ -68,7 +74,8 @@ class Scheduler:
 
     def under_way(self) -> Iterator[tuple[int, Partial]]:
         """(id of its group, its tokens so far) of each sequence that has begun and not ended."""
-        for sequence in self._loop.slots.running().values():
+        for slot in self._loop.slots.going_on():
+            sequence = self._loop.slots.sequences[slot]
             yield sequence.group.id, sequence.partial
         for group, partial in reversed(self._loop.waiting.resumed()):
             yield group.id, partial
@@ -107,9 +114,10 @@ class Scheduler:
         cut += [p.response(loop.stops) for p in loop.waiting.remove_resumed(group)]
         for slot, sequence in sorted(loop.slots.sequences.items()):
             if sequence.group is group:
-                if not sequence.ended:
+                if slot not in loop.slots.held:
                     cut.append(sequence.partial.response(loop.stops))
                 loop.vacate(slot)
+        loop.parked = {key: s for key, s in loop.parked.items() if s.group is not group}
         loop.drop_waiting(group)
         loop.finish(group, group.left)
         return cut
@@ -124,6 +132,9 @@ class Scheduler:
                 self._loop.vacate(slot)
                 self._loop.finish(sequence.group)
                 return
+        if parked := self._loop.parked.pop((group_id, sample), None):
+            self._loop.finish(parked.group)
+            return
         group = self._loop.groups.get(group_id)
         if group is None or not self._loop.waiting.remove_resumed(group, sample):
             raise ValueError(f"response {sample} of request {group_id} is not under way")
@@ -146,7 +157,7 @@ class Scheduler:
         loop, partials = self._loop, []
         loop.drain()
         for slot, sequence in sorted(loop.slots.sequences.items(), key=lambda i: i[1].order):
-            if not sequence.ended:
+            if slot not in loop.slots.held:
                 partials.append(sequence.partial)
                 loop.vacate(slot)
                 loop.finish(sequence.group)
@@ -180,7 +191,8 @@ class Scheduler:
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
         """Swaps the weights between two calls.
 
-        `cache`: "keep" the keys and values of sequences that have begun, or "recompute" them.
+        `cache`: "keep" the keys and values of sequences that have begun, or "recompute" them. What
+        is parked is read by the weights there are when it goes on, with either.
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
@@ -189,13 +201,14 @@ class Scheduler:
             config = self.engine.config
             raise ValueError(
                 'cache="recompute" reads responses again with their prompts: make the engine with '
-                f"max_read={config.max_prompt + config.max_response}, it has {config.max_read}"
+                f"max_read={config.max_prompt + config.max_response - 1}, it has {config.max_read}"
             )
         loop.load(params, version)
         if cache == "recompute":
-            for slot, sequence in sorted(slots.sequences.items(), key=lambda i: -i[1].order):
-                if not sequence.ended:
-                    loop.preempt(slot)
+            for slot in list(slots.held):
+                loop.park(slot)
+            for slot, _ in sorted(slots.sequences.items(), key=lambda i: -i[1].order):
+                loop.preempt(slot)
         for group in loop.groups.values():
             if cache == "recompute" or not group.cached:
                 slots.prompts.unload(group)  # and read again, by the new weights, when needed
@@ -302,7 +315,7 @@ class HeldSequences:
         # the last token sampled has not been fed yet
         queue = [*map(int, before[-1:]), *map(int, tokens)]
         # a slot is fed ids alone
-        fits = 0 < len(queue) <= config.max_forced and shown is None
+        fits = slot is not None and 0 < len(queue) <= config.max_forced and shown is None
         if not fits:
             whole = len(sequence.partial.request.prompt.tokens) + len(fed)
             check_length(whole, longest_read(config))
@@ -310,21 +323,32 @@ class HeldSequences:
         images = joined([(len(before), sequence.partial.shown), (len(tokens), shown)])
         sequence.partial, sequence.logits_by = Partial(request, sample, fed, shown=images), None
         sequence.tokens = len(fed)
-        if fits:
+        self._loop.look()
+        if slot is None:
+            del self._loop.parked[group_id, sample]
+            self._loop.waiting.push_returned(sequence.group, sequence.partial)
+        elif fits:
             begun = request.begun
-            self._loop.slots.inject(Injection(slot, queue, begun + limit, begun + len(fed)))
+            injection = Injection(slot, queue, begun + limit, begun + len(fed))
+            self._loop.slots.put_back(injection)
         else:
-            self._loop.preempt(slot)
+            self._loop.vacate(slot)
+            self._loop.waiting.push_returned(sequence.group, sequence.partial)
 
     def release(self, group_id: int, sample: int) -> None:
         """Frees the slot of a held sequence. Raises ValueError where it is not held."""
         slot, sequence = self._find(group_id, sample)
-        self._loop.vacate(slot)
+        if slot is None:
+            del self._loop.parked[group_id, sample]
+        else:
+            self._loop.vacate(slot)
         self._loop.finish(sequence.group)
 
-    def _find(self, group_id: int, sample: int) -> tuple[int, SlotSequence]:
-        for slot, sequence in self._loop.slots.sequences.items():
-            wanted = sequence.group.id == group_id and sequence.partial.sample == sample
-            if wanted and sequence.ended:
+    def _find(self, group_id: int, sample: int) -> tuple[int | None, SlotSequence]:
+        """(its slot, a held sequence); None: it is parked."""
+        if (parked := self._loop.parked.get((group_id, sample))) is not None:
+            return None, parked
+        for slot, sequence in self._loop.slots.held.items():
+            if sequence.group.id == group_id and sequence.partial.sample == sample:
                 return slot, sequence
         raise ValueError(f"response {sample} of request {group_id} is not held")

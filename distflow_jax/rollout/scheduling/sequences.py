@@ -2,7 +2,8 @@
 
 A sequence is one response and its state. It is waiting for a slot, running in one, preempted (back
 among the waiting, because the cache was full or the weights were swapped), resumed before all that
-is new, or held: ended, and still in its slot.
+is new, or held: ended, and still in its slot. A held sequence is parked where others need its slot
+or its pages, and returning once it has tokens to read and waits for a lane.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Slots of one engine: which sequence is in which, and where there is room for the next one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -22,31 +22,50 @@ from distflow_jax.rollout.scheduling.sequences import (
 
 
 class Slots:
-    """The sequences in an engine's slots. `prompts` are those they attend to."""
+    """The sequences in an engine's slots. `prompts` are those they attend to.
+
+    A lane is a row of the decode batch, which a running sequence has, and a held one has not.
+    """
 
     def __init__(self, engine: RolloutEngine, state: DecodeState):
         """`state`: all slots free. It is donated."""
         self._engine = engine
         self.calls = DecodeCalls(engine, state)
         self.prompts = CachedPrompts(self.calls)
-        self.sequences: dict[int, SlotSequence] = {}  # running and held, by slot
+        self.sequences: dict[int, SlotSequence] = {}  # running, held and returning, by slot
+        self.held: dict[int, SlotSequence] = {}  # of these, by slot, the longest held first
+        self.returning: dict[int, Injection] = {}  # what others are to read, the first first
         ranks, slots = engine.shapes.ranks, engine.shapes.slots
         self.free = [list(range((r + 1) * slots - 1, r * slots - 1, -1)) for r in range(ranks)]
+        self.free_lanes = [engine.shapes.lanes] * ranks
         self._order = 0
 
     def running(self) -> dict[int, SlotSequence]:
         """Sequences that have not ended, in the order of their slots."""
         return {slot: s for slot, s in sorted(self.sequences.items()) if not s.ended}
 
+    def going_on(self) -> list[int]:
+        """Slots of the sequences that are running or returning."""
+        return [slot for slot in sorted(self.sequences) if slot not in self.held]
+
     @property
     def can_preempt(self) -> bool:
-        """Whether any sequence can be preempted: its tokens can be read again with its prompt."""
+        """Whether any sequence can be preempted: its tokens, of which the last is yet to be
+        sampled, can be read again with its prompt."""
         config = self._engine.config
-        return config.max_read >= config.max_prompt + config.max_response
+        return config.max_read >= config.max_prompt + config.max_response - 1
 
     def ranks(self) -> list[int]:
-        """Data ranks, the one with the most free slots first."""
-        return sorted(range(len(self.free)), key=lambda r: (-len(self.free[r]), r))
+        """Data ranks, the one with the most places first."""
+        return sorted(range(len(self.free)), key=lambda r: (-self.places(r), r))
+
+    def places(self, rank: int) -> int:
+        """Sequences that a data rank can take: it has a free slot and a free lane for each."""
+        return min(len(self.free[rank]), self.free_lanes[rank])
+
+    def longest_held(self, ranks: Collection[int]) -> int | None:
+        """The slot of the sequence that has been held for the longest time on some data ranks."""
+        return next((slot for slot, s in self.held.items() if s.prompt.rank in ranks), None)
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -80,7 +99,7 @@ class Slots:
             cached = group.cached.get(rank)
             again = cached is None or not cached.members  # once more, where all have a reader
             places = self._engine.width if again else len(cached.members)
-            count = min(len(group.waiting), len(self.free[rank]), places)
+            count = min(len(group.waiting), self.places(rank), places)
             length = len(group.request.prompt.tokens) if again else 0
             there, limit = None if again else cached, group.request.sampling.limit
             while count and not self.room(rank, length, count, limit, there):
@@ -125,6 +144,7 @@ class Slots:
             self.sequences[slot] = sequence
             self._order += 1
         cached.readers += len(slots)
+        self.free_lanes[rank] -= len(slots)
         cached.pinned = shared and bool(group.waiting)
         if shared:
             group.cached[rank] = cached
@@ -136,8 +156,11 @@ class Slots:
     def vacate(self, slot: int, *, running: bool = True) -> SlotSequence:
         """Empties a slot. `running`: the engine has still to end it."""
         sequence = self.sequences.pop(slot)
+        self.held.pop(slot, None)
+        self.returning.pop(slot, None)
         cached = sequence.prompt
         cached.readers -= 1
+        self.free_lanes[cached.rank] += not sequence.ended
         cached.members.append(sequence.member)
         if cached.entry >= 0:
             self.prompts.free_entry(cached)
@@ -152,11 +175,29 @@ class Slots:
         self.free[cached.rank].sort(reverse=True)
         return sequence
 
-    def inject(self, injection: Injection) -> None:
-        """Injects tokens into the slot of a held sequence, which runs again then."""
-        sequence = self.sequences[injection.slot]
-        sequence.ended, sequence.unfed = False, True
-        self.calls.inject(injection)
+    def return_pages(self, slot: int) -> None:
+        """Counts the pages of a held sequence as free, before a call says so."""
+        sequence = self.sequences[slot]
+        cached, size = sequence.prompt, self._engine.config.page_size
+        own = pages_of(max(0, sequence.tokens - sequence.admitted - 1), size)
+        last = cached.readers == 1 and not cached.pinned
+        self.prompts.pages[cached.rank] += own + (cached.pages if last else 0)
+
+    def put_back(self, injection: Injection) -> None:
+        """Has a held sequence go on with tokens to read, as soon as it has a lane."""
+        self.held.pop(injection.slot).unfed = True
+        self.returning[injection.slot] = injection
+        self.inject_returning()
+
+    def inject_returning(self) -> None:
+        """Runs returning sequences again while there are lanes, the first one first."""
+        for slot, injection in list(self.returning.items()):
+            sequence = self.sequences[slot]
+            if self.free_lanes[sequence.prompt.rank]:
+                del self.returning[slot]
+                self.calls.inject(injection)
+                self.free_lanes[sequence.prompt.rank] -= 1
+                sequence.ended = False
 
     # -- the call in flight -----------------------------------------------------------------------
 
@@ -183,7 +224,10 @@ class Slots:
                 moved.add(sequence.prompt.rank)
         for slot in ended:
             there[slot].ended = True
-            if not there[slot].partial.request.hold:
+            self.free_lanes[there[slot].prompt.rank] += 1
+            if there[slot].partial.request.hold:
+                self.held[slot] = there[slot]
+            else:
                 self.vacate(slot, running=False)
         stuck = []
         for rank in set(range(len(self.prompts.pages))) - moved:

@@ -5,12 +5,14 @@ emptied and begins the next one; only then, while the devices are at work, it de
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
 from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
@@ -21,11 +23,19 @@ from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 class StepLoop:
     """Waiting sequences, slots, and what moves sequences between them.
 
-    `ended`: responses by group that `Scheduler.step` has still to return. `stalled`: waiting
-    sequences find no room beside held ones.
+    `ended`: responses by group that `Scheduler.step` has still to return. `parked`: held sequences
+    whose slots and pages others needed, by group and sample. `stalled`: waiting sequences find no
+    room beside held ones.
     """
 
-    def __init__(self, engine: RolloutEngine, params: Any, version: int, state: DecodeState):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        params: Any,
+        version: int,
+        state: DecodeState,
+        clock: OccupancyClock,
+    ):
         self.engine, self.params, self.version = engine, params, version
         self.stats = RolloutStats()
         self.stops = frozenset(engine.stop_ids)
@@ -34,23 +44,35 @@ class StepLoop:
         self.prefill = PrefillBatches(engine, params, version, self.stats)
         self.groups: dict[int, Group] = {}
         self.ended: list[tuple[int, Response]] = []
+        self.parked: dict[tuple[int, int], SlotSequence] = {}
         self.stalled = False
+        self._clock = clock
 
     @property
     def free_slots(self) -> int:
-        """Slots without a sequence."""
-        return sum(map(len, self.slots.free))
+        """Sequences that can be admitted: slots without one, where there are lanes too."""
+        return sum(map(self.slots.places, range(len(self.slots.free))))
 
     def round(self) -> None:
         """Waits for the call in flight, fills slots, begins the next call, delivers the last."""
         if self.slots.calls.in_flight is None:
             self._begin_call()
         call = self._await_call()
+        self.look()
         if self.waiting.next_resumed:  # of these the tokens are needed now
             self._deliver(call)
             call = None
         self._begin_call()
         self._deliver(call)
+
+    def look(self, **counted: int) -> None:
+        """Adds to the occupancy what was done since the last look, and what is `counted`."""
+        held = len(self.slots.held) + len(self.parked)
+        running = self.engine.shapes.lanes * self.engine.shapes.ranks - sum(self.slots.free_lanes)
+        waiting = self.waiting.count + len(self.slots.returning)
+        self.stats.occupancy = self._clock.look(
+            running=running, held=held, waiting=waiting, **counted
+        )
 
     def drain(self) -> None:
         """Waits for the call in flight and delivers its tokens; begins no other."""
@@ -68,9 +90,27 @@ class StepLoop:
         sequence = self.vacate(slot)
         self.waiting.push_resumed(sequence.group, sequence.partial)
 
+    def park(self, slot: int) -> None:
+        """Empties the slot of a held sequence, which is read again when it goes on."""
+        self.slots.return_pages(slot)
+        sequence = self.vacate(slot)
+        self.parked[sequence.group.id, sequence.partial.sample] = sequence
+        self.stats.parked += 1
+
+    def park_one(self, ranks: Collection[int]) -> bool:
+        """Parks the sequence that was held for the longest time. False where none is held on these
+        data ranks, or it could not be read again."""
+        slot = self.slots.longest_held(ranks) if self.slots.can_preempt else None
+        if slot is None:
+            return False
+        self.park(slot)
+        self.slots.calls.flush()  # before its pages are another's
+        return True
+
     def finish(self, group: Group, count: int = 1) -> None:
         """Counts sequences of a group as done; forgets the group after the last one."""
         group.left -= count
+        self.look(ended=count)
         if group.left == 0:
             self.slots.prompts.unload(group)
             self.groups.pop(group.id, None)
@@ -100,12 +140,16 @@ class StepLoop:
         do not wait long.
         """
         rows = 1 if self.slots.running() else math.inf
-        while self.free_slots:
+        self.slots.inject_returning()
+        while self.free_slots or self._park_for_waiting():
             if self.waiting.next_resumed:
-                if rows <= 0 or not self._start_resumed(*self.waiting.next_resumed):
+                if rows <= 0:
                     return
-                self.waiting.pop_resumed()
-                rows -= 1
+                if self._start_resumed(*self.waiting.next_resumed):
+                    self.waiting.pop_resumed()
+                    rows -= 1
+                elif not self._park_for_waiting():
+                    return
                 continue
             group = self.waiting.next_group
             if group is None:
@@ -115,11 +159,16 @@ class StepLoop:
                     return
                 self._prefill_next()
                 rows -= 1
-            if not self.slots.start_group(group):
+            if not self.slots.start_group(group) and not self._park_for_waiting():
                 return
             if not group.waiting:
                 self.waiting.pop_group()
                 group.prefix = None
+
+    def _park_for_waiting(self) -> bool:
+        """Parks a held sequence where others wait, and a lane is free for them."""
+        ranks = [rank for rank, lanes in enumerate(self.slots.free_lanes) if lanes]
+        return bool(self.waiting) and self.park_one(ranks)
 
     def _prefill_next(self) -> None:
         """Reads the prompt of the next group, and of those after it that fit into the row."""
@@ -133,11 +182,12 @@ class StepLoop:
         tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
         for rank in self.slots.ranks():
             limit = partial.request.sampling.limit - len(partial.tokens)
-            if self.slots.free[rank] and self.slots.room(rank, len(tokens), 1, limit):
+            if self.slots.places(rank) and self.slots.room(rank, len(tokens), 1, limit):
                 prompt, ahead = group.request.prompt, ()
                 if partial.shown is not None:  # images of those behind are encoded with its own
                     ahead = [behind.shown for _, behind in self.waiting.resumed()]
                 prefix = self.prefill.one(prompt, tokens, partial.shown, ahead)
+                self.look(reread_tokens=len(tokens))
                 self.slots.admit(group, prefix, rank, [partial], shared=False)
                 return True
         return False
@@ -155,6 +205,7 @@ class StepLoop:
             # with sequences waiting, return as soon as enough slots for a group are free
             calls.flush(max(0, len(running) - self.engine.width) if self.waiting else 0)
             calls.begin(self.params, self.version, running)
+            self.look()
             self.stats.generate_calls += 1
 
     def _await_call(self) -> Call | None:
@@ -163,8 +214,9 @@ class StepLoop:
             return None
         call, stuck = done
         for slot in stuck:
-            self.stats.preempted += 1
-            self.preempt(slot)
+            if not self.park_one([self.slots.sequences[slot].prompt.rank]):
+                self.stats.preempted += 1
+                self.preempt(slot)
         return call
 
     def _deliver(self, call: Call | None) -> None:

@@ -1,5 +1,6 @@
 """Sequences that wait for a slot: resumed ones first, then those of new groups by priority."""
 
+import collections
 import heapq
 from typing import Any
 
@@ -8,10 +9,10 @@ from distflow_jax.rollout.scheduling.sequences import Group
 
 
 class WaitingQueue:
-    """Resumed sequences, the last one added first, and a heap of groups by priority."""
+    """Resumed sequences, the last one preempted first, and a heap of groups by priority."""
 
     def __init__(self):
-        self._resumed: list[tuple[Group, Partial]] = []  # the next last
+        self._resumed: collections.deque[tuple[Group, Partial]] = collections.deque()  # next last
         self._heap: list[tuple[Any, ...]] = []
 
     def __bool__(self) -> bool:
@@ -19,7 +20,7 @@ class WaitingQueue:
 
     def resumed(self) -> list[tuple[Group, Partial]]:
         """Sequences that go on with tokens that they have, the next first."""
-        return self._resumed[::-1]
+        return list(reversed(self._resumed))
 
     def groups(self) -> list[Group]:
         """Groups with sequences that have not begun, by priority."""
@@ -32,6 +33,15 @@ class WaitingQueue:
     def push_resumed(self, group: Group, partial: Partial) -> None:
         """Adds a sequence before all others."""
         self._resumed.append((group, partial))
+
+    def push_returned(self, group: Group, partial: Partial) -> None:
+        """Adds a sequence behind those that are resumed, before new groups."""
+        self._resumed.appendleft((group, partial))
+
+    @property
+    def count(self) -> int:
+        """Sequences that wait."""
+        return len(self._resumed) + sum(len(entry[-1].waiting) for entry in self._heap)
 
     @property
     def next_resumed(self) -> tuple[Group, Partial] | None:
@@ -58,7 +68,8 @@ class WaitingQueue:
             for of_group, partial in self.resumed()
             if of_group is group and sample in (None, partial.sample)
         ]
-        self._resumed = [e for e in self._resumed if not any(e[1] is p for p in removed)]
+        kept = [e for e in self._resumed if not any(e[1] is p for p in removed)]
+        self._resumed = collections.deque(kept)
         return removed
 
     def remove_group(self, group: Group) -> None:

@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_model import (
-    TINY,
-    forward_logp,
-    mesh_of,
-    prompt_of,
-)
+from support.tiny_model import TINY, forward_logp, mesh_of, prompt_of
 from support.tiny_sampler import (
     CONFIG,
     PARAMS,

@@ -12,8 +12,8 @@ from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import turn_columns
-from distflow_jax.environments.multiturn import sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rewards.pool import RewardConfig, RewardPool
@@ -135,7 +135,9 @@ def test_evaluations_read_none(sampler, monkeypatch):
     sampling = EvalConfig().sampling_params(20)
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
-            environments = name and Environments(name, {}, tokenizer, seconds=HANG, max_turns=2)
+            environments = name and Environments(
+                name, {}, tokenizer, calls=CallLimits(HANG), max_turns=2
+            )
             evaluation = Evaluation(
                 sampler.engine,
                 tokenizer,
@@ -234,8 +236,10 @@ class Echo:
 
 def test_conversations_are_recorded_with_all_that_was_said(sampler):
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
-    environments = Environments(f"{__name__}:Echo", {}, tokenizer, seconds=HANG, max_turns=3)
-    state, episodes, _ = sample_turns(
+    environments = Environments(
+        f"{__name__}:Echo", {}, tokenizer, calls=CallLimits(HANG), max_turns=3
+    )
+    state, episodes, _ = sample_episodes(
         sampler.engine,
         SamplerState(sampler.params, 0, sampler.state),
         [REQUESTS[i].prompt for i in (0, 2, 4)],

@@ -6,12 +6,7 @@ import logging
 import numpy as np
 import pytest
 from support.completions_server import FAULTS, CompletionsServer
-from support.foreign_engines import (
-    limits_of,
-    loaded_folder,
-    openai_scheduler,
-    sampler_scheduler,
-)
+from support.foreign_engines import limits_of, loaded_folder, openai_scheduler, sampler_scheduler
 from support.in_process_engine import InProcessEngine
 from support.serving import STOP_IDS as SERVED_STOPS
 from support.serving import Serving

@@ -290,21 +290,24 @@ def test_turns_sample_by_position(sampler, scheduler):
     assert results[0] == results[1]
 
 
-def test_who_waits_behind_held_responses_costs_no_decode_call(scheduler):
-    """All slots held: the scheduler says that it stalls, until one is released."""
-    slots = scheduler.engine.config.slots
-    full = changed(REQUESTS[0], num_samples=slots, limit=1, hold=True)
-    group = scheduler.submit(full)
-    assert len(drive(scheduler)) == slots
-    scheduler.submit(changed(REQUESTS[1], num_samples=1))
-    calls = scheduler.stats.generate_calls
-    assert scheduler.step() == [] and scheduler.stalled and scheduler.busy
-    assert scheduler.stats.generate_calls == calls
-    scheduler.held.release(group, 0)
-    assert not scheduler.stalled
-    assert len(drive(scheduler)) == 1 and not scheduler.stalled
-    for sample in range(1, slots):
-        scheduler.held.release(group, sample)
+def test_who_waits_takes_the_slot_that_was_held_for_the_longest_time(scheduler):
+    """The held response goes on later: its tokens are read again, and the next are the same."""
+    slots, found = scheduler.engine.config.slots, []
+    for wait in (False, True):
+        full = changed(REQUESTS[0], num_samples=slots, limit=4, hold=True)
+        group = scheduler.submit(full)
+        assert len(drive(scheduler)) == slots
+        if wait:
+            scheduler.submit(changed(REQUESTS[1], num_samples=1))
+            assert len(drive(scheduler)) == 1
+            ((_, sample),) = scheduler._loop.parked
+        for sample in range(slots):
+            scheduler.held.extend(group, sample, [50, 51, 52], limit=16)
+        found.append({s: r.tokens.tolist() for (_, s), r in drive(scheduler).items()})
+        for sample in range(slots):
+            scheduler.held.release(group, sample)
+        assert not scheduler._loop.parked and scheduler.free_slots == slots
+    assert found[0] == found[1]
 
 
 def test_what_cannot_be_gone_on_with_is_refused(scheduler):

@@ -66,6 +66,6 @@ def test_what_cannot_be_read_again_is_not_computed_again():
     mesh = mesh_of(1, 1, names=("data", "tensor"))
     engine = RolloutEngine(TINY, CONFIG, mesh, stop_ids=STOP_IDS, seed=3)
     scheduler = Scheduler(engine, None)
-    with pytest.raises(ValueError, match="make the engine with max_read=52, it has 0"):
+    with pytest.raises(ValueError, match="make the engine with max_read=51, it has 0"):
         scheduler.load(None, 1, cache="recompute")
     assert scheduler.version == 0

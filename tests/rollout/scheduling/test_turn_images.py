@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 from support.compiled_sampler import CompiledSampler
+from support.parking import park_at_random
 from support.seeing import MODELS, seeing_prompt, seeing_rows, sizes_of
 from support.tiny_model import mini_batch, random_params, values_of
 from support.tiny_sampler import STOP_IDS, assert_same, drive
@@ -118,13 +119,16 @@ class Play:
         held.extend(self._group[counter], sample, tokens, len(one.tokens) + TURN, shown)
 
 
-def play(sampler, name, again=0, **settings):
-    """{uid: Told} of responses that are answered as they end; `again`: rounds after which those
-    under way are preempted, each time."""
-    found, rounds = Play(sampler, name, **settings), 0
-    while found.scheduler.busy:
-        for response in found.scheduler.step():
+def play(sampler, name, again=0, late=1, **settings):
+    """{uid: Told} of responses that are answered up to `late` rounds after they have ended, if not
+    at once; `again`: rounds after which those under way are preempted, each time."""
+    found, rounds, rng = Play(sampler, name, **settings), 0, np.random.default_rng(4)
+    due = []  # (round, response)
+    while found.scheduler.busy or due:
+        due += [(rounds + rng.integers(late), r) for r in found.scheduler.step()]
+        for response in [response for when, response in due if when <= rounds]:
             found.ended(response)
+        due = [entry for entry in due if entry[0] > rounds]
         rounds += 1
         if again and rounds % again == 0:
             found.scheduler.load(sampler.params, rounds, cache="recompute")
@@ -225,6 +229,18 @@ def test_responses_are_read_again_and_again(name):
     prefills = sampler.stats.prefills
     found = play(sampler, name, again=2)
     assert sampler.stats.prefills > prefills + 10
+    assert_same(found, wanted)
+    check(name, found)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_images_of_parked_responses_are_read_again(samplers, name, monkeypatch):
+    """What waits for its environment loses its pages, those of images among them."""
+    sampler = samplers(name)
+    wanted = play(sampler, name)
+    park_at_random(monkeypatch, 0.5)
+    found = play(sampler, name, late=5)
+    assert sampler.stats.parked > 3
     assert_same(found, wanted)
     check(name, found)
 

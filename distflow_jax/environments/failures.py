@@ -1,0 +1,104 @@
+"""Failures of what environments stand on, which are no answers to the model: told and counted."""
+
+import collections
+import dataclasses
+import logging
+import pathlib
+import traceback
+
+from distflow_jax.environments.event_loop import CallFailed
+
+# Why a call gave no answer: it raised, or returned something else than an answer; its deadline
+# passed; a new object did not answer the turns so far as the one before.
+CAUSES = ("raised", "timed_out", "diverged")
+
+_WINDOW, _LEAST = 256, 64  # calls whose rate is looked at; and so many at least
+_WHY = {
+    "timed_out": "gave no answer within rollout.environment_timeout={:g}",
+    "diverged": "of a new object gave another observation to the same turns: let observations "
+    "follow from the prompt and the turns, or let the environment be `repeatable`",
+}
+# files whose frames say nothing about what is wrong in a user's code
+_OURS = {
+    str(pathlib.Path(__file__).with_name(f"{name}.py"))
+    for name in ("event_loop", "handle", "registry")
+}
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The failure of a call.
+
+    `cause` is one of CAUSES; `error` holds a summary and below it the traceback; `kind` is the type
+    of the error and where it was raised.
+    """
+
+    cause: str
+    error: str
+    kind: str
+
+    @classmethod
+    def of(cls, failed: CallFailed, seconds: float) -> "Failure":
+        """The record of a failed call; `seconds`: what it was given."""
+        what, error = failed.what, failed.error
+        if error is None:
+            return cls(failed.cause, f"{what} {_WHY[failed.cause].format(seconds)}", what)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        summary = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        place = ""
+        if trace is not None:
+            frame = traceback.extract_tb(trace)[-1]
+            place = f" ({frame.filename}, line {frame.lineno})"
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        kind = f"{what}, {type(error).__name__}{place}"
+        return cls(failed.cause, f"{what} raised {summary}{place}\n{text}", kind)
+
+
+class Failures:
+    """The failures of a run's environment in this process.
+
+    Attributes:
+      max_rate: the share of failed calls above which the run ends.
+    """
+
+    def __init__(self, name: str, max_rate: float):
+        self.name, self.max_rate = name, max_rate
+        self._kinds: collections.Counter[str] = collections.Counter()
+        self._window: collections.deque[Failure | None] = collections.deque(maxlen=_WINDOW)
+
+    def tell(self, kind: str, what: str) -> None:
+        """Warns of something that went wrong, of each kind once."""
+        self._kinds[kind] += 1
+        if self._kinds[kind] == 1:
+            told = "environment %r: %s\n(further ones of this kind are counted)"
+            log.warning(told, self.name, what)
+
+    def count(self, answered: int, failure: Failure | None) -> None:
+        """Counts calls that were answered, and one that failed after them.
+
+        RuntimeError where too many of the last ones have failed.
+        """
+        self._window.extend([None] * answered)
+        if failure is None:
+            return
+        self._window.append(failure)
+        self.tell(failure.kind, failure.error)
+        failed, calls = [f for f in self._window if f is not None], len(self._window)
+        if calls >= _LEAST and len(failed) > self.max_rate * calls:
+            causes = collections.Counter(f.cause for f in failed)
+            counts = ", ".join(f"{cause} {causes[cause]}" for cause in CAUSES if causes[cause])
+            raise RuntimeError(
+                f"{len(failed)} of the last {calls} calls of environment {self.name!r} failed "
+                f"({counts}), more than rollout.max_infra_rate={self.max_rate:g}: mend it or what "
+                f"it calls, or raise that; the first of them: {failed[0].error}"
+            )
+
+    def summarize(self) -> None:
+        """Says how often each kind has occurred, if it was more than once."""
+        for kind, count in self._kinds.most_common():
+            if count > 1:
+                log.warning("environment %r: %d x %s", self.name, count, kind)

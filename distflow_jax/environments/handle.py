@@ -1,0 +1,206 @@
+"""The environment of one response, beside the sampler: its calls, tried again where they fail."""
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.environments.environment import Environment
+from distflow_jax.environments.event_loop import CallFailed, in_thread
+from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.registry import Environments, Observed
+
+PAUSE = 0.25  # seconds before the second try, twice as many before each further one
+
+_TRIAL = "<tool>1</tool>"  # a turn that the environments of tools answer
+_TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The outcome of a try: of which handle, and how many calls were answered in it.
+
+    `last`: no other try follows.
+    """
+
+    handle: int
+    outcome: Observed | Failure
+    calls: int
+    last: bool = True
+
+
+class EnvironmentHandle:
+    """One response's environment: `reset` and `step` go in, and Answers come out of a queue that
+    many of these share.
+
+    A call that fails is tried again on a new object, which is given the turns so far first; one
+    that is `repeatable` is asked again itself. The methods may be called in any thread, one after
+    the other, and never wait.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self, environments: Environments, prompt: Prompt, answers: "queue.SimpleQueue[Answer]"
+    ):
+        self.number = next(self._numbers)
+        self._environments, self._prompt, self._answers = environments, prompt, answers
+        self._loop = environments.loop
+        self._turns: asyncio.Queue[np.ndarray | None] = asyncio.Queue()
+        self._object = _Object(environments, prompt)
+        self._past: list[tuple[np.ndarray | None, Observed]] = []  # what was answered how
+        self._calls = 0  # that were answered in this try
+        self._work = self._loop.start(self._live())
+
+    def reset(self) -> None:
+        """Makes the environment and resets it; the answer is its first observation."""
+        self._loop.soon(self._turns.put_nowait, None)
+
+    def step(self, tokens: np.ndarray) -> None:
+        """Hands a turn of the model, int32 [T], to the environment."""
+        self._loop.soon(self._turns.put_nowait, tokens)
+
+    def close(self) -> None:
+        """Ends the call at work, and then the environment by its own close(). May be called
+        twice."""
+        self._work.cancel()
+
+    # -- in the loop's thread ---------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        try:
+            while True:
+                await self._answer(await self._turns.get())
+        finally:
+            self._discard()
+
+    async def _answer(self, turn: np.ndarray | None) -> None:
+        retries = self._environments.calls.retries
+        for attempt in range(retries + 1):
+            self._calls, last = 0, attempt == retries
+            try:
+                observed = await self._try(turn)
+            except CallFailed as failed:
+                failure = Failure.of(failed, self._loop.seconds)
+                self._answers.put(Answer(self.number, failure, self._calls, last))
+                if not (self._past and self._object.repeatable):
+                    self._discard()
+                if not last:
+                    await asyncio.sleep(PAUSE * 2**attempt)
+            else:
+                self._past.append((turn, observed))
+                self._answers.put(Answer(self.number, observed, self._calls))
+                return
+
+    async def _try(self, turn: np.ndarray | None) -> Observed:
+        """The answer to a turn; a new object is given those before it."""
+        if self._object.made is None:
+            for before, seen in self._past:
+                if not seen.looks_like(await self._call(before)):
+                    raise CallFailed("reset" if before is None else "step", "diverged")
+        return await self._call(turn)
+
+    async def _call(self, turn: np.ndarray | None) -> Observed:
+        one = self._object
+        if turn is None:
+            observed = await self._loop.call("reset", one.reset, pending=one.pending)
+        else:
+            observed = await self._loop.call("step", one.step, turn, pending=one.pending)
+        self._calls += 1
+        return observed
+
+    def _discard(self) -> None:
+        one, self._object = self._object, _Object(self._environments, self._prompt)
+        self._loop.finish(self._close(one))
+
+    async def _close(self, one: "_Object") -> None:
+        """Calls an object's close() once no call of it is at work."""
+        while one.pending:
+            await asyncio.wait(set(one.pending))
+        try:
+            await self._loop.call("close", one.close, pending=set())
+        except CallFailed as failed:
+            failure = Failure.of(failed, self._loop.seconds)
+            self._environments.failures.tell(failure.kind, failure.error)
+
+
+class _Object:
+    """An object of the environment, made by `reset`; coroutines for the loop's thread.
+
+    `pending` has the parts of its calls that have not ended.
+    """
+
+    def __init__(self, environments: Environments, prompt: Prompt):
+        self.made: Environment | None = None
+        self.pending: set[asyncio.Future] = set()
+        self._environments, self._prompt = environments, prompt
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `step` may be called again after it has failed."""
+        return getattr(self.made, "repeatable", False)
+
+    async def reset(self) -> Observed:
+        """Makes it and resets it; its first observation."""
+        if self._environments.is_async:
+            self._make()
+        else:
+            await in_thread(self._make)
+        return await _read(self._environments.first, self.made.reset, self._prompt)
+
+    async def step(self, tokens: np.ndarray) -> Observed:
+        """Its answer to a turn, int32 [T]."""
+        text = self._environments.tokenizer.decode(tokens)
+        return await _read(self._environments.observed, self.made.step, tokens, text)
+
+    async def close(self) -> None:
+        """Its own close(), if there is one."""
+        if hasattr(self.made, "close"):
+            await _read(lambda _: None, self.made.close)
+
+    def _make(self) -> None:
+        self.made = self._environments.make()
+
+
+async def _read(read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
+    """read(what a method gives): in the loop for a coroutine, else in a thread."""
+    if inspect.iscoroutinefunction(method):
+        return read(await method(*args))
+    return await in_thread(lambda: read(method(*args)))
+
+
+def check_environments(environments: Environments, prompt: Prompt) -> None:
+    """Tries the making and the reset of an environment on a row of the data, before the first step,
+    and the chat template with a user's turn and with its answer to a turn.
+
+    ValueError, in one line, if that raises, hangs, or gives something else than an observation.
+    """
+    if environments.tokenizer.is_chat(prompt.text):
+        environments.tokenizer.encode_turn(".")
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    handle = EnvironmentHandle(environments, prompt, answers)
+    try:
+        handle.reset()
+        error = _last_error(environments, answers)
+        if not error:
+            handle.step(environments.tokenizer.encode(_TRIAL))
+            error = _last_error(environments, answers)
+            if _TEMPLATE not in error:  # it may not take such a turn
+                return
+    finally:
+        handle.close()
+    raise ValueError(f"environment {environments.name!r} failed on the first row: {error}")
+
+
+def _last_error(environments: Environments, answers: "queue.SimpleQueue[Answer]") -> str:
+    """In one line why an environment gave no answer after all tries; "": it did."""
+    while not (answer := environments.loop.take(answers)).last:
+        pass
+    outcome = answer.outcome
+    return outcome.error.split("\n")[0] if isinstance(outcome, Failure) else ""
