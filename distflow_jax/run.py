@@ -266,7 +266,11 @@ class Run:
         state, started = self.state, time.perf_counter()
         self.phases.step = step = state.step = self.state.step + 1
         with self.instruments.profile.step(step):
-            metrics = self.run_step()
+            try:
+                metrics = self.run_step()
+            except Ended:
+                state.step -= 1  # there is no such step
+                raise
         for action in (self._profile, self._first, self.evaluating.after):
             metrics |= action(step)
         seconds, received = time.perf_counter() - started, self.steps.held.bytes_received()
