@@ -1,5 +1,6 @@
 """Steps that change nothing: without a group worth training on, or wholly rejected."""
 
+import json
 import math
 
 import pytest
@@ -42,6 +43,31 @@ def test_a_run_whose_reward_is_constant(tmp_path, caplog):
         assert not {"critic/score/mean", "response_length/mean"} & set(row)  # of no response
     assert [row["perf/compilations"] for row in rows[1:]] == [0, 0, 0]
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_data_that_end_before_the_last_step_end_the_run_after_a_whole_one(tmp_path, caplog):
+    """Each step takes two rounds of two prompts; the third finds one more, and the fourth none."""
+    (tmp_path / "graph.yaml").write_text(GRAPH)
+    rows = [json.dumps({"question": f"{n} + 1", "answer": str(n + 1)}) for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    changes = [
+        f"dag={tmp_path}/graph.yaml",
+        f"data.train={tmp_path}/rows.jsonl",
+        "data.epochs=1",
+        "data.prompts_per_step=2",
+        "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
+        "reward.kwargs={'pattern': '.*'}",
+        "training.steps=5",
+        "eval.dataset=",
+    ]
+    config = tiny_config(*changes)
+    assert run.train_here(config, tmp_path / "run") == 0
+    told = "the data ended after step 3 of 5; raise data.epochs for more"
+    said = [record.getMessage() for record in caplog.records]
+    assert said[-1] == told
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    saved = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert "3" in saved and "4" not in saved
 
 
 @pytest.mark.slow
