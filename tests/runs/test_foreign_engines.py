@@ -135,11 +135,13 @@ def test_rewards_rise(tmp_path, kind):
 @pytest.mark.slow
 def test_worker_without_its_engine_ends_in_one_line(tmp_path):
     """Before it joins anything."""
+    settings = tmp_path / "x.json"
+    settings.write_text("{}")
     for flag, reason in (
         ("--engine=vllm:http://a", "give own, openai:http://HOST:PORT or distflow:HOST:PORT"),
-        ("--engine=distflow:somewhere", "is no HOST:PORT"),
+        ("--engine=distflow:somewhere", "must be HOST:PORT, got 'somewhere'"),
         ("--engine=openai:ftp://a", "is no address of an engine"),
-        ("--engine_settings=x.json", "is of engines of other programs"),
+        (f"--engine_settings={settings}", "is of engines of other programs"),
     ):
         ahead = ("--config.flow.workers=True", "--config.flow.max_lag=1", "--config.eval.dataset=")
         flags = ("--config=configs/tiny.py", *ahead, "--join=nowhere", flag)
