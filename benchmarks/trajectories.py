@@ -15,6 +15,7 @@ Prints a line for each. Exit code 1 where slots are busy for less than 80 % of t
 8 slots with 32 trajectories take more than 1.8 times the seconds of 32 slots.
 """
 
+import contextlib
 import heapq
 import time
 
@@ -24,8 +25,8 @@ from jax.sharding import Mesh
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment import Turn
-from distflow_jax.environments.multiturn import sample_turns
-from distflow_jax.environments.registry import Environments
+from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import open_model
@@ -163,17 +164,18 @@ def measured(lanes: int, slots: int, seconds: float = 1.0) -> tuple[float, int, 
             f"{__file__}:SlowTool",
             {"seconds": pause},
             Tokenizer.byte_level(320),
-            seconds=60.0,
+            calls=CallLimits(60.0),
             turn_length=40,
             max_turns=TURNS,
         )
-        sampler.state, episodes, stats = sample_turns(
-            sampler.engine,
-            sampler.state,
-            [prompt_of(i) for i in range(prompts)],
-            SamplingParams(4, 160),
-            environments,
-        )
+        with contextlib.closing(environments):
+            sampler.state, episodes, stats = sample_episodes(
+                sampler.engine,
+                sampler.state,
+                [prompt_of(i) for i in range(prompts)],
+                SamplingParams(4, 160),
+                environments,
+            )
         return sum(episode.turns for episode in episodes), stats
 
     run(8, 0.0)  # everything once
