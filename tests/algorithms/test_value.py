@@ -79,7 +79,10 @@ def test_explained_variance_of_returns_far_from_0():
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"clip": 0.0}, "clip must be positive"), ({"aggregation": "mean"}, "'mean' is unknown")],
+    [
+        ({"clip": 0.0}, "clip must be positive"),
+        ({"aggregation": "mean"}, "aggregation must be one of .*, got 'mean'"),
+    ],
 )
 def test_wrong_settings_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -319,7 +319,7 @@ def test_the_cosine_ends_with_the_last_step_that_trains(when, updates):
     ("wrong", "message"),
     [
         ({"lr": -1.0}, "lr must not be negative, got -1"),
-        ({"schedule": "linear"}, "'constant' or 'cosine', got 'linear'"),
+        ({"schedule": "linear"}, "one of constant, cosine, got 'linear'"),
         ({"b2": 1.0}, r"b2 must be in \[0, 1\), got 1"),
         ({"clip_norm": -1.0}, "clip_norm must not be negative"),
     ],
