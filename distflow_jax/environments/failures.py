@@ -12,7 +12,7 @@ from distflow_jax.environments.event_loop import CallFailed
 # passed; a new object did not answer the turns so far as the one before.
 CAUSES = ("raised", "timed_out", "diverged")
 
-_WINDOW, _LEAST = 256, 64  # calls whose rate is looked at; and so many at least
+_WINDOW, _LEAST = 256, 64  # tries whose rate is looked at; and so many at least
 _WHY = {
     "timed_out": "gave no answer within rollout.environment_timeout={:g}",
     "diverged": "of a new object gave another observation to the same turns: let observations "
@@ -62,13 +62,15 @@ class Failures:
     """The failures of a run's environment in this process.
 
     Attributes:
-      max_rate: the share of failed calls above which the run ends.
+      max_rate: the share of failed tries, of `reset` or of `step`, above which the run ends.
     """
 
     def __init__(self, name: str, max_rate: float):
         self.name, self.max_rate = name, max_rate
         self._kinds: collections.Counter[str] = collections.Counter()
-        self._window: collections.deque[Failure | None] = collections.deque(maxlen=_WINDOW)
+        self._tries: dict[str, collections.deque[Failure | None]] = {
+            method: collections.deque(maxlen=_WINDOW) for method in ("reset", "step")
+        }
 
     def tell(self, kind: str, what: str) -> None:
         """Warns of something that went wrong, of each kind once."""
@@ -77,22 +79,23 @@ class Failures:
             told = "environment %r: %s\n(further ones of this kind are counted)"
             log.warning(told, self.name, what)
 
-    def count(self, answered: int, failure: Failure | None) -> None:
-        """Counts calls that were answered, and one that failed after them.
+    def count(self, method: str, failure: Failure | None) -> None:
+        """Counts a try of `reset` or `step`, and why it failed. Calls that bring a new object to
+        where the one before was are parts of the try of the turn that follows.
 
-        RuntimeError where too many of the last ones have failed.
+        RuntimeError where too many of the last tries of the method have failed.
         """
-        self._window.extend([None] * answered)
+        window = self._tries[method]
+        window.append(failure)
         if failure is None:
             return
-        self._window.append(failure)
         self.tell(failure.kind, failure.error)
-        failed, calls = [f for f in self._window if f is not None], len(self._window)
+        failed, calls = [f for f in window if f is not None], len(window)
         if calls >= _LEAST and len(failed) > self.max_rate * calls:
             causes = collections.Counter(f.cause for f in failed)
             counts = ", ".join(f"{cause} {causes[cause]}" for cause in CAUSES if causes[cause])
             raise RuntimeError(
-                f"{len(failed)} of the last {calls} calls of environment {self.name!r} failed "
+                f"{len(failed)} of the last {calls} {method}s of environment {self.name!r} failed "
                 f"({counts}), more than rollout.max_infra_rate={self.max_rate:g}: mend it or what "
                 f"it calls, or raise that; the first of them: {failed[0].error}"
             )

@@ -24,14 +24,13 @@ _TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The outcome of a try: of which handle, and how many calls were answered in it.
+    """The outcome of a try, and of which handle.
 
     `last`: no other try follows.
     """
 
     handle: int
     outcome: Observed | Failure
-    calls: int
     last: bool = True
 
 
@@ -55,7 +54,6 @@ class EnvironmentHandle:
         self._turns: asyncio.Queue[np.ndarray | None] = asyncio.Queue()
         self._object = _Object(environments, prompt)
         self._past: list[tuple[np.ndarray | None, Observed]] = []  # what was answered how
-        self._calls = 0  # that were answered in this try
         self._work = self._loop.start(self._live())
 
     def reset(self) -> None:
@@ -83,19 +81,19 @@ class EnvironmentHandle:
     async def _answer(self, turn: np.ndarray | None) -> None:
         retries = self._environments.calls.retries
         for attempt in range(retries + 1):
-            self._calls, last = 0, attempt == retries
+            last = attempt == retries
             try:
                 observed = await self._try(turn)
             except CallFailed as failed:
                 failure = Failure.of(failed, self._loop.seconds)
-                self._answers.put(Answer(self.number, failure, self._calls, last))
+                self._answers.put(Answer(self.number, failure, last))
                 if not (self._past and self._object.repeatable):
                     self._discard()
                 if not last:
                     await asyncio.sleep(PAUSE * 2**attempt)
             else:
                 self._past.append((turn, observed))
-                self._answers.put(Answer(self.number, observed, self._calls))
+                self._answers.put(Answer(self.number, observed))
                 return
 
     async def _try(self, turn: np.ndarray | None) -> Observed:
@@ -109,11 +107,8 @@ class EnvironmentHandle:
     async def _call(self, turn: np.ndarray | None) -> Observed:
         one = self._object
         if turn is None:
-            observed = await self._loop.call("reset", one.reset, pending=one.pending)
-        else:
-            observed = await self._loop.call("step", one.step, turn, pending=one.pending)
-        self._calls += 1
-        return observed
+            return await self._loop.call("reset", one.reset, pending=one.pending)
+        return await self._loop.call("step", one.step, turn, pending=one.pending)
 
     def _discard(self) -> None:
         one, self._object = self._object, _Object(self._environments, self._prompt)

@@ -247,15 +247,15 @@ class TurnDriver:
         conversation = self._by_handle.get(answer.handle)
         if conversation is None:
             return  # its response has ended
-        outcome = answer.outcome
+        outcome, method = answer.outcome, "reset" if conversation.id is None else "step"
         if isinstance(outcome, Failure):
             conversation.count(f"infra/{outcome.cause}")
-            self._environments.failures.count(answer.calls, outcome)
+            self._environments.failures.count(method, outcome)
             self._environments.check_hung()
             if answer.last:
                 self._fail(conversation)
             return
-        self._environments.failures.count(answer.calls, None)
+        self._environments.failures.count(method, None)
         if conversation.id is None:
             conversation.first = outcome
             self._submit_if_ready(conversation)

@@ -54,8 +54,8 @@ class RolloutConfig:
     # further tries of a call that raised or was late; then the response is drawn anew
     environment_retries: int = 2
     environment_threads: int = 64  # calls at work in each process that are not `async`
-    # share of failed calls, of the last 256 of a process, above which the run ends; looked at from
-    # the 64th call on
+    # share of failed tries of reset, or of step, of the last 256 of a process, above which the run
+    # ends; looked at from the 64th on
     max_infra_rate: float = 0.5
     max_turns: int = 4  # turns of the model in one response
     turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length

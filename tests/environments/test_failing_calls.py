@@ -286,6 +286,22 @@ def test_a_run_ends_with_the_cause_if_most_calls_fail(sampler, failing):
     sampler.state = Sampler().state  # its slots are not free
 
 
+class Deaf(Counted):
+    """Fails in each step, and in no reset."""
+
+    def step(self, tokens, text):
+        raise ConnectionError("the sandbox is gone")
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_resets_that_succeed_hide_no_steps_that_fail(sampler, retries):
+    limits = {"calls": CallLimits(HANG, retries=retries)}
+    with pytest.raises(RuntimeError, match=r"(\d+) of the last \1 steps of environment .*:Deaf'"):
+        sampler.run(f"{HERE}:Deaf", settings=limits)
+    assert not Counted.open
+    sampler.state = Sampler().state  # its slots are not free
+
+
 def test_what_is_drawn_anew_is_the_same_each_time(sampler):
     """By a key of its own: the number in the group plus a multiple of the group's size."""
     found = [sampler.run(f"{HERE}:Choosy", settings=PATIENT) for _ in range(2)]
@@ -352,15 +368,17 @@ def test_the_rate_is_of_the_last_calls():
     failure = Failure("timed_out", "late", "late")
     failures = Failures("game", 0.5)
     for _ in range(63):
-        failures.count(0, failure)  # too few to say
-    with pytest.raises(RuntimeError, match="64 of the last 64 calls of environment 'game' failed"):
-        failures.count(0, failure)
+        failures.count("step", failure)  # too few to say
+        failures.count("reset", None)  # says nothing about steps
+    with pytest.raises(RuntimeError, match="64 of the last 64 steps of environment 'game' failed"):
+        failures.count("step", failure)
     failures = Failures("game", 0.5)
-    failures.count(300, None)
+    for _ in range(300):
+        failures.count("step", None)
     for _ in range(128):  # of the last 256 half
-        failures.count(0, failure)
+        failures.count("step", failure)
     with pytest.raises(RuntimeError, match=r"129 of the last 256 .*\(timed_out 129\)"):
-        failures.count(0, failure)
+        failures.count("step", failure)
 
 
 def test_environments_are_tried_before_the_run(released):
