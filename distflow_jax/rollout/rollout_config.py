@@ -11,6 +11,9 @@ from distflow_jax.rollout.decode_state import (
 )
 from distflow_jax.rollout.requests import SamplingParams, check_sampling
 
+# keys that have no effect without an environment, beside those that begin with its name
+_OF_ENVIRONMENTS = ("max_infra_rate", "max_trajectories", "turn_length")
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
@@ -110,19 +113,25 @@ class RolloutConfig:
                 f"rollout.turn_length={self.turn_length} must be from 0 to "
                 f"rollout.max_response_length={self.max_response_length}, which holds all turns"
             )
-        turns = self.environment_kwargs or self.turn_length or self.max_trajectories
-        if turns and not self.environment:
-            raise ValueError(
-                f"rollout.environment_kwargs={dict(self.environment_kwargs)}, "
-                f"rollout.turn_length={self.turn_length} and rollout.max_trajectories="
-                f"{self.max_trajectories} have no effect without an environment: name one in "
-                "rollout.environment, or leave them"
-            )
+        if not self.environment:
+            self._check_one_turn()
         if 0 < self.max_trajectories < self.num_slots:
             raise ValueError(
                 f"rollout.max_trajectories={self.max_trajectories} is below "
                 f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
             )
+
+    def _check_one_turn(self) -> None:
+        """Raises ValueError for a key that only environments read."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            name = field.name
+            of_it = name.startswith("environment_") or name in _OF_ENVIRONMENTS
+            if of_it and value not in (field.default, {}):
+                raise ValueError(
+                    f"rollout.{name}={value!r} has no effect without an environment: name "
+                    "one in rollout.environment, or leave it"
+                )
 
     def trajectories(self, slots: int) -> int:
         """Most responses under way beside so many slots, over all processes."""

@@ -155,7 +155,7 @@ def test_settings_that_cannot_be_are_refused():
         ({"cache_tokens": -5}, "cache_tokens must be at least 0"),
         ({"cache_fraction": 1.5}, "between 0 and 1, got 1.5"),
         ({"prefill_tokens": 0}, "prefill_tokens must be at least 1"),
-        ({"max_trajectories": 9}, "max_trajectories=9 have no effect without an environment"),
+        ({"max_trajectories": 9}, "max_trajectories=9 has no effect without an environment"),
         (TURNS | {"max_trajectories": 7}, "max_trajectories=7 is below rollout.num_slots=8"),
     ]:
         with pytest.raises(ValueError, match=error):
