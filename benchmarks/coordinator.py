@@ -50,7 +50,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.host_exchange import Traffic
@@ -229,7 +229,7 @@ class Stages:
     def step(self) -> dict[str, list[Any]]:
         """Puts the columns of the source stage, and gets those that the target stage needs."""
         coordinator = self.coordinator
-        coordinator.begin(given_columns(self._prompts, SAMPLES))
+        coordinator.begin(loader_columns(self._prompts, SAMPLES))
         for name in self._case.fields:
             if name != "prompt":
                 coordinator.put(SOURCES[name], name, self._columns[name])
@@ -319,7 +319,7 @@ def measure(stages: Stages, args: argparse.Namespace) -> dict[str, Any]:
             stages.rows()
         processes.barrier("rows")
     me = processes.process_index()
-    home = stages.coordinator.shares.home
+    buffer = stages.coordinator.shares.buffer
     return {
         "rank": ranks_of_process(stages.ranks, processes.process_count(), me)[0],
         "cpu_s": all_steps.cpu / n,
@@ -334,7 +334,7 @@ def measure(stages: Stages, args: argparse.Namespace) -> dict[str, Any]:
         "payload": traffic.payload / n,
         "padding": traffic.padding / n,
         "rounds": traffic.rounds / n,
-        "came": int((home[stages.coordinator.shares.needed(stages.layout)[me]] != me).sum()),
+        "came": int((buffer[stages.coordinator.shares.needed(stages.layout)[me]] != me).sum()),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "found": digests(tuple(entries), entries),
     }
@@ -531,13 +531,13 @@ def main() -> int:
                 results.append({"case": case.name, "processes": count, **result})
             print(f"N={count} done", file=sys.stderr, flush=True)
     print("\n".join(table(results)))
-    verdicts = list(goals(results))
-    for met, line in verdicts:
+    decisions = list(goals(results))
+    for met, line in decisions:
         print(f"{'met   ' if met else 'MISSED'} {line}")
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "folder")}
         args.json.write_text(json.dumps({"args": settings, "results": results}, indent=1) + "\n")
-    return 0 if all(met for met, _ in verdicts) else 1
+    return 0 if all(met for met, _ in decisions) else 1
 
 
 if __name__ == "__main__":

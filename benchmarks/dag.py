@@ -28,7 +28,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.data.loader import DataConfig
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.field_specs import FieldSpecs
@@ -101,7 +101,7 @@ def graph_cost(nodes: int, steps: int, *, fuse: bool) -> dict[str, float]:
     coordinator = Coordinator(packing, {sizes.layout: mesh}, writers, packs)
     tokens = np.arange(TOKENS, dtype=np.int32)
     prompts = [Prompt(i, i, tokens, "", "benchmark", None, {}) for i in range(PROMPTS)]
-    columns = given_columns(prompts, SAMPLES)
+    columns = loader_columns(prompts, SAMPLES)
     columns |= {
         "response": [tokens] * len(columns["prompt"]),
         "response_mask": [tokens >= 0] * len(columns["prompt"]),

@@ -1,13 +1,13 @@
-"""Bytes of weights that move with flow.divergence, and what is learned: tiny model, three seeds.
+"""Bytes of weights that move with stream.divergence, and what is learned: tiny model, three seeds.
 
 python benchmarks/divergence.py --workdir=runs/divergence
 python benchmarks/divergence.py --workdir=runs/divergence --threshold=0.001 --seeds 0 1
 
-Each seed trains configs/tiny.py twice with flow.max_lag=8: with a swap after every step, and with
-flow.divergence. Finished folders are not trained again. To pass, the second runs must move at least
-two times fewer bytes of weights, and the means of the rewards of held-out prompts after training
-must lie within two standard errors of their difference. Prints a row per run for
-docs/benchmarks.md, and exits with 1 if that fails.
+Each seed trains configs/tiny.py twice with stream.max_staleness=8: with a weight update after every
+step, and with stream.divergence. Finished folders are not trained again. To pass, the second runs
+must move at least two times fewer bytes of weights, and the means of the rewards of held-out
+prompts after training must lie within two standard errors of their difference. Prints a row per run
+for docs/benchmarks.md, and exits with 1 if that fails.
 
 Flags that are not listed below go to scripts/train.py, e.g. --config.training.steps=10.
 """
@@ -29,14 +29,15 @@ SETTINGS = {
     "training.steps": 20,  # before all prompts are answered well
     "training.optimizer.lr": 0.001,
     "algorithm.correction": "token_tis",
-    "flow.max_lag": 8,
+    "stream.max_staleness": 8,
     "eval.num_prompts": 256,
     "eval.temperature": 1.0,
     "checkpoint.every": 20,
 }
 HEADER = (
     "| run | reward, first 5 steps | last 5 | held-out before | after | MB of weights "
-    "| steps without a swap | age mean / max | mean D |\n|---|---|---|---|---|---|---|---|---|"
+    "| steps without a weight update | age mean / max | mean D "
+    "|\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -73,7 +74,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--workdir", default="runs/divergence", help="holds two folders per seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threshold", type=float, default=0.003, help="flow.divergence")
+    parser.add_argument("--threshold", type=float, default=0.003, help="stream.divergence")
     return parser.parse_known_args()
 
 
@@ -87,8 +88,8 @@ def read_moved(folder: pathlib.Path) -> Moved:
     age = "training/off_policy/trajectory_staleness/"
     return Moved(
         read_run(folder),
-        megabytes=sum(row["perf/weight_swap/bytes"] for row in rows) / 1e6,
-        skipped=mean("perf/weight_swap/skipped"),
+        megabytes=sum(row["perf/weight_update/bytes"] for row in rows) / 1e6,
+        skipped=mean("perf/weight_update/skipped"),
         age=(mean(age + "mean"), max(row[age + "max"] for row in rows)),
         divergence=mean("training/off_policy/divergence"),
     )
@@ -103,7 +104,7 @@ def main() -> int:
     for seed in args.seeds:
         for runs, kind, own in (
             (every, "every-step", []),
-            (seldom, "divergence", [f"--config.flow.divergence={args.threshold}"]),
+            (seldom, "divergence", [f"--config.stream.divergence={args.threshold}"]),
         ):
             folder = pathlib.Path(args.workdir) / f"seed{seed}-{kind}"
             train("configs/tiny.py", folder, seed, [*common, *own, *flags])
@@ -115,9 +116,9 @@ def main() -> int:
     )
     apart = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
     print(
-        f"\nreward with a swap every step {mean:.3f} ± {error:.3f}, with flow.divergence="
-        f"{args.threshold:g} {other:.3f} ± {other_error:.3f}: {apart:.1f} standard errors apart; "
-        f"{ratio:.1f}x fewer bytes of weights"
+        f"\nreward with a weight update every step {mean:.3f} ± {error:.3f}, with "
+        f"stream.divergence={args.threshold:g} {other:.3f} ± {other_error:.3f}: {apart:.1f} "
+        f"standard errors apart; {ratio:.1f}x fewer bytes of weights"
     )
     return 0 if ratio >= LEAST_RATIO and apart <= MOST_ERRORS else 1
 

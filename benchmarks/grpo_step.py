@@ -33,7 +33,7 @@ from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.dag.plan_walker import Runner, Stage, make_runner, run_step
 from distflow_jax.data.loader import DataConfig
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.spans import Spans
@@ -218,7 +218,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
         if states["rollout"].version != step - 1:
             params = states["actor"].params
             states["rollout"] = update_weights(states["rollout"], runtime.sync, params, step - 1)
-        coordinator.begin(given_columns(batch, args.samples))
+        coordinator.begin(loader_columns(batch, args.samples))
         states, metrics = run_step(
             prepared.plan, step, runtime.runners, states, coordinator, spans.span
         )

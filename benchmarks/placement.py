@@ -36,7 +36,7 @@ from distflow_jax.config.config_dict import from_config_dict, override  # noqa: 
 from distflow_jax.config.run_config import Config  # noqa: E402
 from distflow_jax.dag.plan_walker import run_step  # noqa: E402
 from distflow_jax.dag.residency import UPDATE_WEIGHTS  # noqa: E402
-from distflow_jax.data.step_columns import given_columns  # noqa: E402
+from distflow_jax.data.step_columns import loader_columns  # noqa: E402
 from distflow_jax.parallel.host_memory import bytes_by_kind  # noqa: E402
 from distflow_jax.planning.plan_run import prepare  # noqa: E402
 from distflow_jax.planning.run_models import States  # noqa: E402
@@ -115,7 +115,7 @@ class Side:
                 self.states["rollout"], self.runtime.sync, self.states["actor"].params, self.step
             )
         self.step += 1
-        self.runtime.coordinator.begin(given_columns(prompts, self.config.rollout.num_samples))
+        self.runtime.coordinator.begin(loader_columns(prompts, self.config.rollout.num_samples))
         self.states, metrics = run_step(
             self.prepared.plan,
             self.step,

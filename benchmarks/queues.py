@@ -1,15 +1,16 @@
-"""Groups per second through the homes of workers, and CPU-seconds of a group, beside a peer.
+"""Groups per second through the task buffers of workers, and CPU-seconds of a group, beside a peer.
 
-python benchmarks/queues.py                                   # 1, 2, 4 homes; 1, 4, 16, 64 clients
-python benchmarks/queues.py --homes 1 --clients 4 --seconds=3 # a quick look
-python benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
+python benchmarks/queues.py                                   # 1, 2, 4 task buffers; 1, 4, 16, 64
+clients python benchmarks/queues.py --task buffers 1 --clients 4 --seconds=3 # a quick look python
+benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
 
 A group is 8 responses with tokens and log-probs of uneven lengths (lognormal, 200 tokens in the
-mean, 1,024 at most). A client asks a home for a prompt and puts a group there (ask, bring). Then it
+mean, 1,024 at most). A client asks a task buffer for a prompt and puts a group there (ask, bring).
+Then it
 runs a second task on a group that any client has put: it claims the group (ask), reads its tokens
-and log-probs, and brings a score for each response, upon which the home frees the group (give).
-Each home is a process, as a trainer is; clients are threads of up to 16 processes, and each asks
-the homes in turn. Versions and margins go with what is put.
+and log-probs, and brings a score for each response, upon which the task buffer frees the group
+(give). Each task buffer is a process, as a trainer is; clients are threads of up to 16 processes,
+and each asks the task buffers in turn. Versions and margins go with what is put.
 
 The peer (benchmarks/peers/queue_peer.py, in an environment of its own) is TransferQueue, with a
 controller and two storage units as processes: a client puts a group, a second task claims one
@@ -43,23 +44,23 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.planner import plan
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
-from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
-from distflow_jax.flow.frames.node_frames import (
+from distflow_jax.layout import Layout
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
+from distflow_jax.stream.buffer_sampler import BufferSampler
+from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
+from distflow_jax.stream.frames.node_frames import (
     NodeResult,
     read_result,
     result_frame,
     task_frame,
     work_of_task,
 )
-from distflow_jax.flow.homes.home import Home
-from distflow_jax.flow.homes.home_door import QUICK, HomeDoor
-from distflow_jax.flow.homes.home_sampler import HomeSampler
-from distflow_jax.flow.homes.node_tasks import NodeTask, NodeTasks
-from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.wire.caller import Caller
-from distflow_jax.flow.wire.door import Door
-from distflow_jax.layout import Layout
-from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
+from distflow_jax.stream.links.buffer_service import QUICK, BufferService
+from distflow_jax.stream.node_tasks import NodeTask, NodeTasks
+from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.wire.wire_client import WireClient
+from distflow_jax.stream.wire.wire_server import WireServer
 
 PEER, PEER_NAME = pathlib.Path(__file__).parent / "peers" / "queue_peer.py", "TransferQueue"
 SAMPLES, MEAN, MOST = 8, 200, 1024
@@ -75,7 +76,7 @@ GOAL_CLIENTS, GOAL_RATE, GOAL_CPU, GOAL_BUSIEST = 64, 5.0, 0.2, 0.35
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--homes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--task buffers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured, per cell")
     parser.add_argument("--json", help="file for the cells")
@@ -100,18 +101,19 @@ def second_task() -> Unit:
     return next(unit for unit in units if unit.name == TASK)
 
 
-# -- a home, as a process -------------------------------------------------------------------------
+# -- a task buffer, as a process
+# -------------------------------------------------------------------------
 
 
-def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
+def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None:
     """Serves groups until the pipe says close; sends [groups, CPU-seconds] of the window."""
     lock = threading.Condition()
-    rule = Rule(groups=1 << 30, max_lag=1)
-    home = Home(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
-    tasks = NodeTasks(home.leases, [TASK])
-    sampler, unit = HomeSampler(home, lock, tasks=tasks), second_task()
-    answers = HomeDoor(sampler, lock, {}, {"incarnation": RUN})
-    door = Door("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
+    rule = Rule(groups=1 << 30, max_staleness=1)
+    buffer = TaskBuffer(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
+    tasks = NodeTasks(buffer.leases, [TASK])
+    sampler, unit = BufferSampler(buffer, lock, tasks=tasks), second_task()
+    answers = BufferService(sampler, lock, {}, {"attempt": RUN})
+    server = WireServer("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
     prompt, freed, counter = np.arange(64, dtype=np.int32), 0, place
 
     def submit() -> None:
@@ -119,7 +121,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
         asked = Prompt(counter, counter, prompt, "", "", None, {})
         sampling = SamplingParams(SAMPLES, MOST)
         sampler.submit((counter, NODE), GroupRequest(asked, sampling, turn=1))
-        counter += homes
+        counter += buffers
 
     def hand_over(number: int, episodes: list[Episode]) -> None:
         responses = [episode.response for episode in episodes]
@@ -140,7 +142,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
 
     for _ in range(waiting):
         submit()
-    pipe.send(door.port)
+    pipe.send(server.port)
     begun = 0, 0.0
     while True:
         with lock:
@@ -155,7 +157,7 @@ def run_home(pipe: Connection, place: int, homes: int, waiting: int) -> None:
                 begun = freed, time.process_time()
             else:
                 pipe.send([freed - begun[0], time.process_time() - begun[1]])
-    door.close()
+    server.close()
 
 
 # -- clients, as threads of a process -------------------------------------------------------------
@@ -167,11 +169,11 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
     over, unit = threading.Event(), second_task()
     inputs = {TASK: [(edge.source, edge.field) for edge in unit.inputs]}
 
-    def run_second(caller: Caller) -> None:
-        facts = {"incarnation": RUN, "nodes": [TASK]}
+    def run_second(client: WireClient) -> None:
+        facts = {"attempt": RUN, "nodes": [TASK]}
         while not over.is_set():
             asked = Frame({**facts, "room": 1}).to_bytes()
-            answer = Frame.of_bytes(caller.call("ask", asked, 60))
+            answer = Frame.of_bytes(client.call("ask", asked, 60))
             if "task" not in answer.facts:
                 time.sleep(IDLE_SECONDS)
                 continue
@@ -179,28 +181,28 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
             tokens, logps = work.values
             score = [len(t) + float(p[-1]) for t, p in zip(tokens, logps, strict=True)]
             found = result_frame(work.key, unit, [np.array(score, np.float32)], {})
-            caller.call("give", found.joined(facts).to_bytes(), 60)
+            client.call("give", found.joined(facts).to_bytes(), 60)
             return
 
     def client(number: int, name: str) -> None:
         draw = np.random.default_rng(number)
         bodies = [responses(draw) for _ in range(16)]
-        callers = [Caller(address, TOKEN, name) for address in addresses]
+        clients = [WireClient(address, TOKEN, name) for address in addresses]
         turn = number
         while not over.is_set():
             began = time.monotonic()
-            caller = callers[turn % len(callers)]
+            client = clients[turn % len(clients)]
             turn += 1
-            facts = {"incarnation": RUN, "version": 0, "room": 1}
-            answer = caller.call("ask", Frame(facts).to_bytes(), 60)
+            facts = {"attempt": RUN, "version": 0, "room": 1}
+            answer = client.call("ask", Frame(facts).to_bytes(), 60)
             for key, request, _ in work_of(Frame.of_bytes(answer)):
                 found = {key: answered(request, bodies[turn % len(bodies)])}
-                facts = {"incarnation": RUN, "calls": 1, "goes_on": False}
-                caller.call("bring", samples_frame(facts, found).to_bytes(), 60)
-                run_second(caller)
+                facts = {"attempt": RUN, "calls": 1, "goes_on": False}
+                client.call("bring", samples_frame(facts, found).to_bytes(), 60)
+                run_second(client)
                 cycles.append((time.monotonic(), time.monotonic() - began))
-        for caller in callers:
-            caller.close()
+        for client in clients:
+            client.close()
 
     threads = [
         threading.Thread(target=client, args=(hash(name) & 0xFFFF, name), daemon=True)
@@ -275,10 +277,10 @@ def received(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def measure(homes: int, clients: int, seconds: float) -> dict[str, Any]:
+def measure(buffers: int, clients: int, seconds: float) -> dict[str, Any]:
     """One cell of ours."""
-    waiting = max(8, 4 * clients // homes)
-    with processes(run_home, [(i, homes, waiting) for i in range(homes)]) as servers:
+    waiting = max(8, 4 * clients // buffers)
+    with processes(run_buffer, [(i, buffers, waiting) for i in range(buffers)]) as servers:
         addresses = [f"127.0.0.1:{received(pipe)}" for pipe in servers]
         names = [f"client {i}" for i in range(clients)]
         count = min(clients, MOST_PROCESSES)
@@ -297,7 +299,7 @@ def measure(homes: int, clients: int, seconds: float) -> dict[str, Any]:
             asked = [received(pipe) for pipe in pipes]
         for pipe in servers:  # when no client calls any more
             pipe.send("close")
-    return cell(f"homes {homes}", clients, took, sum(n for n, _ in served), served, asked)
+    return cell(f"task buffers {buffers}", clients, took, sum(n for n, _ in served), served, asked)
 
 
 def cell(
@@ -344,9 +346,9 @@ def goals(cells: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         found.append((f"{name}: {rate:.2f} times the peer's groups per second", rate >= GOAL_RATE))
         cpu = one["cpu_ms"] / peer["cpu_ms"]
         found.append((f"{name}: {cpu:.3f} of the peer's CPU-seconds per group", cpu <= GOAL_CPU))
-    if {"homes 1", "homes 4"} <= at.keys():
-        busy = at["homes 4"]["cpu_ms_busiest"] / at["homes 1"]["cpu_ms_busiest"]
-        text = f"busiest process of 4 homes: {busy:.3f} of that of 1 home, per group"
+    if {"task buffers 1", "task buffers 4"} <= at.keys():
+        busy = at["task buffers 4"]["cpu_ms_busiest"] / at["task buffers 1"]["cpu_ms_busiest"]
+        text = f"busiest process of 4 task buffers: {busy:.3f} of that of 1 task buffer, per group"
         found.append((text, busy <= GOAL_BUSIEST))
     return found
 
@@ -359,7 +361,7 @@ def main() -> None:
     columns += ("cpu_ms_busiest", "p50_ms", "p99_ms")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
     for clients in options.clients:
-        found = [measure(homes, clients, options.seconds) for homes in options.homes]
+        found = [measure(buffers, clients, options.seconds) for buffers in options.buffers]
         if options.peer_python:
             found.append(measure_peer(options.peer_python, clients, options.seconds))
         for one in found:

@@ -343,9 +343,9 @@ def main() -> int:
     options = parser.parse_args()
     found = measure(options.seconds, min(options.slice, options.seconds))
     for kind in ("peace", "attack"):
-        for door, values in found[kind].items():
+        for server, values in found[kind].items():
             print(
-                f"{kind:6} {door}: {values['requests']} small requests, median "
+                f"{kind:6} {server}: {values['requests']} small requests, median "
                 f"{1e3 * values['median']:.1f} ms, p99 {1e3 * values['p99']:.1f} ms"
             )
     print("sent under attack:", ", ".join(f"{n} {kind}" for kind, n in found["sent"].items()))

@@ -1,7 +1,7 @@
 """Speed-up of samplers that run ahead, on 8 simulated devices in 2 processes.
 
     python benchmarks/streaming.py
-    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,waves-2
+    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,partial batches-2
     python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
     python benchmarks/streaming.py --budget                     # rollouts of so many tokens
     python benchmarks/streaming.py --quick                      # few steps: all parts run
@@ -17,10 +17,10 @@ since all devices would be at work with full slots all the time. A cell passes w
 the model's figure, at most the bound, and less than half of the machine's CPU-seconds; with more
 it is refused, and in no mean.
 
-"waves" is in_flight with steps that train on groups as they end. A second table adds the parts up,
-from the synchronous step on. In the workload rewards-2, which is heavy-2 otherwise, the workers
-need a quarter of the seconds of generation for a step's rewards: a step may take at most 1.05 of
-that of heavy-2.
+"partial_batches" is in_flight with steps that train on groups as they end. A second table adds the
+parts up, from the synchronous step on. In the workload rewards-2, which is heavy-2 otherwise, the
+workers need a quarter of the seconds of generation for a step's rewards: a step may take at most
+1.05 of that of heavy-2.
 
 With --real the models compute on this machine, each process on a core of its own, with a learning
 rate of 0: all schedules have the same responses. A step cannot be shorter than its CPU-seconds over
@@ -89,36 +89,36 @@ FIGURES = {
     ("mild-2", "in_flight", 2): (1.70, 2),
     ("uniform-2", "in_flight", 2): (1.54, 4),
     ("fixed-2", "in_flight", 2): (1.16, 4),
-    ("heavy-2", "waves", 1): (1.79, 2),
-    ("heavy-1", "waves", 1): (1.56, 2),
-    ("heavy-4", "waves", 1): (1.93, 4),
-    ("mild-2", "waves", 1): (1.73, 2),
-    ("uniform-2", "waves", 1): (1.51, 4),
-    ("fixed-2", "waves", 1): (1.16, 4),
-    ("rewards-2", "waves", 1): (1.81, 2),
-    ("heavy-2", "waves", 2): (2.18, 2),
-    ("heavy-1", "waves", 2): (1.55, 2),
-    ("heavy-4", "waves", 2): (2.47, 4),
-    ("mild-2", "waves", 2): (2.03, 2),
-    ("uniform-2", "waves", 2): (1.56, 4),
-    ("fixed-2", "waves", 2): (1.16, 4),
-    ("rewards-2", "waves", 2): (2.21, 2),
+    ("heavy-2", "partial_batches", 1): (1.79, 2),
+    ("heavy-1", "partial_batches", 1): (1.56, 2),
+    ("heavy-4", "partial_batches", 1): (1.93, 4),
+    ("mild-2", "partial_batches", 1): (1.73, 2),
+    ("uniform-2", "partial_batches", 1): (1.51, 4),
+    ("fixed-2", "partial_batches", 1): (1.16, 4),
+    ("rewards-2", "partial_batches", 1): (1.81, 2),
+    ("heavy-2", "partial_batches", 2): (2.18, 2),
+    ("heavy-1", "partial_batches", 2): (1.55, 2),
+    ("heavy-4", "partial_batches", 2): (2.47, 4),
+    ("mild-2", "partial_batches", 2): (2.03, 2),
+    ("uniform-2", "partial_batches", 2): (1.56, 4),
+    ("fixed-2", "partial_batches", 2): (1.16, 4),
+    ("rewards-2", "partial_batches", 2): (2.21, 2),
     ("heavy-2", "shared", 1): (1.38, DEVICES),
     ("heavy-2", "shared", 2): (1.58, DEVICES),
 }
 ABLATION = {  # part that is added -> schedule
-    "+ late weights: samplers beside the training, lag 1": "in_flight-1",
-    "+ waves": "waves-1",
-    "+ lag 2": "waves-2",
+    "+ late weights: samplers beside the training, staleness 1": "in_flight-1",
+    "+ partial batches": "partial batches-1",
+    "+ staleness 2": "partial batches-2",
 }
 LEAST_SHARE = 0.9  # of the model's figure
-LEAST_MEAN, LEAST_BEST = 1.59, 2.03  # speed-ups over the workloads at a lag of at most 2
+LEAST_MEAN, LEAST_BEST = 1.59, 2.03  # speed-ups over the workloads at a staleness of at most 2
 MOST_REWARDS = 1.05  # of a step's seconds without slow rewards
 MOST_CPU = 0.5  # of the machine's CPU-seconds
 HEADER = (
     "| workload | schedule | samplers | s a step | speed-up | model | ratio | bound "
-    "| idle: samplers | trainers | age mean / max | exposed swap s | CPU, own | machine | |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| idle: samplers | trainers | age mean / max | exposed weight update s | CPU, own | machine | "
+    "|\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 REAL_HEADER = (
@@ -133,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     names = ",".join(w.name for w in (*WORKLOADS, SLOW_REWARDS))
     parser.add_argument("--cells", default=names, help="workloads, with commas between them")
-    schedules = list(dict.fromkeys(f"{name}-{lag}" for _, name, lag in FIGURES))
+    schedules = list(dict.fromkeys(f"{name}-{staleness}" for _, name, staleness in FIGURES))
     parser.add_argument("--schedules", default=",".join(schedules), help="NAME-LAG, with commas")
     parser.add_argument(
         "--samplers", type=int, default=0, help="devices; 0: the model's best split"
@@ -176,12 +176,14 @@ def parse_arguments() -> argparse.Namespace:
 def cells_of(workload: str, args: argparse.Namespace) -> list[SimulatedCell]:
     """The synchronous run of a workload, and those beside it."""
     common = {"workload": workload, "steps": args.steps, "warmup": args.warmup}
-    cells = [SimulatedCell(schedule="synchronous", lag=0, samplers=DEVICES, **common)]
-    for (name, schedule, lag), (_, samplers) in FIGURES.items():
-        if name == workload and f"{schedule}-{lag}" in args.schedules:
+    cells = [SimulatedCell(schedule="synchronous", staleness=0, samplers=DEVICES, **common)]
+    for (name, schedule, staleness), (_, samplers) in FIGURES.items():
+        if name == workload and f"{schedule}-{staleness}" in args.schedules:
             own = schedule != "shared"
             count = args.samplers if args.samplers and own else samplers
-            cells.append(SimulatedCell(schedule=schedule, lag=lag, samplers=count, **common))
+            cells.append(
+                SimulatedCell(schedule=schedule, staleness=staleness, samplers=count, **common)
+            )
     return cells
 
 
@@ -279,13 +281,15 @@ class Window:
 def measured(cell: SimulatedCell, folder: pathlib.Path) -> dict[str, Any]:
     """Means over the timed steps of a run on simulated devices."""
     window = Window(cell, folder)
-    kinds = ("decode", "swap") if cell.own_devices else ("decode", "train", "swap")
+    kinds = (
+        ("decode", "weight_update") if cell.own_devices else ("decode", "train", "weight_update")
+    )
     trainers = 1 - window.busy("trainer", ("train",)) if cell.own_devices else None
     return window.common(cell) | {
         "tokens": window.mean("response_length/mean") * RESPONSES,
         "idle_samplers": 1 - window.busy("sampler", kinds),
         "idle_trainers": trainers,
-        "exposed_swap": window.busy("sampler", ("swap",)) * window.seconds / cell.steps,
+        "exposed_swap": window.busy("sampler", ("weight_update",)) * window.seconds / cell.steps,
     }
 
 
@@ -294,7 +298,7 @@ def judged(found: dict[str, Any], base: dict[str, Any], args: argparse.Namespace
     (workload,) = (w for w in (*WORKLOADS, SLOW_REWARDS) if w.name == found["workload"])
     costs, shared = Costs.of(workload), found["schedule"] == "shared"
     least = least_seconds(costs, base["tokens"], shared_devices=shared)
-    figure, _ = FIGURES[found["workload"], found["schedule"], found["lag"]]
+    figure, _ = FIGURES[found["workload"], found["schedule"], found["staleness"]]
     speed, bound = base["seconds"] / found["seconds"], base["seconds"] / least
     used = max(x["own_cpu" if args.beside_others else "machine_cpu"] for x in (found, base))
     refused = used >= MOST_CPU
@@ -316,7 +320,7 @@ def line(x: dict[str, Any]) -> str:
     """A row of the table."""
     trainers = "-" if x["idle_trainers"] is None else f"{x['idle_trainers']:.0%}"
     return (
-        f"| {x['workload']} | {x['schedule']}, lag {x['lag']} | {x['samplers']} "
+        f"| {x['workload']} | {x['schedule']}, staleness {x['staleness']} | {x['samplers']} "
         f"| {x['seconds']:.3f} | {x['speed']:.2f} | {x['figure']:.2f} "
         f"| {x['speed'] / x['figure']:.2f} | {x['bound']:.2f} | {x['idle_samplers']:.0%} "
         f"| {trainers} | {x['age_mean']:.2f} / {x['age_max']:.0f} | {x['exposed_swap']:.3f} "
@@ -360,7 +364,7 @@ def simulate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
 
 def schedule_of(x: dict[str, Any]) -> str:
     """A run's schedule, as flags name it."""
-    return f"{x['schedule']}-{x['lag']}"
+    return f"{x['schedule']}-{x['staleness']}"
 
 
 def print_ablation(results: Sequence[dict[str, Any]], workloads: Sequence[str]) -> None:
@@ -381,12 +385,13 @@ def print_ablation(results: Sequence[dict[str, Any]], workloads: Sequence[str]) 
 
 
 def reaches_goals(results: Sequence[dict[str, Any]]) -> bool:
-    """Prints the best schedules at a lag of at most 2 beside their goals; whether these are met.
+    """Prints the best schedules at a staleness of at most 2 beside their goals; whether these are
+    met.
 
     True without a result of each workload.
     """
     speeds = {
-        w.name: [x["speed"] for x in results if x["workload"] == w.name and x["lag"] <= 2]
+        w.name: [x["speed"] for x in results if x["workload"] == w.name and x["staleness"] <= 2]
         for w in WORKLOADS
     }
     if not all(speeds.values()):
@@ -394,14 +399,14 @@ def reaches_goals(results: Sequence[dict[str, Any]]) -> bool:
     best = [max(x) for x in speeds.values()]
     mean = float(np.mean(best))
     print(
-        f"best schedules at a lag of at most 2: mean {mean:.2f}x (goal {LEAST_MEAN}), best "
+        f"best schedules at a staleness of at most 2: mean {mean:.2f}x (goal {LEAST_MEAN}), best "
         f"{max(best):.2f}x (goal {LEAST_BEST})"
     )
     return mean >= LEAST_MEAN and max(best) >= LEAST_BEST
 
 
 def hides_rewards(results: Sequence[dict[str, Any]]) -> bool:
-    """Prints what slow rewards add to a step in waves; whether that is little enough."""
+    """Prints what slow rewards add to a step in partial batches; whether that is little enough."""
     seconds = {(x["workload"], schedule_of(x)): x["seconds"] for x in results}
     shares = {
         schedule: seconds[SLOW_REWARDS.name, schedule] / value
@@ -420,9 +425,9 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     for model in args.real:
         chosen = (("synchronous", 0), ("shared", 1), ("in_flight", 1))
         cells = [
-            RealCell(model, name, lag, args.steps, args.warmup, number)
+            RealCell(model, name, staleness, args.steps, args.warmup, number)
             for number in range(args.rounds)
-            for name, lag in chosen
+            for name, staleness in chosen
         ]
         with run_folder(args) as folder:
             run_job(cells, folder)
@@ -432,7 +437,7 @@ def compute(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
             x["share"] = x["own_cpu"] * os.cpu_count() / min(PROCESSES, os.cpu_count())
             x["speed"] = found[0]["seconds"] / x["seconds"]
             print(
-                f"| {model} | {x['schedule']}, lag {x['lag']} | {x['seconds']:.3f} "
+                f"| {model} | {x['schedule']}, staleness {x['staleness']} | {x['seconds']:.3f} "
                 f"| {x['share'] * x['seconds']:.3f} | {x['share']:.0%} | {x['speed']:.2f} "
                 f"| {x['age_mean']:.2f} / {x['age_max']:.0f} | {x['machine_cpu']:.0%} |",
                 flush=True,

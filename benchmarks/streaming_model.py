@@ -3,9 +3,10 @@
 python benchmarks/streaming_model.py
 
 Samplers decode all their slots together: a step of n active slots takes STEP (1 + n / 64) seconds.
-A trainer's seconds are proportional to its tokens. In waves it takes all complete groups of its
-step whenever it is free. A response with a slow reward counts once that has come. The figures of
-benchmarks/streaming.py are the speed-ups over the synchronous schedule that this model finds.
+A trainer's seconds are proportional to its tokens. In partial batches it takes all complete groups
+of its step whenever it is free. A response with a slow reward counts once that has come. The
+figures of benchmarks/streaming.py are the speed-ups over the synchronous schedule that this model
+finds.
 """
 
 import argparse
@@ -19,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.flow.budgets.deadline_rule import Deadlines
-from distflow_jax.flow.lag_rule import Rule
+from distflow_jax.stream.deadlines import Deadlines
+from distflow_jax.stream.schedule import Rule
 
 DEVICES = 8
 SLOTS = 256
@@ -28,11 +29,13 @@ PROMPTS, SAMPLES = 32, 8  # of a step
 MEDIAN, CAP = 128, 1024  # of a response's length, tokens
 STEP = 0.002  # seconds of a decode step without an active slot
 SLOT_STEP = STEP / 64  # and of each slot that is active
-SWAP = 0.1  # seconds of a swap of weights, per second of synchronous generation
-EXPOSED = 0.2  # of a swap, where samplers have devices of their own
+SWAP = 0.1  # seconds of a weight update of weights, per second of synchronous generation
+EXPOSED = 0.2  # of a weight update, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
 BUDGET = 1.0  # tokens of a rollout with a budget, over those of a synchronous step
-AT_ONCE = float("inf")  # least tokens of a wave: a step is trained once all of its groups are there
+AT_ONCE = float(
+    "inf"
+)  # least tokens of a partial batch: a step is trained once all of its groups are there
 REWARD_SIGMA = 1.0  # of the logarithm of a slow reward's seconds
 REWARD_WORKERS = 16  # that score responses, one at a time each
 
@@ -76,12 +79,12 @@ WORKLOADS = (
     Workload("fixed-2", "fixed", 2.0),
 )
 SLOW_REWARDS = Workload("rewards-2", "lognormal", 2.0, reward=0.25)  # heavy-2 but for its rewards
-CELLS = (  # (schedule, lag) with figures
+CELLS = (  # (schedule, staleness) with figures
     ("boundary", 1),
     ("in_flight", 1),
     ("in_flight", 2),
-    ("waves", 1),
-    ("waves", 2),
+    ("partial_batches", 1),
+    ("partial_batches", 2),
     ("shared", 1),
     ("shared", 2),
 )
@@ -94,7 +97,7 @@ class Costs:
     generation: float  # of a synchronous step
     tokens: float  # of a step
     token: float  # of training on one token, on one device
-    swap: float
+    weight_update: float
     reward: float  # of a response, on average
 
     @classmethod
@@ -202,12 +205,16 @@ def generation(lengths: np.ndarray, rewards: np.ndarray | None = None) -> float:
 
 
 def synchronous(workload: Workload, costs: Costs, steps: int, seed: int = 1) -> float:
-    """Seconds of a step that samples, trains and swaps, one after the other."""
+    """Seconds of a step that samples, trains and weight updates, one after the other."""
     rng, of_rewards, total = np.random.default_rng(seed), np.random.default_rng((seed, 1)), 0.0
     for _ in range(steps):
         lengths = workload.lengths(rng, PROMPTS * SAMPLES)
         rewards = workload.rewards(of_rewards, len(lengths), costs.reward)
-        total += generation(lengths, rewards) + costs.training(lengths.sum(), DEVICES) + costs.swap
+        total += (
+            generation(lengths, rewards)
+            + costs.training(lengths.sum(), DEVICES)
+            + costs.weight_update
+        )
     return total / steps
 
 
@@ -223,14 +230,14 @@ def _groups(
 
 
 def boundary(
-    workload: Workload, costs: Costs, samplers: int, lag: int, steps: int, seed: int = 1
+    workload: Workload, costs: Costs, samplers: int, staleness: int, steps: int, seed: int = 1
 ) -> float:
-    """Seconds of a step; each step is sampled wholly by the weights of `lag` steps before."""
+    """Seconds of a step; each step is sampled wholly by the weights of `staleness` steps before."""
     lengths, rewards = _groups(workload, costs, steps, seed)
     free, finished, workers = [0.0] * samplers, [0.0], Workers()  # by sampler, by version
     for step in range(steps):
-        version = max(0, step - lag)
-        ready = finished[version] + (EXPOSED * costs.swap if version else 0.0)
+        version = max(0, step - staleness)
+        ready = finished[version] + (EXPOSED * costs.weight_update if version else 0.0)
         groups = range(step * PROMPTS, (step + 1) * PROMPTS)
         ended, seconds = [], []
         for number in range(samplers):
@@ -297,9 +304,9 @@ class _Queue:
         return not self.left[_of(step)].any()
 
     def take(self, step: int, least: float) -> int:
-        """Tokens of the next wave of a step, all of its groups that are complete; 0: none.
+        """Tokens of the next partial batch of a step, all of its groups that are complete; 0: none.
 
-        A wave has at least `least` tokens, unless it is the step's last.
+        A partial batch has at least `least` tokens, unless it is the step's last.
         """
         groups = (self.left == 0) & ~self._taken
         groups[: _of(step).start] = groups[_of(step).stop :] = False
@@ -323,25 +330,25 @@ def in_flight(
     workload: Workload,
     costs: Costs,
     samplers: int,
-    lag: int,
+    staleness: int,
     steps: int,
     *,
-    wave: float = AT_ONCE,
+    partial_batch: float = AT_ONCE,
     latency: float = 0.0,
     seed: int = 1,
 ) -> float:
     """Seconds of a step; samplers take new weights at once, and go on beside the training.
 
-    `wave`: tokens that a wave has at least, unless it is its step's last. `latency`: seconds from
-    the end of an update until samplers can take its weights.
+    `partial_batch`: tokens that a partial batch has at least, unless it is its step's last.
+    `latency`: seconds from the end of an update until samplers can take its weights.
     """
     queue = _Queue(*_groups(workload, costs, steps, seed), samplers, SLOTS // samplers)
-    queue.admit((lag + 1) * PROMPTS)
+    queue.admit((staleness + 1) * PROMPTS)
     now, step, training, arrivals = 0.0, 0, None, collections.deque()
     version = 0
     while step < steps:
         queue.fill()
-        if training is None and (tokens := queue.take(step, wave)):
+        if training is None and (tokens := queue.take(step, partial_batch)):
             training = now + costs.training(tokens, DEVICES - samplers)
         events = [queue.next_end(now), *([training] if training is not None else [])]
         later = min([*events, *list(arrivals)[:1]])
@@ -356,24 +363,26 @@ def in_flight(
             arrivals.popleft()
             version += 1
             for sampler in queue.samplers:
-                sampler.pause(now + EXPOSED * costs.swap)
-            queue.admit((version + lag + 1) * PROMPTS)
+                sampler.pause(now + EXPOSED * costs.weight_update)
+            queue.admit((version + staleness + 1) * PROMPTS)
     return now / steps
 
 
-def shared(workload: Workload, costs: Costs, lag: int, steps: int, seed: int = 1) -> float:
+def shared(workload: Workload, costs: Costs, staleness: int, steps: int, seed: int = 1) -> float:
     """Seconds of a step on devices that sample until the step's groups are there, then train."""
-    queue = _Queue(*_groups(workload, costs, steps + lag + 1, seed), DEVICES, SLOTS // DEVICES)
+    queue = _Queue(
+        *_groups(workload, costs, steps + staleness + 1, seed), DEVICES, SLOTS // DEVICES
+    )
     now = 0.0
     for step in range(steps):
-        queue.admit((step + 1 + lag) * PROMPTS)
+        queue.admit((step + 1 + staleness) * PROMPTS)
         queue.fill()
         while not queue.has(step):
             later = queue.next_end(now)
             queue.advance(now, later)
             queue.fill()
             now = later
-        now += costs.training(queue.take(step, AT_ONCE), DEVICES) + costs.swap
+        now += costs.training(queue.take(step, AT_ONCE), DEVICES) + costs.weight_update
     return now / steps
 
 
@@ -386,13 +395,13 @@ class Rollout:
 
 
 def rollouts(
-    workload: Workload, lag: int, steps: int, *, budget: int = 0, seed: int = 1
+    workload: Workload, staleness: int, steps: int, *, budget: int = 0, seed: int = 1
 ) -> list[Rollout]:
     """Rollouts on shared devices; `budget`: tokens after which they may end, 0: each ends with B
     groups of its step."""
-    groups = _groups(workload, Costs.of(workload), steps + lag + 1, seed)
+    groups = _groups(workload, Costs.of(workload), steps + staleness + 1, seed)
     queue = _Queue(*groups, DEVICES, SLOTS // DEVICES)
-    rule, found = Deadlines(Rule(PROMPTS, lag)), []
+    rule, found = Deadlines(Rule(PROMPTS, staleness)), []
 
     def over(step: int, tokens: float) -> bool:
         if not budget:
@@ -403,7 +412,7 @@ def rollouts(
         return rule.awaited() is None and (tokens >= budget or not rule.lacking)
 
     for step in range(steps):
-        queue.admit(rule.end(step) if budget else (step + 1 + lag) * PROMPTS)
+        queue.admit(rule.end(step) if budget else (step + 1 + staleness) * PROMPTS)
         queue.fill()
         now, before = 0.0, sum(sampler.tokens for sampler in queue.samplers)
         while not over(step, sum(sampler.tokens for sampler in queue.samplers) - before):
@@ -424,7 +433,11 @@ def variation(values: Sequence[float]) -> float:
 def least_seconds(costs: Costs, tokens: float, *, shared_devices: bool) -> float:
     """No schedule has a shorter step of so many tokens: all devices are at work all the time."""
     if shared_devices:
-        return sampling_seconds(tokens, DEVICES) + costs.training(tokens, DEVICES) + costs.swap
+        return (
+            sampling_seconds(tokens, DEVICES)
+            + costs.training(tokens, DEVICES)
+            + costs.weight_update
+        )
     return min(
         max(sampling_seconds(tokens, r), costs.training(tokens, DEVICES - r)) for r in SPLITS
     )
@@ -437,23 +450,28 @@ def sampling_seconds(tokens: float, devices: int) -> float:
 
 
 def predict(
-    workload: Workload, schedule: str, lag: int, steps: int = 40, *, wave: float = 0.0
+    workload: Workload,
+    schedule: str,
+    staleness: int,
+    steps: int = 40,
+    *,
+    partial_batch: float = 0.0,
 ) -> tuple[float, int]:
     """(speed-up over the synchronous mode, sampler devices of the best split).
 
-    `wave`: as of `in_flight`, for the schedule "waves".
+    `partial_batch`: as of `in_flight`, for the schedule "partial_batches".
     """
     costs = Costs.of(workload)
     base = synchronous(workload, costs, steps)
     if schedule == "shared":
-        return base / shared(workload, costs, lag, steps), DEVICES
+        return base / shared(workload, costs, staleness, steps), DEVICES
     schedules = {
         "boundary": boundary,
         "in_flight": in_flight,
-        "waves": functools.partial(in_flight, wave=wave),
+        "partial_batches": functools.partial(in_flight, partial_batch=partial_batch),
     }
     run = schedules[schedule]
-    return max((base / run(workload, costs, r, lag, steps), r) for r in SPLITS)
+    return max((base / run(workload, costs, r, staleness, steps), r) for r in SPLITS)
 
 
 def main() -> int:
@@ -461,13 +479,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="of each schedule")
     parser.add_argument(
-        "--wave_tokens",
+        "--partial_batch_tokens",
         type=int,
         default=0,
-        help="least tokens of a wave that is not its step's last; 0: whatever is complete",
+        help="least tokens of a partial batch that is not its step's last; 0: whatever is complete",
     )
     args = parser.parse_args()
-    print("| workload | bound | " + " | ".join(f"{name}, lag {lag}" for name, lag in CELLS) + " |")
+    print(
+        "| workload | bound | "
+        + " | ".join(f"{name}, staleness {staleness}" for name, staleness in CELLS)
+        + " |"
+    )
     print("|---" * (len(CELLS) + 2) + "|")
     found = []
     for workload in (*WORKLOADS, SLOW_REWARDS):
@@ -476,20 +498,22 @@ def main() -> int:
             costs, costs.tokens, shared_devices=False
         )
         figures = [
-            predict(workload, name, lag, args.steps, wave=args.wave_tokens) for name, lag in CELLS
+            predict(workload, name, staleness, args.steps, partial_batch=args.partial_batch_tokens)
+            for name, staleness in CELLS
         ]
         found.append([speed for speed, _ in figures])
         shown = " | ".join(f"{speed:.2f} ({devices})" for speed, devices in figures)
         print(f"| {workload.name} | {bound:.2f} | {shown} |", flush=True)
     means = np.mean(found[: len(WORKLOADS)], axis=0)
     print("| mean but for the last | | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
-    workload, lag = WORKLOADS[0], 2
+    workload, staleness = WORKLOADS[0], 2
     for budget in (0, round(BUDGET * Costs.of(workload).tokens)):
-        made = rollouts(workload, lag, args.steps, budget=budget)[lag + 2 :]
+        made = rollouts(workload, staleness, args.steps, budget=budget)[staleness + 2 :]
         print(
-            f"{workload.name}, shared, lag {lag}, rollouts of {budget or 'no budget of'} tokens: "
-            f"coefficient of variation {variation([r.seconds for r in made]):.3f}, "
-            f"{np.mean([r.groups for r in made]):.1f} groups a step"
+            f"{workload.name}, shared, staleness {staleness}, rollouts of "
+            f"{budget or 'no budget of'} tokens: coefficient of variation "
+            f"{variation([r.seconds for r in made]):.3f}, {np.mean([r.groups for r in made]):.1f} "
+            "groups a step"
         )
     return 0
 

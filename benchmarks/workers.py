@@ -46,18 +46,18 @@ import grpc
 import jax
 import numpy as np
 
-from distflow_jax.flow.wire.caller import Caller
-from distflow_jax.flow.wire.calls import Method
-from distflow_jax.flow.wire.door import Door
-from distflow_jax.flow.workers.weight_pull import WeightPull
-from distflow_jax.flow.workers.weight_shelf import WeightShelf
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.stream.weight_client import WeightPull
+from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.wire.calls import Method
+from distflow_jax.stream.wire.wire_client import WireClient
+from distflow_jax.stream.wire.wire_server import WireServer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARTS = ("joins", "loads", "wire")
 COMMON = (
-    "flow.workers=True",
-    "flow.max_lag=1",
+    "stream.workers=True",
+    "stream.max_staleness=1",
     "algorithm.correction=token_tis",
     "eval.dataset=",
     "observe.trackers=()",
@@ -111,7 +111,7 @@ class Run:
 
     def join(self, name: str) -> subprocess.Popen:
         """Starts a worker, once the trainers answer."""
-        self.wait(lambda: (self.folder / "doors.json").exists())
+        self.wait(lambda: (self.folder / "task_buffers.json").exists())
         return self._start(name, ["scripts/worker.py", f"--join={self.folder}"])
 
     def log(self, name: str) -> str:
@@ -164,12 +164,12 @@ def end(process: subprocess.Popen, number: int) -> None:
 def measure_joins(options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
     """Seconds of workers that join, the first one with an empty cache."""
     settings = ["training.steps=1000000", "checkpoint.every=1000000"]
-    settings += [f"flow.lease_seconds={LEASE_SECONDS:g}", f"flow.save_seconds={SAVE_SECONDS:g}"]
+    settings += [f"stream.lease_seconds={LEASE_SECONDS:g}", f"stream.save_seconds={SAVE_SECONDS:g}"]
     found: dict[str, Any] = {"ready": [], "first_step": []}
     with Run("tiny.py", folder / "joins", settings) as run:
         for number in range(options.rounds + 1):
             name = f"worker{number}"
-            run.wait(lambda: (run.folder / "doors.json").exists())
+            run.wait(lambda: (run.folder / "task_buffers.json").exists())
             done, began = len(run.rows()), time.monotonic()
             process = run.join(name)
             run.wait(lambda name=name: "ready: " in run.log(name))
@@ -230,7 +230,7 @@ def measure_wire(options: argparse.Namespace, folder: pathlib.Path) -> dict[str,
     size = count * 4 * int(np.prod(TENSOR)) / 1e6
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    server = context.Process(target=run_shelf, args=(theirs, count), daemon=True)
+    server = context.Process(target=run_store, args=(theirs, count), daemon=True)
     server.start()
     try:
         ports = received(ours)
@@ -293,7 +293,7 @@ def exactly(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-class SocketDoor:
+class SocketServer:
     """Answers calls on connections of their own, each with a thread.
 
     Attributes:
@@ -323,7 +323,7 @@ class SocketDoor:
 
 
 class SocketSource:
-    """Calls a SocketDoor, as Caller calls a Door.
+    """Calls a SocketServer, as Caller calls a Server.
 
     Attributes:
       address: HOST:PORT.
@@ -356,7 +356,7 @@ class SocketSource:
         return connection
 
 
-class GrpcDoor(grpc.GenericRpcHandler):
+class GrpcServer(grpc.GenericRpcHandler):
     """Answers calls over gRPC.
 
     Attributes:
@@ -377,7 +377,7 @@ class GrpcDoor(grpc.GenericRpcHandler):
 
 
 class GrpcSource:
-    """Calls a GrpcDoor, as Caller calls a Door.
+    """Calls a GrpcServer, as Caller calls a Server.
 
     Attributes:
       address: HOST:PORT.
@@ -395,25 +395,25 @@ class GrpcSource:
         self._channel.close()
 
 
-def run_shelf(pipe: Connection, count: int) -> None:
+def run_store(pipe: Connection, count: int) -> None:
     """Serves so many tensors by all transports; sends {transport: port}, then CPU-seconds."""
-    draw, shelf = np.random.default_rng(0), WeightShelf("benchmark")
+    draw, store = np.random.default_rng(0), WeightStore("benchmark")
     tensors = (draw.random(TENSOR, np.float32) for _ in range(count))
     cpu = jax.devices("cpu")[0]
-    shelf.put(0, {f"t{i}": jax.device_put(x, cpu) for i, x in enumerate(tensors)})
-    methods = {**shelf.methods(), ECHO: lambda _, payload: payload}
-    doors: dict[str, Any] = {WIRE: Door("127.0.0.1:0", TOKEN, methods, quick=[ECHO])}
-    doors |= {GRPC: GrpcDoor(methods), SOCKETS: SocketDoor(methods)}
-    pipe.send({name: one.port for name, one in doors.items()})
+    store.put(0, {f"t{i}": jax.device_put(x, cpu) for i, x in enumerate(tensors)})
+    methods = {**store.methods(), ECHO: lambda _, payload: payload}
+    addresses: dict[str, Any] = {WIRE: WireServer("127.0.0.1:0", TOKEN, methods, quick=[ECHO])}
+    addresses |= {GRPC: GrpcServer(methods), SOCKETS: SocketServer(methods)}
+    pipe.send({name: one.port for name, one in addresses.items()})
     while pipe.recv():
         pipe.send(time.process_time())
 
 
 def source(transport: str, port: int) -> Any:
-    """Caller of a door, by its transport."""
+    """Caller of a server, by its transport."""
     address = f"127.0.0.1:{port}"
     if transport == WIRE:
-        return Caller(address, TOKEN, "pull")
+        return WireClient(address, TOKEN, "pull")
     return {GRPC: GrpcSource, SOCKETS: SocketSource}[transport](address)
 
 

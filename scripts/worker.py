@@ -1,4 +1,4 @@
-"""Samples for a run with flow.workers, on devices that the run does not have.
+"""Samples for a run with stream.workers, on devices that the run does not have.
 
     python scripts/worker.py --config=configs/tiny.py --join=runs/far
 

@@ -24,7 +24,7 @@ def moved(sources, old, new):
     [
         ("runtime/samplers/make_source.py", "runtime/ahead.py"),
         ("planning/plan_run.py", "planning/agreement_of_settings.py"),
-        ("flow/flow.py", "runtime/run_ahead.py"),
+        ("stream/group_stream.py", "runtime/run_ahead.py"),
     ],
 )
 def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
@@ -37,12 +37,12 @@ def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
 @pytest.mark.parametrize(
     "test",
     [
-        "config.flow.max_lag",
-        "not config.flow.ahead and ready",
-        "self._flow is None",
-        "self._flow",
-        "isinstance(source, Flow)",
-        "ready or isinstance(source, (Flow, int))",
+        "config.stream.max_staleness",
+        "not config.stream.ahead and ready",
+        "self._stream is None",
+        "self._stream",
+        "isinstance(source, Stream)",
+        "ready or isinstance(source, (Stream, int))",
         "plan.region is not None",
         "settings.rollout.environment == ''",
     ],
@@ -59,18 +59,21 @@ def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
     ],
 )
 def test_conditions_are_seen_in_every_form(form, test):
-    use = f"class A:\n    _flow: Flow | None\n    def f(self, config, plan):\n        {form}"
+    use = f"class A:\n    _stream: Stream | None\n    def f(self, config, plan):\n        {form}"
     sources = {
-        "flow/section.py": "class FlowConfig:\n    max_lag: int = 0\n    ahead: bool = False\n",
-        "flow/one.py": "class Flow:\n    pass\n",
+        "stream/section.py": "class StreamConfig:\n    max_staleness: int = 0\n    ahead: bool\n",
+        "stream/one.py": "class Stream:\n    pass\n",
         "anywhere.py": use.format(test),
     }
     assert house_measures.mode_conditions(sources) == {"anywhere.py": 1}
 
 
 def test_other_conditions_count_nothing():
-    text = "def f(x: int | None, flow):\n    if x is None or flow.other:\n        return 1\n"
-    sources = {"flow/section.py": "class FlowConfig:\n    max_lag: int = 0\n", "a.py": text}
+    text = "def f(x: int | None, stream):\n    if x is None or stream.other:\n        return 1\n"
+    sources = {
+        "stream/section.py": "class StreamConfig:\n    max_staleness: int = 0\n",
+        "a.py": text,
+    }
     assert house_measures.mode_conditions(sources) == {}
 
 
@@ -88,7 +91,11 @@ def split(text, name):
 
 
 @pytest.mark.parametrize(
-    "path, name", [("flow/flow.py", "Flow"), ("runtime/wave_steps.py", "WaveSteps")]
+    "path, name",
+    [
+        ("stream/group_stream.py", "GroupStream"),
+        ("runtime/partial_batch_steps.py", "PartialBatchSteps"),
+    ],
 )
 def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):
     before = house_measures.collaborators(sources)[f"{path}:{name}"]
@@ -120,5 +127,7 @@ def test_calls_that_unpack_what_stands_there_are_counted():
 
 def test_lines_are_those_of_the_room_wherever_a_module_stands(sources):
     before = house_measures.lines_by_room(sources)
-    after = house_measures.lines_by_room(moved(sources, "flow/flow.py", "flow/deep/in/it.py"))
+    after = house_measures.lines_by_room(
+        moved(sources, "stream/group_stream.py", "stream/deep/in/it.py")
+    )
     assert after == before

@@ -15,7 +15,7 @@ WAITS = {"wait", "result", "join", "exception", "settimeout", "acquire", "get", 
 # {file: (its number of places, why these decide nothing)}
 EXCEPTIONS = {
     "checkpoint/test_additions.py": (1, "what must not come has some time to come"),
-    "flow/test_worker_homes.py": (1, "ends what hangs"),
+    "stream/test_worker_buffers.py": (1, "ends what hangs"),
     "observe/test_spans.py": (1, "the order of readings of two clocks"),
     "parallel/test_host_exchange.py": (1, "looks whether a connection is closed by now"),
     "rollout/test_soak.py": (1, "goes on for so long"),

@@ -7,10 +7,10 @@ import numpy as np
 from asynchronous.simulated_run import SimulatedCell
 from streaming_model import BUDGET, DEVICES, PROMPTS, WORKLOADS, Costs, variation
 
-LAG = 2
+STALENESS = 2
 LEAST_GAIN = 3.0  # of the coefficient of variation, without a budget over with one
 HEADER = (
-    "| rollouts of heavy-2, lag 2 | s, mean | coefficient of variation | of the step's s "
+    "| rollouts of heavy-2, staleness 2 | s, mean | coefficient of variation | of the step's s "
     "| groups a step | tokens beyond | s for 32 groups | thrown away |\n"
     "|---|---|---|---|---|---|---|---|"
 )
@@ -21,7 +21,7 @@ def cells_of(steps: int, warmup: int) -> list[SimulatedCell]:
     (workload, *_), common = WORKLOADS, {"steps": steps, "warmup": warmup}
     tokens = round(BUDGET * Costs.of(workload).tokens)
     return [
-        SimulatedCell(workload.name, "shared", LAG, DEVICES, round_tokens=budget, **common)
+        SimulatedCell(workload.name, "shared", STALENESS, DEVICES, round_tokens=budget, **common)
         for budget in (0, tokens)
     ]
 

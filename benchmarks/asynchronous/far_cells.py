@@ -1,6 +1,6 @@
 """Runs whose samplers are workers: programs outside the trainers' job, on simulated devices.
 
-Homes, wire, leases and the pull of the (tiny) weights are real.
+Task buffers, wire, leases and the pull of the (tiny) weights are real.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class FarCell(SimulatedCell):
         """Values of the config, by key, of trainers and workers."""
         changed = super().settings()
         del changed["mesh.roles"]
-        changed["flow.workers"] = True
+        changed["stream.workers"] = True
         changed["rollout.num_slots"] = self.slots
-        changed["flow.starved_seconds"] = 60.0
+        changed["stream.no_workers_seconds"] = 60.0
         return changed
 
     def make_run(self, *given: Any) -> MarkedRun:

@@ -12,10 +12,10 @@ from asynchronous.far_cells import FarCell
 from asynchronous.simulated_run import SimulatedCell
 from streaming_model import PROMPTS, SAMPLES
 
-EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, lag, samplers)
+EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, staleness, samplers)
 MOST_SLOWER = 1.05  # of the in-job cell's seconds
 LEAST_RATE = 0.9  # of the summed rates of a fast and a slow worker
-POOL = {"workload": "mild-2", "schedule": "in_flight", "lag": 4, "training": 32}
+POOL = {"workload": "mild-2", "schedule": "in_flight", "staleness": 4, "training": 32}
 HEADER = (
     "| cell | s a step | tokens/s | beside | ratio | workers idle | CPU of the machine | |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -27,8 +27,8 @@ def cells_of(args: argparse.Namespace) -> list[SimulatedCell]:
     common = {"steps": args.steps, "warmup": args.warmup}
     cells: list[SimulatedCell] = []
     if "equal" in args.workers:
-        for workload, lag, samplers in EQUAL:
-            told = {"workload": workload, "schedule": "in_flight", "lag": lag}
+        for workload, staleness, samplers in EQUAL:
+            told = {"workload": workload, "schedule": "in_flight", "staleness": staleness}
             told |= {"samplers": samplers, **common}
             cells += [SimulatedCell(**told), FarCell(**told)]
     if "uneven" in args.workers:

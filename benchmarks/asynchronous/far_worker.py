@@ -18,13 +18,6 @@ from asynchronous.marked_run import own_cpu_seconds
 from streaming_model import EXPOSED, SAMPLES, SLOT_STEP, STEP, Costs
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.workers.agreement import shared_tables
-from distflow_jax.flow.workers.doors import read_doors
-from distflow_jax.flow.workers.home_links import Joining, Links
-from distflow_jax.flow.workers.node_runner import NodeRunner
-from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.worker import Worker
-from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.notebook import load_config
@@ -36,21 +29,28 @@ from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.stream.links.agreement import shared_tables
+from distflow_jax.stream.links.buffer_addresses import read_addresses
+from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_links import Joining, Links
+from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.worker import Worker
 
-START_SECONDS = 300.0  # for trainers to open their doors
+START_SECONDS = 300.0  # for trainers to open their servers
 
 
 class SimulatedSampler(EpisodeSampler):
-    """An EpisodeSampler whose swaps take seconds of its devices."""
+    """An EpisodeSampler whose weight updates take seconds of its devices."""
 
-    def __init__(self, *given: Any, lane: Lane, swap: float, **options: Any):
-        """`swap`: seconds for which it does not decode; the rest as EpisodeSampler."""
+    def __init__(self, *given: Any, lane: Lane, weight_update: float, **options: Any):
+        """`weight_update`: seconds for which it does not decode; the rest as EpisodeSampler."""
         super().__init__(*given, **options)
-        self._lane, self._swap = lane, swap
+        self._lane, self._swap = lane, weight_update
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
-        """Swaps the weights."""
-        self._lane.run("swap", self._swap)
+        """Weight updates the weights."""
+        self._lane.run("weight_update", self._swap)
         super().load(params, version, cache=cache)
 
 
@@ -61,7 +61,7 @@ def join_runs(cells: Sequence[FarCell], folder: pathlib.Path, number: int) -> No
         if not isinstance(cell, FarCell) or number >= len(cell.speeds):
             continue
         end = time.monotonic() + START_SECONDS * (1 + len(cells))
-        while read_doors(place) is None and time.monotonic() < end:
+        while read_addresses(place) is None and time.monotonic() < end:
             time.sleep(0.2)
         _sample(cell, place, number)
 
@@ -88,26 +88,26 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
         lengths=DrawnLengths(cell.lengths.lengths, cell.seed, SAMPLES),
     )
-    swap, ended = Costs.of(cell.lengths).swap, collections.deque[Response]()
+    weight_update, ended = Costs.of(cell.lengths).weight_update, collections.deque[Response]()
     state = SamplerState(_weights(), links.first_version, engine.init_decode_state())
     sampler = SimulatedSampler(
         *(engine, state),
         on_response=ended.append,
         lane=lane,
-        swap=EXPOSED * swap,
+        weight_update=EXPOSED * weight_update,
     )
     began, cpu = time.perf_counter(), own_cpu_seconds()
     worker = Worker(
         sampler,
-        Talk(
+        BufferClient(
             links,
             joining,
-            Shared(version=links.first_version, newest=links.newest, slots=sizes.engine.slots),
-            Pace(config.flow.save_seconds, 60.0),
+            WorkerState(version=links.first_version, newest=links.newest, slots=sizes.engine.slots),
+            Pace(config.stream.save_seconds, 60.0),
             NodeRunner({}),
         ),
-        _Pull(source, sizes, (1 - EXPOSED) * swap),
-        cache=config.flow.cache,
+        _Pull(source, sizes, (1 - EXPOSED) * weight_update),
+        cache=config.stream.cache,
         ended=ended,
     )
     worker.serve()
@@ -130,7 +130,7 @@ class _Pull:
 
     def __call__(self, links: Links, version: int) -> Any:
         end = time.perf_counter() + self._seconds
-        WeightPull(links.callers).pull(version, self._target, 60.0, links.incarnation)
+        WeightPull(links.clients).pull(version, self._target, 60.0, links.attempt)
         wait_until(end)
         return _weights()
 

@@ -19,7 +19,7 @@ class RealCell:
 
     model: str  # of MODELS
     schedule: str  # synchronous, shared or in_flight (on a device of their own)
-    lag: int
+    staleness: int
     steps: int  # that are timed
     warmup: int  # before them
     round: int = 0  # number of the run, of several of a kind
@@ -32,7 +32,7 @@ class RealCell:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.model}-{self.schedule}-{self.lag}-{self.round}"
+        return f"{self.model}-{self.schedule}-{self.staleness}-{self.round}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key. Samplers are at work until the last timed step ends.
@@ -41,7 +41,7 @@ class RealCell:
         """
         where = BESIDE if self.schedule == "in_flight" else ON_ALL
         common = {
-            "training.steps": self.warmup + self.steps + self.lag + 1,
+            "training.steps": self.warmup + self.steps + self.staleness + 1,
             "algorithm.correction": "token_tis",
             "training.optimizer.lr": 0.0,
             "eval.dataset": "",
@@ -49,7 +49,7 @@ class RealCell:
             "health.enabled": False,
             "observe.trackers": (),
         }
-        ahead = {"flow.max_lag": self.lag} if self.lag else {}
+        ahead = {"stream.max_staleness": self.staleness} if self.staleness else {}
         return MODELS[self.model][1] | where | common | ahead
 
     def make_run(self, *given: Any) -> MarkedRun:

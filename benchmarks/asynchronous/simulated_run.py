@@ -53,7 +53,10 @@ SETTINGS = {
 # JAX's devices lend their meshes, and hold a tiny model; simulated ones have its work
 SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 OWN = {"mesh.roles": {"ROLLOUT": {"devices": "1:2"}}}
-WAVES = {"flow.waves": "ready", "flow.wave_rows": 4}  # as many as the longest group may take
+PARTIAL_BATCHES = {
+    "stream.partial_batches": "ready",
+    "stream.partial_batch_rows": 4,
+}  # as many as the longest group may take
 PROCESSES = 2  # of a job, each with a sampler
 
 
@@ -62,8 +65,8 @@ class SimulatedCell:
     """One run of a cell."""
 
     workload: str
-    schedule: str  # synchronous, boundary, in_flight, waves or shared
-    lag: int
+    schedule: str  # synchronous, boundary, in_flight, partial batches or shared
+    staleness: int
     samplers: int  # simulated devices that sample, of all processes
     steps: int  # that are timed
     warmup: int  # before them
@@ -84,7 +87,7 @@ class SimulatedCell:
     @property
     def own_devices(self) -> bool:
         """Whether samplers have devices that do not train."""
-        return self.schedule in ("boundary", "in_flight", "waves")
+        return self.schedule in ("boundary", "in_flight", "partial_batches")
 
     @property
     def trainers(self) -> int:
@@ -95,21 +98,24 @@ class SimulatedCell:
     def name(self) -> str:
         """Of its folder."""
         budget = f"-{self.round_tokens}" if self.round_tokens else ""
-        return f"{self.workload}-{self.schedule}-{self.lag}-{self.samplers}{budget}"
+        return f"{self.workload}-{self.schedule}-{self.staleness}-{self.samplers}{budget}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key. Samplers are at work until the last timed step ends."""
         changed = SETTINGS | (OWN if self.own_devices else SHARED)
-        changed |= {"training.steps": self.warmup + self.steps + self.lag + 1, "seed": self.seed}
+        changed |= {
+            "training.steps": self.warmup + self.steps + self.staleness + 1,
+            "seed": self.seed,
+        }
         changed["rollout.max_response_length"] = self.lengths.longest
         if self.schedule == "boundary":
-            changed["flow.swap"] = "boundary"
-        changed |= {"flow.round_tokens": self.round_tokens} if self.round_tokens else {}
-        if self.schedule == "waves":
-            changed |= WAVES
+            changed["stream.weight_update"] = "boundary"
+        changed |= {"stream.round_tokens": self.round_tokens} if self.round_tokens else {}
+        if self.schedule == "partial_batches":
+            changed |= PARTIAL_BATCHES
         if self.lengths.reward:
             changed |= slow_rewards(Costs.of(self.lengths).reward)
-        return changed | ({"flow.max_lag": self.lag} if self.lag else {})
+        return changed | ({"stream.max_staleness": self.staleness} if self.staleness else {})
 
     def make_run(self, *given: Any) -> MarkedRun:
         """The run; `given`: what a Run takes."""
@@ -128,26 +134,26 @@ def slow_rewards(mean: float) -> dict[str, Any]:
 
 
 class SimulatedSync:
-    """In place of a WeightSync: a swap takes seconds, and the weights are a number."""
+    """In place of a WeightSync: a weight update takes seconds, and the weights are a number."""
 
-    def __init__(self, swap: float, sampler: Lane):
-        """`swap`: seconds of a whole one."""
-        self._swap, self._sampler = swap, sampler
+    def __init__(self, weight_update: float, sampler: Lane):
+        """`weight_update`: seconds of a whole one."""
+        self._swap, self._sampler = weight_update, sampler
         self._wire = Lane(1)  # between trainers and samplers
 
     def __call__(self, params: Any) -> Any:
-        """A whole swap, for which the devices do nothing else."""
-        self._sampler.run("swap", self._swap)
+        """A whole weight update, for which the devices do nothing else."""
+        self._sampler.run("weight_update", self._swap)
         return {"weights": jnp.zeros(())}
 
     def leave(self, params: Any) -> "SimulatedWeights":
         """Begins to send the weights."""
-        return SimulatedWeights(self._wire.begin("swap", (1 - EXPOSED) * self._swap))
+        return SimulatedWeights(self._wire.begin("weight_update", (1 - EXPOSED) * self._swap))
 
     def arrive(self, left: "SimulatedWeights") -> Any:
         """The weights on the sampler's devices."""
         wait_until(left.end)
-        self._sampler.run("swap", EXPOSED * self._swap)
+        self._sampler.run("weight_update", EXPOSED * self._swap)
         return {"weights": jnp.zeros(())}
 
     def temporaries(self, params: Any) -> int | None:
@@ -168,16 +174,17 @@ class SimulatedWeights:
 
 
 class SimulatedProgram:
-    """In place of a unit's program: it takes seconds for each token of a batch or of a wave, and
-    counts its updates. The program of a wave returns once it is under way, as one on an accelerator
-    does: the next wave is made ready meanwhile."""
+    """In place of a unit's program: it takes seconds for each token of a batch or of a partial
+    batch, and counts its updates. The program of a partial batch returns once it is under way, as
+    one on an accelerator
+    does: the next partial batch is made ready meanwhile."""
 
-    def __init__(self, program: Program, lane: Lane, token: float, *, of_waves: bool):
-        """`token`: seconds of one device. `of_waves`: a call is no update of its own."""
+    def __init__(self, program: Program, lane: Lane, token: float, *, of_partial_batches: bool):
+        """`token`: seconds of one device. `of_partial_batches`: a call is no update of its own."""
         if program.outputs:
             raise ValueError(f"unit {program.unit.name!r} writes fields, and simulated ones do not")
         self._keys, self._lane, self._token = program.unit.state_keys, lane, token
-        self._of_waves = of_waves
+        self._of_partial_batches = of_partial_batches
 
     def __call__(
         self, states: Mapping[str, Any], values: Sequence[Any]
@@ -187,14 +194,15 @@ class SimulatedProgram:
         tokens = sum(int(np.sum(shard.data)) for shard in rows.length.addressable_shards)
         end = self._lane.begin("train", tokens * self._token / self._lane.devices)
         trained = {k: states[k] for k in self._keys if isinstance(states[k], TrainState)}
-        if self._of_waves:
+        if self._of_partial_batches:
             return trained, (), {}
         wait_until(end)
         return {k: _counted(s) for k, s in trained.items()}, (), {}
 
 
 class SimulatedUpdate:
-    """In place of a WaveUpdate: it adds nothing up, waits for its waves, and counts its updates."""
+    """In place of a PartialBatchUpdate: it adds nothing up, waits for its partial batches, and
+    counts its updates."""
 
     def __init__(self, lane: Lane):
         """`lane`: the devices that train."""
@@ -247,32 +255,35 @@ class SimulatedRun(MarkedRun):
         super().__init__(*given)
 
     def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
-        """The sampler of this process and its weight swaps; None: workers sample."""
+        """The sampler of this process and its weight weight updates; None: workers sample."""
         lengths = self.cell.lengths.lengths
         engine = simulated_engine(
             self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths
         )
-        return engine, SimulatedSync(costs.swap, self.sampler)
+        return engine, SimulatedSync(costs.weight_update, self.sampler)
 
     def make_runtime(self) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
         costs = Costs.of(self.cell.lengths)
         spans, phase = self.instruments.spans, self.phases.span
         runtime = build(self.prepared, spans, phase, sampler=self.make_sampler(costs))
-        waves = runtime.waves
+        partial_batches = runtime.partial_batches
         simulated = {
             name: SimulatedProgram(
                 *(program, self.trainer, costs.token),
-                of_waves=waves is not None and name in waves.units,
+                of_partial_batches=partial_batches is not None and name in partial_batches.units,
             )
             for name, program in runtime.programs.items()
             if any(task.node.type != "COMPUTE" for task in program.unit.tasks)
         }
-        if waves is not None:
-            waves = dataclasses.replace(
-                waves, updates=dict.fromkeys(waves.updates, SimulatedUpdate(self.trainer))
+        if partial_batches is not None:
+            partial_batches = dataclasses.replace(
+                partial_batches,
+                updates=dict.fromkeys(partial_batches.updates, SimulatedUpdate(self.trainer)),
             )
-        return dataclasses.replace(runtime, runners=runtime.runners | simulated, waves=waves)
+        return dataclasses.replace(
+            runtime, runners=runtime.runners | simulated, partial_batches=partial_batches
+        )
 
     def work(self) -> dict[str, Any]:
         """Seconds of simulated devices by kind of work, so far."""

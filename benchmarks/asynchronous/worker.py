@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import jax
 from asynchronous.far_cells import FarCell
+from asynchronous.partial_batch_cells import PartialBatchCell
 from asynchronous.real_cells import RealCell
 from asynchronous.simulated_run import SimulatedCell
-from asynchronous.wave_cells import WaveCell
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.notebook import load_config
@@ -19,8 +19,8 @@ from distflow_jax.report.terminal import Terminal
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
-Cell = SimulatedCell | RealCell | WaveCell
-KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell, WaveCell)}
+Cell = SimulatedCell | RealCell | PartialBatchCell
+KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell, PartialBatchCell)}
 
 
 def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:

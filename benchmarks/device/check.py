@@ -65,8 +65,8 @@ class Comparison:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        verdict = "ok" if self.holds else "WRONG"
-        return f"{verdict:5s} {self.what}: {self.error:.2g}, at most {self.tolerance:.2g}"
+        decision = "ok" if self.holds else "WRONG"
+        return f"{decision:5s} {self.what}: {self.error:.2g}, at most {self.tolerance:.2g}"
 
 
 def check(device: jax.Device) -> list[Comparison]:

@@ -16,7 +16,12 @@ from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 from distflow_jax.service.trainer import Trainer
 
-OVERRIDES = {"flow.workers": True, "flow.max_lag": 1, "eval.dataset": "", "training.steps": 5}
+OVERRIDES = {
+    "stream.workers": True,
+    "stream.max_staleness": 1,
+    "eval.dataset": "",
+    "training.steps": 5,
+}
 
 
 def questions():
@@ -34,7 +39,7 @@ def main(workdir: str, overrides: dict) -> None:
     trainer = Trainer(config.config, workdir, chosen=config.chosen)
     trainer.init_engines()
     prompts, batch = questions(), config["data.prompts_per_step"]
-    trainer.put_prompts_data(list(itertools.islice(prompts, 2 * batch)))  # max_lag + 1 steps
+    trainer.put_prompts_data(list(itertools.islice(prompts, 2 * batch)))  # max_staleness + 1 steps
     held, scheduler = -1, None
     while weights := trainer.weight_sync_notify(held):
         held, params = weights.version, engine.load_params(weights.params)

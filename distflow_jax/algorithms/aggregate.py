@@ -37,10 +37,10 @@ def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) 
 def within_budget(rows: Rows, budget: int, spent: jax.Array | None = None) -> jax.Array:
     """Mask of the first `budget` response tokens of an optimizer step, bool [R, L].
 
-    `rows` holds all rows of the step, or of a wave that comes after `spent` tokens of the step, an
-    int32 scalar; None: all rows. Responses are taken in the order of (group, sample), which
-    does not depend on packing; the last one is cut. Every step then has the same weight, whatever
-    its lengths. C3PO, of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
+    `rows` holds all rows of the step, or of a partial batch that comes after `spent` tokens of the
+    step, an int32 scalar; None: all rows. Responses are taken in the order of (group, sample),
+    which does not depend on packing; the last one is cut. Every step then has the same weight,
+    whatever its lengths. C3PO, of Ring-lite (Ling team 2025, arxiv.org/abs/2506.14731).
     """
     order = order_of_sequences(rows)
     length = jnp.where(rows.valid, rows.length, 0)

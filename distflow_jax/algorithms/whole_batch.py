@@ -1,9 +1,9 @@
 """Choices of the algorithm that need all rows of a batch, or of an optimizer step, and why.
 
-With `flow.waves` a step's groups are trained in parts, as they end. All other entries of the tables
-of advantages, losses, aggregations, KL estimators, corrections and rejections are about one group,
-one sequence or one token, or are sums that add up over parts. All functions return a sentence, or
-"" where nothing has to wait.
+With `stream.partial_batches` a step's groups are trained in parts, as they end. All other entries
+of the tables of advantages, losses, aggregations, KL estimators, corrections and rejections are
+about one group, one sequence or one token, or are sums that add up over parts. All functions return
+a sentence, or "" where nothing has to wait.
 """
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
@@ -58,8 +58,8 @@ def loss_waits(algorithm: AlgorithmConfig) -> str:
 def weights_wait(mini_batches: int, epochs: int) -> str:
     """Why a forward pass by weights that the step trains waits: of old_logp, and of a critic.
 
-    It takes the weights from before the step, and waves of later mini-batches come after the first
-    optimizer step.
+    It takes the weights from before the step, and partial batches of later mini-batches come after
+    the first optimizer step.
     """
     if mini_batches * epochs == 1:
         return ""

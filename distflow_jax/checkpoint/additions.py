@@ -22,6 +22,7 @@ from distflow_jax.parallel import processes
 FOLDER, FILE = "additions", "additions.json"
 POLL_SECONDS = 0.05  # between two looks for the checkpoint's name
 _FACTS = "facts.json"  # name of the array that holds the facts as text
+_RENAMED = {"max_lag": "max_staleness", "ledger": "account"}  # facts of earlier releases
 
 
 def announce(checkpoint: epath.Path, number: int) -> None:
@@ -83,7 +84,8 @@ class Addition:
 
     def __init__(self, checkpoint: epath.Path, index: int):
         self._path = _arrays(checkpoint, index)
-        self.facts: dict[str, Any] = json.loads(self.read(_FACTS)[_FACTS].tobytes())
+        facts = json.loads(self.read(_FACTS)[_FACTS].tobytes())
+        self.facts: dict[str, Any] = {_RENAMED.get(key, key): facts[key] for key in facts}
 
     def read(self, *names: str) -> dict[str, np.ndarray]:
         """Arrays by name."""

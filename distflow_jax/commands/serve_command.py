@@ -14,7 +14,7 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes, read_weights
 from distflow_jax.serving.access import Access, read_access
-from distflow_jax.serving.jetstream import GREEDY, door_config, prepare
+from distflow_jax.serving.jetstream import GREEDY, prepare, service_config
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
 
@@ -42,7 +42,7 @@ def main(options: SimpleNamespace) -> int:
     params, step = read_weights(config, source, options.run)
     weights = Weights(params, step)
     engine = make_engine(source, config, answer_sizes(config, source, resumable))
-    jetstream_engine = make_engine(source, config, answer_sizes(config, source, door_config))
+    jetstream_engine = make_engine(source, config, answer_sizes(config, source, service_config))
 
     def load(path: str):
         return read_weights(config, source, path, weights.turns)

@@ -53,7 +53,7 @@ TRAIN = Subcommand(
             "replay",
             "folder",
             "",
-            "Folder of a run with flow.record, whose training is repeated without a sampler.",
+            "Folder of a run with stream.record, whose training is repeated without a sampler.",
         ),
         *JOB,
     ),
@@ -280,7 +280,7 @@ only.""",
 
 WORKER = Subcommand(
     "worker",
-    "Samples for a run with flow.workers, on devices that the run does not have.",
+    "Samples for a run with stream.workers, on devices that the run does not have.",
     (
         CONFIG,
         string(
@@ -315,13 +315,14 @@ WORKER = Subcommand(
         ),
     ),
     (
-        "--config=tiny --join=runs/far --config.flow.workers=True --config.flow.max_lag=1",
+        "--config=tiny --join=runs/far --config.stream.workers=True "
+        "--config.stream.max_staleness=1",
         "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 "
-        "--config.flow.workers=True --config.flow.max_lag=1",
-        "--config=tiny --join=runs/far --nodes=reward --config.flow.workers=True "
-        "--config.flow.max_lag=1",
+        "--config.stream.workers=True --config.stream.max_staleness=1",
+        "--config=tiny --join=runs/far --nodes=reward --config.stream.workers=True "
+        "--config.stream.max_staleness=1",
         "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 "
-        "--config.flow.workers=True --config.flow.max_lag=1",
+        "--config.stream.workers=True --config.stream.max_staleness=1",
     ),
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.user_error import user_error
-from distflow_jax.flow.workers.home_links import NobodyAnswers, Patience
 from distflow_jax.runtime.samplers.foreign_engines import read_engine
 from distflow_jax.runtime.samplers.run_worker import run_worker
+from distflow_jax.stream.links.buffer_links import NobodyAnswers, Patience
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 

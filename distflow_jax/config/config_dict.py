@@ -31,6 +31,20 @@ MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 RENAMED = {
     "mesh.stage": "mesh.pipeline",
     "rollout.environment_seconds": "rollout.environment_timeout",
+    "flow": "stream",
+    "flow.max_lag": "stream.max_staleness",
+    "flow.swap": "stream.weight_update",
+    "flow.waves": "stream.partial_batches",
+    "flow.wave_prompts": "stream.partial_batch_prompts",
+    "flow.wave_rows": "stream.partial_batch_rows",
+    "flow.starved_seconds": "stream.no_workers_seconds",
+    **{
+        f"flow.{key}": f"stream.{key}"
+        for key in (
+            *("cache", "divergence", "order", "round_tokens", "record", "workers", "worker_nodes"),
+            *("listen", "save_seconds", "lease_seconds", "max_tries"),
+        )
+    },
 }
 # keys of earlier releases that need nothing in their place
 REMOVED = ("flow.stagger", "flow.dispatch")

@@ -15,7 +15,6 @@ from distflow_jax.checkpoint.checkpointer import CheckpointConfig
 from distflow_jax.config.config_dict import check_values
 from distflow_jax.coordinator.coordinator import CoordinatorConfig
 from distflow_jax.data.loader import DataConfig
-from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.models.decoder_config import LoraConfig
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig
@@ -24,6 +23,7 @@ from distflow_jax.report.trackers.tracker import check_names
 from distflow_jax.rewards.pool import RewardConfig
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.stages.evaluate import EvalConfig
+from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.training.optimizer import OptimizerConfig
 from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.watchdog.controller import HealthConfig
@@ -126,7 +126,7 @@ class Config:
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    flow: FlowConfig = dataclasses.field(default_factory=FlowConfig)
+    stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
     coordinator: CoordinatorConfig = dataclasses.field(default_factory=CoordinatorConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)

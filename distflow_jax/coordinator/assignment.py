@@ -77,7 +77,8 @@ class Shares:
         ranks = data_ranks(plan.primary)
         _, first, group = np.unique(counter, return_index=True, return_inverse=True)
         member = np.arange(len(counter)) - first[group]  # those of a prompt follow each other
-        # by the groups of a full step: waves fill a mini-batch before they know how many come
+        # by the groups of a full step: partial batches fill a mini-batch before they know how many
+        # come
         mini = group * plan.mini_batches // plan.prompts_per_step
         # processes that share a data rank are one site
         sites = min(ranks, processes)

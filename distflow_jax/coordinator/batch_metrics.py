@@ -112,7 +112,7 @@ _TOKENS = "tokens_of_age"  # as policy_objective.py names them
 _OF_AGE = re.compile(r"(.*rollout_corr/)(\w+)/(\d+)")
 
 
-def staleness_metrics(samples: Samples, step: int, max_lag: int) -> dict[str, float]:
+def staleness_metrics(samples: Samples, step: int, max_staleness: int) -> dict[str, float]:
     """verl's trajectory staleness, and shares of tokens by age and by where they aged. Collective.
 
     A token that step s trains was sampled by version v at age s - 1 - v; a response is as old as
@@ -120,8 +120,8 @@ def staleness_metrics(samples: Samples, step: int, max_lag: int) -> dict[str, fl
     token of its response, and the others while the complete response waited. Observations, which
     nobody sampled, do not count.
     """
-    # tokens by steps; of the last column: above max_lag
-    counts = np.zeros((len(_SHARES), max_lag + 2), np.int64)
+    # tokens by steps; of the last column: above max_staleness
+    counts = np.zeros((len(_SHARES), max_staleness + 2), np.int64)
     oldest = []
     columns = zip(samples.fields[VERSION], samples.response_mask, strict=True)
     for version, mask in columns:
@@ -131,7 +131,7 @@ def staleness_metrics(samples: Samples, step: int, max_lag: int) -> dict[str, fl
         ages, waiting = step - 1 - versions, step - 1 - versions[-1]
         parts = (ages, ages - waiting, np.full_like(ages, waiting))
         for count, part in zip(counts, parts, strict=True):
-            count += np.bincount(np.clip(part, 0, max_lag + 1), minlength=len(count))
+            count += np.bincount(np.clip(part, 0, max_staleness + 1), minlength=len(count))
         oldest.append(ages.max())
     totals = processes.all_gather_ints(counts).sum(axis=0)
     ages = np.concatenate(processes.all_gather_ragged(np.array(oldest, np.int64)))

@@ -102,11 +102,11 @@ class Loader:
         share: SamplerShare | None = None,
         answers: int = 0,
         max_answer: int = 0,
-        observed_lag: int = 1,
+        observed_staleness: int = 1,
     ):
         """`tokenizer` is a SeeingTokenizer where the model takes images. `answers`: answers read
         from each row (1: `chosen`; 2: `rejected` too), of up to `max_answer` tokens each.
-        `observed_lag`: see LengthEstimates."""
+        `observed_staleness`: see LengthEstimates."""
         self._max_answer = max_answer
         self._dataset = dataset
         self._tokenizer = tokenizer
@@ -119,8 +119,8 @@ class Loader:
         most = RowLimits(config.max_prompt_length, max_answer, config.overlong)
         self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
-        self.lengths = LengthEstimates(len(dataset), observed_lag)
-        self.spreads = LengthEstimates(len(dataset), observed_lag)
+        self.lengths = LengthEstimates(len(dataset), observed_staleness)
+        self.spreads = LengthEstimates(len(dataset), observed_staleness)
         order = grain.MapDataset.range(len(self.rows))
         if config.shuffle:
             # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.

@@ -40,13 +40,13 @@ def deal(expected: Sequence[float], samplers: int, *, least: int = 1) -> list[li
 class LengthEstimates:
     """Expected response length of every row of a data set, from earlier responses.
 
-    The estimate for step k uses steps up to k - 1 - `lag`: with a lag of 1 step k's prompts are
-    assigned while step k - 1 runs. The same on every process, with or without reading ahead, and
-    after a resume.
+    The estimate for step k uses steps up to k - 1 - `staleness`: with a staleness of 1 step k's
+    prompts are assigned while step k - 1 runs. The same on every process, with or without reading
+    ahead, and after a resume.
     """
 
-    def __init__(self, num_rows: int, lag: int = 1):
-        self._lag = lag
+    def __init__(self, num_rows: int, staleness: int = 1):
+        self._staleness = staleness
         self._length = np.zeros(num_rows, np.float32)  # 0: never answered
         self._pending: list[tuple[int, np.ndarray, np.ndarray]] = []  # (step, rows, lengths)
         self._lock = threading.Lock()
@@ -55,12 +55,14 @@ class LengthEstimates:
         """Records the mean response length in tokens (at least 1) of a step's rows, [n] each."""
         with self._lock:
             self._pending.append((step, np.asarray(rows), np.asarray(lengths, np.float32)))
-            self._absorb(step - self._lag)  # no state of an earlier step is asked for any more
+            self._absorb(
+                step - self._staleness
+            )  # no state of an earlier step is asked for any more
 
     def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Expected tokens of each row, float32 [n]; an unknown row gets the mean of the known."""
         with self._lock:
-            length = self._length_at(step - 1 - self._lag)
+            length = self._length_at(step - 1 - self._staleness)
             known = length[length > 0]
             mean = np.float32(known.mean(dtype=np.float64)) if len(known) else np.float32(1)
             found = length[rows]
@@ -72,7 +74,7 @@ class LengthEstimates:
         Those of later steps may have been used already: they are drawn ahead.
         """
         with self._lock:
-            self._absorb(step - self._lag)
+            self._absorb(step - self._staleness)
             return {
                 "length": base64.b64encode(zlib.compress(self._length.tobytes())).decode(),
                 "pending": [[s, r.tolist(), n.tolist()] for s, r, n in self._pending],

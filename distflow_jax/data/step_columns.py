@@ -14,7 +14,7 @@ from distflow_jax.batch import Prompt
 ANSWERS = {"prompts": None, "demonstrations": 1, "preferences": 2}
 
 
-def given_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Sequence[Any]]:
+def loader_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Sequence[Any]]:
     """The columns of a step: uid, prompt and, where prompts bring answers, response, response_mask
     and finished.
 

@@ -106,7 +106,9 @@ def _changes(
             f"{where}={name!r}",
             lambda s, share=share: dataclasses.replace(s, optimizer=int(share * s.optimizer)),
         )
-    moves = (planned.samples_apart or not config.flow.ahead) and not config.flow.in_waves
+    moves = (
+        planned.samples_apart or not config.stream.ahead
+    ) and not config.stream.in_partial_batches
     if config.training.offload == "none" and moves and planned.machine.platform != "cpu":
         apart = planned.samples_apart
         residencies = plan_residency(planned.plan, planned.samplers, apart=apart)

@@ -49,7 +49,8 @@ class Segment:
     trains: bool
     parameters: int  # of all models on the device
     optimizer: int  # states of their optimizers
-    gradients: int  # of the model that the segment trains; of waves, the step's accumulators
+    # of the model that the segment trains; of partial batches, the step's accumulators
+    gradients: int
     temporaries: int | None  # activations and other temporaries of its program; None: unknown
     sampler_weights: int
     cache: int  # of the sampler: keys and values, slots, features of images, prompts being read
@@ -143,7 +144,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
 
-    What waves add up (training/update.py) is there from the first program of a step on a
+    What partial batches add up (training/update.py) is there from the first program of a step on a
     mesh to the last, beside the gradient of a micro-batch.
 
     Args:
@@ -182,7 +183,7 @@ def plan_memory(
                 where if program is None else unit.layout,
                 [items[item] for item in meanwhile | stays]
                 + (sums if program else [])
-                + (reading if sampling or planned.config.flow.ahead else []),
+                + (reading if sampling or planned.config.stream.ahead else []),
                 batch.get(name, 0),
                 extra,
                 max((_gradients(planned, key, program) for key in trained), default=0),
@@ -255,7 +256,8 @@ def _trained(unit: Unit) -> set[str]:
 
 
 def _accumulators(programs: Mapping[str, Program]) -> dict[str, Any]:
-    """Specs of what waves add up, by state key, of the models whose updates take waves."""
+    """Specs of what partial batches add up, by state key, of the models whose updates take partial
+    batches."""
     return {
         key: state.sums
         for program in programs.values()

@@ -37,20 +37,6 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import Sight
 from distflow_jax.environments.registry import CallLimits, Environments, load_environment
-from distflow_jax.flow.budgets import deadline_rule
-from distflow_jax.flow.flow_checks import check_flow, check_waves
-from distflow_jax.flow.frames.node_frames import prompt_facts
-from distflow_jax.flow.lag_rule import Rule
-from distflow_jax.flow.node_checks import check_workers
-from distflow_jax.flow.waves.recordings import Recording
-from distflow_jax.flow.waves.streamed_nodes import (
-    described,
-    nodes_that_need_the_batch,
-    streamed_nodes,
-    streamed_units,
-)
-from distflow_jax.flow.wire.tls import read_wire_tls
-from distflow_jax.flow.workers.doors import check_listen
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.vision.image_layout import image_layout
@@ -60,6 +46,7 @@ from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.parallel.own_code import hashes_of, strings_in
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
+from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
 from distflow_jax.planning.run_models import (
     ModelOfRun,
     models_of,
@@ -69,11 +56,24 @@ from distflow_jax.planning.run_models import (
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
-from distflow_jax.planning.waves.replayed_run import check_replay, start_of_run
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.rewards.registry import NEED_TRUTH
 from distflow_jax.stages.registry import Demands, settle_reads
+from distflow_jax.stream import deadlines
+from distflow_jax.stream.batches.recordings import Recording
+from distflow_jax.stream.batches.streamed_nodes import (
+    described,
+    nodes_that_need_the_batch,
+    streamed_nodes,
+    streamed_units,
+)
+from distflow_jax.stream.frames.node_frames import prompt_facts
+from distflow_jax.stream.links.buffer_addresses import check_listen
+from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.stream_checks import check_partial_batches, check_stream
+from distflow_jax.stream.wire.tls import read_wire_tls
+from distflow_jax.stream.worker_checks import check_workers
 from distflow_jax.user_functions import load_function
 
 
@@ -95,7 +95,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         if config.training.router_replay:
             graph = with_router_replay(graph)
         ages = [ALPHA] if ALPHA in config.algorithm.update_reads else []
-        graph = with_ages(graph, [*ages, AGE] if config.flow.ahead else ages)
+        graph = with_ages(graph, [*ages, AGE] if config.stream.ahead else ages)
         graph = settle_reads(graph, Demands(config.algorithm, updates))
     return config, graph
 
@@ -185,15 +185,16 @@ class RunPlan:
         memory of asynchronous steps."""
         found, waiting, streamed = self.residencies, self.waiting, self.streamed
         column, reasons = described(streamed) if streamed else ({}, "")
-        text = self.plan.describe({"waves": column} if streamed else {})
+        text = self.plan.describe({"partial_batches": column} if streamed else {})
         text += f"\n{reasons}" if reasons else ""
         text += f"\n{describe(found)}" if found else ""
         return text + (f"\n{waiting.describe()}" if waiting else "")
 
     @property
     def streamed(self) -> dict[str, str]:
-        """Node id -> whether it runs wave by wave, or why not; {} without waves."""
-        if not self.config.flow.in_waves:
+        """Node id -> whether it runs partial batch by partial batch, or why not; {} without partial
+        batches."""
+        if not self.config.stream.in_partial_batches:
             return {}
         training = self.config.training
         minis, algorithm = training.mini_batches, self.config.algorithm
@@ -204,7 +205,7 @@ class RunPlan:
 
     @property
     def streamed_units(self) -> tuple[Unit, ...]:
-        """The units that run wave by wave; () without waves."""
+        """The units that run partial batch by partial batch; () without partial batches."""
         return streamed_units(self.plan, self.streamed) if self.streamed else ()
 
     @property
@@ -219,7 +220,7 @@ class RunPlan:
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
-        return {} if self.config.flow.workers else self.sampled
+        return {} if self.config.stream.workers else self.sampled
 
     @property
     def sampled(self) -> dict[str, str]:
@@ -239,13 +240,13 @@ class RunPlan:
         """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        samplers = self.sampled if self.config.flow.workers else self.samplers
+        samplers = self.sampled if self.config.stream.workers else self.samplers
         return plan_residency(self.plan, samplers, apart=self.samples_apart)
 
     @property
     def samples_apart(self) -> bool:
         """Whether samplers run ahead on devices of their own."""
-        return self.config.flow.ahead and _apart(self.config, self.sizes)
+        return self.config.stream.ahead and _apart(self.config, self.sizes)
 
 
 @dataclasses.dataclass
@@ -307,7 +308,7 @@ def plan_run(
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
     check_workers(
-        config.flow,
+        config.stream,
         made,
         sampler_part=SAMPLERS in config.mesh.roles,
         environment=config.rollout.environment,
@@ -315,8 +316,8 @@ def plan_run(
         stuck_seconds=config.health.stuck_seconds,
     )
     own_devices = _apart(config, sizes)
-    check_flow(
-        config.flow,
+    check_stream(
+        config.stream,
         made,
         config.algorithm,
         sampler_hosts=sizes.sampler_hosts,
@@ -324,8 +325,8 @@ def plan_run(
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
     )
-    check_waves(
-        config.flow,
+    check_partial_batches(
+        config.stream,
         made,
         own_devices=own_devices,
         offload=config.training.offload,
@@ -393,16 +394,16 @@ def prepare(
     config, source, sizes = run.config, run.source, run.sizes
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
-    if config.flow.workers:
+    if config.stream.workers:
         read_wire_tls()  # files that do not fit are found here
-        check_listen("flow.listen", config.flow.listen)
+        check_listen("stream.listen", config.stream.listen)
     with shown("open_data"):
         loader = open_loader(run, dataset)
         if source.tokenizer.is_chat(loader.prompt(0).text):
             source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
-        if config.flow.worker_nodes:
+        if config.stream.worker_nodes:
             prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
         with contextlib.ExitStack() as on_failure:
             environments = open_environments(config, source, loader.prompt(0), on_failure)
@@ -456,10 +457,10 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
         prompt_encoder(source, config.data.image_tokens),
         config.data,
         seed=config.seed,
-        share=sampler_share(run.sizes, run.machine, in_turn=config.flow.workers),
+        share=sampler_share(run.sizes, run.machine, in_turn=config.stream.workers),
         answers=ANSWERS[run.graph.data] or 0,
         max_answer=config.rollout.max_response_length,
-        observed_lag=_observed_lag(config, run.plan),
+        observed_staleness=_observed_staleness(config, run.plan),
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
@@ -498,15 +499,19 @@ def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
     return SeeingTokenizer(source.tokenizer, image_layout(vision, source.tokenizer, image_tokens))
 
 
-def flow_rule(config: Config, plan: Plan) -> Rule:
+def stream_rule(config: Config, plan: Plan) -> Rule:
     """The rule by which samplers of a run begin groups."""
-    rounds = plan.region.max_rounds if plan.region and config.flow.ahead else 1
-    return Rule(config.data.prompts_per_step, config.flow.max_lag, rounds)
+    rounds = plan.region.max_rounds if plan.region and config.stream.ahead else 1
+    return Rule(config.data.prompts_per_step, config.stream.max_staleness, rounds)
 
 
-def _observed_lag(config: Config, plan: Plan) -> int:
-    rule = flow_rule(config, plan)
-    return deadline_rule.observed_lag(rule) if config.flow.round_tokens else rule.observed_lag
+def _observed_staleness(config: Config, plan: Plan) -> int:
+    rule = stream_rule(config, plan)
+    return (
+        deadlines.observed_staleness(rule)
+        if config.stream.round_tokens
+        else rule.observed_staleness
+    )
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:
@@ -598,7 +603,7 @@ def sampler_share(sizes: Sizes, machine: Machine, *, in_turn: bool = False) -> S
 
 def _apart(config: Config, sizes: Sizes) -> bool:
     """Whether what samples has devices that no trainer uses."""
-    return config.flow.workers or sizes.samplers_have_own_devices
+    return config.stream.workers or sizes.samplers_have_own_devices
 
 
 def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:

@@ -57,7 +57,8 @@ class Sizes:
     micro_rows: int  # rows of a micro-batch per data rank
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
-    wave: PackingPlan | None = None  # of a wave, if steps are trained on in waves
+    # of a partial batch, if steps are trained on in partial batches
+    partial_batch: PackingPlan | None = None
 
     def mesh_of(self, role: str, model: str | None = None) -> MeshSizes:
         """The mesh of a training role, or of one of its models."""
@@ -164,7 +165,7 @@ def derive_sizes(
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
-        wave=_wave_packing(config, graph, (micro, together), mesh, roles),
+        partial_batch=_partial_batch_packing(config, graph, (micro, together), mesh, roles),
     )
     return _with_images(sizes, config, model, machine.platform)
 
@@ -187,7 +188,9 @@ def _with_images(sizes: Sizes, config: Config, model: DecoderConfig, platform: s
     return dataclasses.replace(
         sizes,
         packing=dataclasses.replace(sizes.packing, images=images),
-        wave=None if sizes.wave is None else dataclasses.replace(sizes.wave, images=images),
+        partial_batch=None
+        if sizes.partial_batch is None
+        else dataclasses.replace(sizes.partial_batch, images=images),
         forward=dataclasses.replace(sizes.forward, tower=of_rows),
         engine=dataclasses.replace(sizes.engine, tower=of_prompts),
     )
@@ -431,7 +434,7 @@ def with_trajectories(
     `samplers` of `ranks` data ranks each.
     """
     rollout, lanes = config.rollout, engine.slots
-    useful = (1 + config.flow.max_lag) * config.data.prompts_per_step * rollout.num_samples
+    useful = (1 + config.stream.max_staleness) * config.data.prompts_per_step * rollout.num_samples
     wanted = min(useful, rollout.trajectories(lanes * samplers))
     slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
     return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
@@ -440,7 +443,7 @@ def with_trajectories(
 def _longest_read(config: Config, response: int) -> int:
     """Tokens that a sampler may have to read at once; 0: a prompt's."""
     longest = config.data.max_prompt_length + response
-    if config.flow.ahead:  # of a response that was suspended
+    if config.stream.ahead:  # of a response that was suspended
         return longest
     # after a long observation, all of a response but its last token may be prefilled again
     return longest - 1 if config.rollout.environment else 0
@@ -470,31 +473,33 @@ def _packing(
     return _packing_of(config, limits, needed, micro, mesh, roles)
 
 
-def _wave_packing(
+def _partial_batch_packing(
     config: Config,
     graph: Graph | None,
     micro: tuple[int, int],
     mesh: MeshSizes,
     roles: Mapping[str, MeshSizes],
 ) -> PackingPlan | None:
-    """Rows of a wave on every training mesh; None without waves. `micro`: as of `_packing`."""
-    flow = config.flow
-    if not flow.in_waves:
+    """Rows of a partial batch on every training mesh; None without partial batches. `micro`: as of
+    `_packing`."""
+    stream = config.stream
+    if not stream.in_partial_batches:
         return None
-    limits, needed = _limits_and_rows(config, graph, max(1, flow.wave_prompts))
-    if flow.waves == "ready":
+    limits, needed = _limits_and_rows(config, graph, max(1, stream.partial_batch_prompts))
+    if stream.partial_batches == "ready":
         by = {"training.micro_batch_rows": mesh.ranks * micro[0]}
         if any(sizes.pipeline > 1 for sizes in (mesh, *roles.values())):
             by["training.pipeline_microbatches"] = micro[1]
-        _divides("flow.wave_rows", flow.wave_rows, by)
-        if needed > flow.wave_rows:
+        _divides("stream.partial_batch_rows", stream.partial_batch_rows, by)
+        if needed > stream.partial_batch_rows:
             unit = math.prod(by.values())
             raise ValueError(
-                f"flow.wave_rows={flow.wave_rows} are too few for the longest group, which takes "
-                f"up to {needed} rows of training.row_tokens={config.training.row_tokens}; use at "
-                f"least {-(-needed // unit) * unit}"
+                f"stream.partial_batch_rows={stream.partial_batch_rows} are too few for the "
+                f"longest group, which takes up to {needed} rows of "
+                f"training.row_tokens={config.training.row_tokens}; use at least "
+                f"{-(-needed // unit) * unit}"
             )
-        needed = flow.wave_rows
+        needed = stream.partial_batch_rows
     packing = _packing_of(config, limits, needed, micro, mesh, roles)
     return dataclasses.replace(packing, mini_batches=1)
 

@@ -50,7 +50,7 @@ def describe_sizes(
         ("attention in rows", sizes.attention.name, sizes.attention.why),
         *_tower_rows(sizes),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
-        *_wave_rows(sizes, config),
+        *_partial_batch_rows(sizes, config),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
         *_pipeline_rows(sizes),
         *_offload_rows(config.training.offload, machine),
@@ -149,15 +149,15 @@ def _pipeline_rows(sizes: Sizes) -> list[tuple]:
     return [("pipeline", f"{sizes.pipeline_ranks} ranks", text)]
 
 
-def _wave_rows(sizes: Sizes, config: Config) -> list[tuple]:
-    wave = sizes.wave
-    if wave is None:
+def _partial_batch_rows(sizes: Sizes, config: Config) -> list[tuple]:
+    partial_batch = sizes.partial_batch
+    if partial_batch is None:
         return []
-    rows = wave.rows[wave.primary] * sizes.mesh_of("ACTOR").ranks
+    rows = partial_batch.rows[partial_batch.primary] * sizes.mesh_of("ACTOR").ranks
     groups = "complete groups that fill it"
-    if config.flow.waves == "counter":
-        groups = f"{config.flow.wave_prompts} groups at most"
-    return [("rows of a wave", rows, f"over all data ranks, for {groups}")]
+    if config.stream.partial_batches == "counter":
+        groups = f"{config.stream.partial_batch_prompts} groups at most"
+    return [("rows of a partial batch", rows, f"over all data ranks, for {groups}")]
 
 
 def _offload_rows(offload: str, machine: Machine) -> list[tuple]:

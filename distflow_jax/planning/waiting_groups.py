@@ -1,6 +1,7 @@
 """Host memory of asynchronous steps: groups that wait for their step, and weights on their way.
 
-Known before step 1: at most (flow.max_lag + 1) x data.prompts_per_step groups exist at a time.
+Known before step 1: at most (stream.max_staleness + 1) x data.prompts_per_step groups exist at a
+  time.
 """
 
 import dataclasses
@@ -14,8 +15,6 @@ from distflow_jax.batch import TokenColumn
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan
-from distflow_jax.flow.flow_checks import nodes_ahead
-from distflow_jax.flow.waves.recordings import MOST_UNWRITTEN
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.images.picture_files import PREVIEW
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, VERSION
@@ -26,6 +25,8 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.stages.registry import per_token_fields
+from distflow_jax.stream.batches.recordings import MOST_UNWRITTEN
+from distflow_jax.stream.stream_checks import nodes_ahead
 
 _TOKEN, _NUMBER = 4, 8  # bytes of a token or of its number, and of a number of a response
 
@@ -39,7 +40,7 @@ class WaitingGroups:
     """
 
     nodes: tuple[str, ...]  # that run ahead
-    max_lag: int
+    max_staleness: int
     prompts_per_step: int
     share: int  # groups of a step on this host's sampler
     columns: Mapping[str, int]  # of a group, by field
@@ -51,7 +52,7 @@ class WaitingGroups:
     @property
     def groups(self) -> int:
         """Groups of a host that exist at a time, at most."""
-        return (self.max_lag + 1 + self.unwritten) * self.share
+        return (self.max_staleness + 1 + self.unwritten) * self.share
 
     @property
     def group(self) -> int:
@@ -71,17 +72,18 @@ class WaitingGroups:
         advice = "use a host with more memory"
         steps = room // (self.share * self.group) - self.unwritten
         if steps > 0:
-            advice = f"use flow.max_lag={steps - 1}"
+            advice = f"use stream.max_staleness={steps - 1}"
         elif (share := room * self.share // (self.groups * self.group)) > 0:
             most = share * self.prompts_per_step // self.share
-            advice = f"lower flow.max_lag, or use data.prompts_per_step={most} or less"
+            advice = f"lower stream.max_staleness, or use data.prompts_per_step={most} or less"
         weights = ""
         if self.buffers:
             weights = f", and {format_bytes(self.buffers * self.buffer)} weights on their way"
         raise ValueError(
-            f"flow.max_lag={self.max_lag} with data.prompts_per_step={self.prompts_per_step} lets "
-            f"{self.groups} groups of {format_bytes(self.group)} wait on a host{weights}, which "
-            f"has {format_bytes(self.host)}: {advice}"
+            f"stream.max_staleness={self.max_staleness} with "
+            f"data.prompts_per_step={self.prompts_per_step} lets {self.groups} groups of "
+            f"{format_bytes(self.group)} wait on a host{weights}, which has "
+            f"{format_bytes(self.host)}: {advice}"
         )
 
     def describe(self) -> str:
@@ -96,8 +98,8 @@ class WaitingGroups:
             rows.append(("weights", self.buffers, format_bytes(self.buffer), all_weights))
         rows.append(("sum", "", "", format_bytes(self.total)))
         return (
-            f"{', '.join(self.nodes)} run ahead of the training, at most {self.max_lag} steps\n"
-            f"memory of a host for groups that wait and weights on their way, {has}\n\n"
+            f"{', '.join(self.nodes)} run ahead of the training, at most {self.max_staleness} "
+            f"steps\nmemory of a host for groups that wait and weights on their way, {has}\n\n"
             f"{text_table([tuple(map(str, row)) for row in rows])}\n"
         )
 
@@ -116,11 +118,11 @@ def waiting_groups(
     config: Config, plan: Plan, sizes: Sizes, model: DecoderConfig, machine: Machine
 ) -> WaitingGroups | None:
     """The host memory of a run whose samplers run ahead; None for others."""
-    if not config.flow.ahead:
+    if not config.stream.ahead:
         return None
     ahead = nodes_ahead(plan)
     samplers = machine.processes // sizes.sampler_hosts
-    own = sizes.samplers_have_own_devices or config.flow.workers
+    own = sizes.samplers_have_own_devices or config.stream.workers
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     of_response = {"uid": 2 * _NUMBER}
     for node in ahead:
@@ -136,15 +138,15 @@ def waiting_groups(
         columns["images"] = _patch_bytes(images, prompt) + 3 * PREVIEW**2
     return WaitingGroups(
         nodes=tuple(node.id for node in ahead),
-        max_lag=config.flow.max_lag,
+        max_staleness=config.stream.max_staleness,
         prompts_per_step=config.data.prompts_per_step,
         share=-(-config.data.prompts_per_step // samplers),
         columns=columns,
-        buffers=config.flow.buffers if own else 0,
+        buffers=config.stream.buffers if own else 0,
         buffer=_leaving_bytes(sizes, model, machine),
         host=machine.host_memory,
         # the one that waits to be written is beyond them
-        unwritten=MOST_UNWRITTEN + 1 if config.flow.record else 0,
+        unwritten=MOST_UNWRITTEN + 1 if config.stream.record else 0,
     )
 
 

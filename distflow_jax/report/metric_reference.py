@@ -299,29 +299,32 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Asynchronous steps": (
-        Metric("training/waves", "with flow.waves: waves of the step"),
-        Metric("training/groups", "with flow.round_tokens: groups of the step"),
+        Metric(
+            "training/partial_batches", "with stream.partial_batches: partial batches of the step"
+        ),
+        Metric("training/groups", "with stream.round_tokens: groups of the step"),
         Metric(
             "training/rollout_tokens",
-            "with flow.round_tokens: tokens that were sampled in the step's rollout",
+            "with stream.round_tokens: tokens that were sampled in the step's rollout",
         ),
         Metric(
             "training/rollout_tokens_beyond",
-            "those of them beyond flow.round_tokens",
+            "those of them beyond stream.round_tokens",
             "much of the rollout for long: it waits for groups that have to be trained; raise "
-            "flow.max_lag or flow.round_tokens",
+            "stream.max_staleness or stream.round_tokens",
         ),
         Metric(
             "training/off_policy/trajectory_staleness/{mean,max,min}",
             "training steps since the weights that sampled a response's oldest token",
-            "mean near flow.max_lag: samplers are far ahead; give them fewer devices, or lower it",
+            "mean near stream.max_staleness: samplers are far ahead; give them fewer devices, or "
+            "lower it",
         ),
         Metric("training/off_policy/age_share/{age}", "share of tokens of this age in steps"),
         Metric(
             "training/off_policy/divergence",
-            "with flow.divergence: D, nats per token (k3) between the weights before the step and "
-            "the oldest that samplers would go on with",
-            "below flow.divergence in most steps: weights move when a sampler has nothing to do",
+            "with stream.divergence: D, nats per token (k3) between the weights before the step "
+            "and the oldest that samplers would go on with",
+            "below stream.divergence in most steps: weights move when a sampler has nothing to do",
         ),
         Metric(
             "perf/tokens/{sampled,trained,filtered,lost,under_way}",
@@ -332,10 +335,10 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/workers/{alive,expired,second}",
-            "with flow.workers, at the first trainer: workers heard of lately that bring what they "
-            "get; leases that ended without a result and second results of a response, since the "
-            "trainers started",
-            "expired rises while workers live: raise flow.lease_seconds",
+            "with stream.workers, at the first trainer: workers heard of lately that bring what "
+            "they get; leases that ended without a result and second results of a response, since "
+            "the trainers started",
+            "expired rises while workers live: raise stream.lease_seconds",
         ),
         Metric(
             "training/off_policy/in_flight_share/{steps}",
@@ -346,18 +349,18 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "training/off_policy/waiting_share/{steps}",
             "share of tokens whose response was trained on so many steps after the weights that "
             "sampled its last token",
-            "most near flow.max_lag: samplers are ahead and wait; give them fewer devices",
+            "most near stream.max_staleness: samplers are ahead and wait; give them fewer devices",
         ),
         Metric(
             "rollout_corr/{kl,k3_kl}/{age}",
             "rollout_corr/kl and k3_kl over the tokens of this age",
-            "rises steeply with the age: lower flow.max_lag, or the learning rate",
+            "rises steeply with the age: lower stream.max_staleness, or the learning rate",
         ),
         Metric(
             "rollout_corr/rollout_is_eff_sample_size",
-            "with flow.max_lag and algorithm.correction: share of the tokens that would weigh as "
-            "much if all weights were equal, mean(weight)^2 / mean(weight^2)",
-            "below 0.5: few tokens carry the gradient; lower flow.max_lag or the bounds",
+            "with stream.max_staleness and algorithm.correction: share of the tokens that would "
+            "weigh as much if all weights were equal, mean(weight)^2 / mean(weight^2)",
+            "below 0.5: few tokens carry the gradient; lower stream.max_staleness or the bounds",
         ),
     ),
     "Rewards": (
@@ -445,15 +448,16 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("timing_s/update_weights", "weight sync from trainer to sampler"),
         Metric(
             "timing_s/wait_for_samples",
-            "with flow.max_lag: until all processes have their groups of the step; on devices of "
-            "the trainer's, sampling",
-            "most of the step, with samplers beside it: give them more devices, or raise max_lag",
+            "with stream.max_staleness: until all processes have their groups of the step; on "
+            "devices of the trainer's, sampling",
+            "most of the step, with samplers beside it: give them more devices, or raise "
+            "max_staleness",
         ),
         Metric("timing_s/{testing,save_checkpoint}", "evaluation; start of a checkpoint"),
         Metric(
             "timing_s/evaluation",
-            "evaluation by samplers beside the training (flow.swap=boundary); timing_s/testing is "
-            "then what the training waits for it",
+            "evaluation by samplers beside the training (stream.weight_update=boundary); "
+            "timing_s/testing is then what the training waits for it",
         ),
         Metric("timing_s/{compile_programs,compile_sampler}", "compilation, before step 1"),
         Metric("timing_s/{statistics,write_profile}", "metrics of the step; writing of a profile"),
@@ -465,7 +469,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "timing_s/take_weights",
             "with samplers on devices of their own: arrival of weights there, in the sampler's "
-            "thread; see perf/weight_swap",
+            "thread; see perf/weight_update",
         ),
         Metric("timing_s/reshard", "packing and moving the batch"),
         Metric(
@@ -493,7 +497,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "with an environment: share of the time of decode slots in which they had a response, "
             "while any was under way",
             "below 0.5: responses wait for their environments; raise rollout.max_trajectories, and "
-            "data.prompts_per_step or flow.max_lag if no more may be under way",
+            "data.prompts_per_step or stream.max_staleness if no more may be under way",
         ),
         Metric(
             "perf/trajectories/{tool_seconds,slot_seconds}",
@@ -509,23 +513,23 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "rollout.max_trajectories",
         ),
         Metric(
-            "perf/weight_swap/{leave,arrive}",
-            "with flow.max_lag, mean over processes: seconds in which the training sends weights, "
-            "and in which a sampler takes weights in place of decoding",
+            "perf/weight_update/{leave,arrive}",
+            "with stream.max_staleness, mean over processes: seconds in which the training sends "
+            "weights, and in which a sampler takes weights in place of decoding",
         ),
         Metric(
-            "perf/weight_swap/{exposed,hidden}",
+            "perf/weight_update/{exposed,hidden}",
             "those of them that delay the training, which sends weights or waits for samples; "
             "those beside a training at work",
             "exposed is a large share of the step: give samplers devices of their own, or raise "
-            "flow.max_lag",
+            "stream.max_staleness",
         ),
         Metric(
-            "perf/weight_swap/skipped",
-            "with flow.divergence: 1 if the step's weights were not published at its end, else 0",
+            "perf/weight_update/skipped",
+            "with stream.divergence: 1 if the step's weights were not published at its end, else 0",
         ),
         Metric(
-            "perf/weight_swap/bytes",
+            "perf/weight_update/bytes",
             "bytes of weights that came to a sampler or its host since the "
             "groups of the step before were taken, mean over processes",
         ),

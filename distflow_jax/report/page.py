@@ -133,7 +133,7 @@ def run_sections(run: RunFolder, number: int) -> dict[str, str]:
     """
     bodies = {
         "timeline": run_timeline(run.events),
-        "times": step_bars(run.plan, run.steps, run.waves),
+        "times": step_bars(run.plan, run.steps, run.partial_batches),
         "plan": _plan(run),
         "samples": sample_cards(run),
         "processes": processes(run.stragglers),

@@ -42,7 +42,7 @@ class Span:
     thread: str
     start: float
     end: float
-    wave: int = 0  # number of the wave that it belongs to; 0: none
+    partial_batch: int = 0  # number of the partial batch that it belongs to; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +50,12 @@ class RunFolder:
     """The contents of a run's folder.
 
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
-    `earlier` those of other files that have the same prompts;
-    `steps` the spans of the first and the last step in the trace; `waves` the records of waves of
-    these steps (flow/waves/wave_records.py); `stragglers` the records of
-    RunWriter.stragglers, `events` those of RunWriter.event; `objectives` what the plan's nodes
-    train, in their order, as "policy" or "value"; `samples_prompts` whether a node samples
-    responses; `notes` the problems that were met.
+    `earlier` those of other files that have the same prompts; `steps` the spans of the first and
+    the last step in the trace; `partial_batches` the records of partial batches of these steps
+    (stream/batches/partial_batch_records.py); `stragglers` the records of RunWriter.stragglers,
+    `events` those of RunWriter.event; `objectives` what the plan's nodes train, in their order, as
+    "policy" or "value"; `samples_prompts` whether a node samples responses; `notes` the problems
+    that were met.
     """
 
     name: str
@@ -64,7 +64,7 @@ class RunFolder:
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
     earlier: Mapping[str, Sequence[Mapping[str, Any]]]
     steps: Mapping[int, Sequence[Span]]
-    waves: Mapping[int, Sequence[Mapping[str, Any]]]
+    partial_batches: Mapping[int, Sequence[Mapping[str, Any]]]
     stragglers: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     plan: Sequence[PlannedNode]
@@ -93,7 +93,7 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
         samples=samples,
         earlier=_earlier(folder / "samples", samples),
         steps=steps,
-        waves=_waves(folder / "waves.jsonl", steps, notes),
+        partial_batches=_partial_batches(folder / "partial_batches.jsonl", steps, notes),
         stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
         events=_thinned(folder / "events.jsonl", _MOST_EVENTS, notes),
         plan=_plan(tree),
@@ -345,10 +345,10 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
     }
 
 
-def _waves(
+def _partial_batches(
     path: pathlib.Path, steps: Iterable[int], notes: list[str]
 ) -> dict[int, list[dict[str, Any]]]:
-    """Records of the waves of some steps, in their order."""
+    """Records of the partial batches of some steps, in their order."""
     if not inside(path, path.parent):
         return {}
     words = [b'"step": %d,' % step for step in steps]
@@ -396,10 +396,16 @@ def _step(event: Mapping[str, Any]) -> int | None:
     return step if isinstance(step, int) and _timed(event) else None
 
 
-def _wave(event: Mapping[str, Any]) -> int:
+def _partial_batch(event: Mapping[str, Any]) -> int:
     args = event.get("args")
-    wave = args.get("wave") if isinstance(args, Mapping) else None
-    return wave if isinstance(wave, int) and not isinstance(wave, bool) and wave > 0 else 0
+    partial_batch = args.get("partial_batch") if isinstance(args, Mapping) else None
+    return (
+        partial_batch
+        if isinstance(partial_batch, int)
+        and not isinstance(partial_batch, bool)
+        and partial_batch > 0
+        else 0
+    )
 
 
 def _timed(event: Mapping[str, Any]) -> bool:
@@ -430,7 +436,7 @@ def _spans(own: Iterable[dict[str, Any]], attempt: Iterable[dict[str, Any]]) -> 
             "" if e.get("tid") in main else threads.get(e.get("tid")) or str(e.get("tid")),
             (e["ts"] - begin) / 1e6,
             (e["ts"] + e["dur"] - begin) / 1e6,
-            _wave(e),
+            _partial_batch(e),
         )
         for e in sorted([*own, *others], key=lambda e: (e["ts"], e["dur"]))
     ]

@@ -18,12 +18,15 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.planning.compiled_plan import CompiledPlan, compile_plan
 from distflow_jax.planning.field_specs import FieldSpecs, per_token_values
+from distflow_jax.planning.partial_batches.deferred_fields import check_deferred
+from distflow_jax.planning.partial_batches.partial_batch_programs import (
+    PartialBatchPrograms,
+    trace_partial_batches,
+)
 from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout
 from distflow_jax.planning.run_models import States
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program, trace_plan
-from distflow_jax.planning.waves.carried_fields import check_carried
-from distflow_jax.planning.waves.wave_programs import WavePrograms, trace_waves
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import ContextFactory
@@ -51,8 +54,8 @@ class Runtime:
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
     contexts: ContextFactory  # of the plan's nodes
-    waves: WavePrograms | None = None  # of steps in waves
-    wave_coordinator: Coordinator | None = None  # of one wave after the other
+    partial_batches: PartialBatchPrograms | None = None  # of steps in partial batches
+    partial_batch_coordinator: Coordinator | None = None  # of one partial batch after the other
 
     @property
     def programs(self) -> Mapping[str, Program]:
@@ -92,11 +95,11 @@ def build(
         waiting=spans.waiting,
     )
     stages, first = contexts.stages(run.plan.tasks)
-    programs, waves = _trace(run, stages, first, meshes)
+    programs, partial_batches = _trace(run, stages, first, meshes)
     with phase("compile_programs"):
         compiled = compile_plan(run, programs)
-        if waves is not None:
-            waves.compile()
+        if partial_batches is not None:
+            partial_batches.compile()
     units = {unit.name: unit for unit in run.plan.units}
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
@@ -114,8 +117,9 @@ def build(
         member=member,
         hosts=sizes.sampler_hosts,
         contexts=contexts,
-        waves=waves,
-        wave_coordinator=waves and _coordinator(run, run.sizes.wave, meshes, spans.span),
+        partial_batches=partial_batches,
+        partial_batch_coordinator=partial_batches
+        and _coordinator(run, run.sizes.partial_batch, meshes, spans.span),
     )
 
 
@@ -142,8 +146,8 @@ def _trace(
     stages: Mapping[str, Stage],
     first_states: Mapping[str, Any],
     meshes: Mapping[Layout, jax.sharding.Mesh],
-) -> tuple[dict[str, Program], WavePrograms | None]:
-    """The programs of all units on meshes, and those of waves among them."""
+) -> tuple[dict[str, Program], PartialBatchPrograms | None]:
+    """The programs of all units on meshes, and those of partial batches among them."""
     layouts = {task.state_key: task.layout for task in run.plan.tasks}
     states = States(run.models, run.source, run.config, meshes).specs()
     for key, value in first_states.items():
@@ -151,15 +155,18 @@ def _trace(
             whole = NamedSharding(meshes[layouts[key]], PartitionSpec())
             states[key] = jax.ShapeDtypeStruct(np.shape(value), value.dtype, sharding=whole)
     specs = FieldSpecs(run.sizes.packing, meshes, run.sizes.routed)
-    if not run.config.flow.in_waves:
+    if not run.config.stream.in_partial_batches:
         return trace_plan(run.plan, stages, states, specs), None
-    units, of_wave = run.streamed_units, dataclasses.replace(specs, packing=run.sizes.wave)
-    waves = trace_waves(run.plan, stages, states, of_wave, units)
-    check_carried(run.plan, units, waves.units.values(), of_wave)
+    units, of_partial_batch = (
+        run.streamed_units,
+        dataclasses.replace(specs, packing=run.sizes.partial_batch),
+    )
+    partial_batches = trace_partial_batches(run.plan, stages, states, of_partial_batch, units)
+    check_deferred(run.plan, units, partial_batches.units.values(), of_partial_batch)
     programs: dict[str, Program] = {}
     if len(units) < len(run.plan.units):  # fields of those that stream enter the others
         programs = trace_plan(run.plan, stages, states, specs)
-    return programs | dict(waves.units), waves
+    return programs | dict(partial_batches.units), partial_batches
 
 
 def _coordinator(

@@ -127,7 +127,7 @@ class ContextFactory:
             mini_batches=config.training.mini_batches,
             epochs=config.training.epochs,
             balance_coef=config.training.balance_coef,
-            max_lag=config.flow.max_lag,
+            max_staleness=config.stream.max_staleness,
             algorithm=config.algorithm,
             value=config.critic.loss,
             preference=config.preference,
@@ -163,7 +163,7 @@ class ContextFactory:
         rewards = [t for t in tasks if _stage_name(t.node) == _stage_name(task.node)]
         return (
             self._run.config.coordinator.overlap_rewards
-            and task.node.id not in self._run.config.flow.worker_nodes
+            and task.node.id not in self._run.config.stream.worker_nodes
             and (task.node.role, task.node.type, task.node.fn) == ("REWARD", "COMPUTE", None)
             and task.node.scope != "batch"
             and len(samplers) == len(rewards) == 1

@@ -6,8 +6,8 @@ from typing import Any
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.loader import Loader
-from distflow_jax.flow.budgets.deadline_rule import in_order
-from distflow_jax.flow.flow_config import FlowConfig
+from distflow_jax.stream.deadlines import in_order
+from distflow_jax.stream.stream_config import StreamConfig
 
 
 @dataclasses.dataclass
@@ -21,9 +21,9 @@ class Place:
     # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
     # Deadlines.begun; None: all from `counter` on are to begin
     begun: dict[str, Any] | None = None
-    # account of tokens over all processes, see Ledger, where no samples are saved that bring one;
-    # None: samplers never ran ahead
-    ledger: dict[str, int] | None = None
+    # account of tokens over all processes, see Token account, where no samples are saved that bring
+    # one; None: samplers never ran ahead
+    account: dict[str, int] | None = None
 
     @classmethod
     def restored(
@@ -31,17 +31,17 @@ class Place:
     ) -> "Place":
         """The place in a checkpoint of `step`, to which the loader is set. ValueError if the run
         would train prompts twice."""
-        check_order(info, step, config.flow)
+        check_order(info, step, config.stream)
         check_batches(info, step, config)
         loader.restore(info["loader"])
-        batch, ahead = config.data.prompts_per_step, config.flow.ahead
+        batch, ahead = config.data.prompts_per_step, config.stream.ahead
         return cls(
             batch,
             loader.position // batch,
             # otherwise steps take whole batches, as the loader gives them
             info.get("counter") if ahead else None,
-            info.get("begun") if config.flow.round_tokens else None,
-            info.get("ledger"),
+            info.get("begun") if config.stream.round_tokens else None,
+            info.get("account", info.get("ledger")),  # its name before
         )
 
     def look_at(self, counter: int) -> None:
@@ -64,18 +64,18 @@ class Place:
             "loader": loader.state(self.loader_position),
             "counter": self.counter,
             "begun": self.begun,
-            "ledger": self.ledger,
+            "account": self.account,
         }
 
 
-def check_order(info: Mapping[str, Any], step: int, config: FlowConfig) -> None:
+def check_order(info: Mapping[str, Any], step: int, config: StreamConfig) -> None:
     """Raises ValueError if the run would train prompts again that a step before their turn took."""
     begun = info.get("begun")
     if begun is not None and not config.round_tokens and not in_order(begun):
         raise ValueError(
             f"the checkpoint of step {step} has trained prompts before others with lower counters, "
-            "as flow.round_tokens does: with flow.round_tokens=0 some would be trained twice; give "
-            "flow.round_tokens and flow.max_lag again, or start in a new --workdir"
+            "as stream.round_tokens does: with stream.round_tokens=0 some would be trained twice; "
+            "give stream.round_tokens and stream.max_staleness again, or start in a new --workdir"
         )
 
 
@@ -86,7 +86,7 @@ def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
     """
     counter, batch = info.get("counter"), config.data.prompts_per_step
     position = int(info["loader"]["position"])
-    if counter is None or not config.flow.ahead:
+    if counter is None or not config.stream.ahead:
         if position % batch:
             raise ValueError(
                 f"data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
@@ -96,13 +96,13 @@ def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
     if counter is None:
         return
     first = counter // batch * batch
-    if not config.flow.ahead and counter > first:
+    if not config.stream.ahead and counter > first:
         raise ValueError(
             f"the checkpoint of step {step} stands amid a batch, before prompt {counter}: with "
-            f"flow.max_lag=0 steps take whole batches, so prompts from {first} on would be trained "
-            "on twice; give flow.max_lag again, or start in a new --workdir"
+            f"stream.max_staleness=0 steps take whole batches, so prompts from {first} on would be "
+            "trained on twice; give stream.max_staleness again, or start in a new --workdir"
         )
-    if config.flow.ahead and position != first:
+    if config.stream.ahead and position != first:
         raise ValueError(
             f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "
             f"by which its batch began at prompt {position}; give that again, or start in a new "

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Samples
-from distflow_jax.flow.evaluations import Evaluated
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.report.progress import Progress
@@ -23,9 +22,10 @@ from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import EVALUATED, Scored
+from distflow_jax.stream.evaluations import Evaluated
 
 DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
-STARVED = "no worker was there"
+NO_WORKERS = "no worker was there"
 
 
 class Recorder:
@@ -69,7 +69,7 @@ class Recorder:
             self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
-        self._writer.close(failed=kind is not None or self.stop_reason in (PREEMPTED, STARVED))
+        self._writer.close(failed=kind is not None or self.stop_reason in (PREEMPTED, NO_WORKERS))
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""

@@ -31,7 +31,14 @@ FOLDERS = (
 )
 FILES = (
     *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
-    *("plan.txt", "report.html", "run.lock", "stragglers.jsonl", "trace.json", "waves.jsonl"),
+    *(
+        "plan.txt",
+        "report.html",
+        "run.lock",
+        "stragglers.jsonl",
+        "trace.json",
+        "partial_batches.jsonl",
+    ),
 )
 
 log = logging.getLogger("distflow_jax")

@@ -11,7 +11,7 @@ other steps trained, Recorded (samplers/replays.py) what those of another run ma
     before_save(), save(step), settle(step, end)
     close()
 
-and steps.py or wave_steps.py takes the samples. All calls but `at_rest` are collective.
+and steps.py or partial_batch_steps.py takes the samples. All calls but `at_rest` are collective.
 """
 
 import contextlib
@@ -27,8 +27,7 @@ from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, Rounds
 from distflow_jax.dag.plan import Plan
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
-from distflow_jax.data.step_columns import given_columns
-from distflow_jax.flow.flow_checks import sampling_tasks
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import STEP, Metrics
 from distflow_jax.observe.spans import Spans
 from distflow_jax.planning.plan_run import PreparedRun
@@ -37,6 +36,7 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_sampler import sync_weights
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stream.stream_checks import sampling_tasks
 
 NextRound = Callable[[], bool]  # see dag.plan_walker.run_step
 
@@ -157,7 +157,7 @@ class Synchronous(Still):
         if batch is None:
             return None
         self.place.batches += 1
-        given = given_columns(batch, self._prepared.config.rollout.num_samples)
+        given = loader_columns(batch, self._prepared.config.rollout.num_samples)
         if _reads_step(self._prepared.plan):
             given[STEP] = np.full(len(given["uid"]), step, np.int64)
         return given

@@ -17,8 +17,8 @@ from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.mfu import Utilization
+from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
 from distflow_jax.runtime.place import Place
-from distflow_jax.runtime.wave_steps import WaveSteps
 
 
 class Statistics:
@@ -34,7 +34,7 @@ class Statistics:
         return self._utilization.following(runners)
 
     def of_step(
-        self, step: int, samples: Samples, held: Coordinator | WaveSteps, place: Place
+        self, step: int, samples: Samples, held: Coordinator | PartialBatchSteps, place: Place
     ) -> Metrics:
         """Metrics of a step's samples, whose rows `held` has. Collective."""
         loader = self._loader

@@ -1,4 +1,4 @@
-"""How a run makes a step: on the whole batch at once, or wave by wave."""
+"""How a run makes a step: on the whole batch at once, or partial batch by partial batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,8 +10,8 @@ from distflow_jax.dag.plan_walker import Runner, run_step
 from distflow_jax.layout import Metrics
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
 from distflow_jax.runtime.sample_source import Source
-from distflow_jax.runtime.wave_steps import WaveSteps
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -54,17 +54,17 @@ def make_steps(
     runners: Mapping[str, Runner],
     source: Source,
     span: Callable[..., AbstractContextManager[Any]],
-) -> WholeSteps | WaveSteps:
+) -> WholeSteps | PartialBatchSteps:
     """The steps of a run; `runners` are those of all units."""
     plan, coordinator = prepared.plan, runtime.coordinator
-    if runtime.waves is None:
+    if runtime.partial_batches is None:
         return WholeSteps(plan, runners, coordinator, source, span)
-    return WaveSteps(
+    return PartialBatchSteps(
         plan,
         prepared.streamed_units,
-        runtime.waves,
+        runtime.partial_batches,
         runners,
-        runtime.wave_coordinator,
+        runtime.partial_batch_coordinator,
         coordinator,
         source,
         span,

@@ -1,4 +1,4 @@
-"""The link of a program that samples for a run to the homes of its groups."""
+"""The link of a program that samples for a run to the task buffers of its groups."""
 
 import dataclasses
 import threading
@@ -11,15 +11,15 @@ import jax
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
-from distflow_jax.flow.frames.frames import Frame, samples_frame, work_of
-from distflow_jax.flow.homes.home import Key
-from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.home_links import Links, leave
-from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
+from distflow_jax.stream.links.buffer_links import Links, leave
+from distflow_jax.stream.task_buffer import Key
+from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.wire.calls import Refused, Unreachable
 
 PULL_SECONDS = 60.0
 
@@ -56,8 +56,8 @@ class OutsideSampler:
     def ask(self, held: int, room: int) -> int:
         """Takes groups for so many responses by a version; returns the newest version."""
         self._held, newest = held, []
-        for caller in self._links.callers:
-            answer = self._call(caller, "ask", Frame({"version": held, "room": room}))
+        for client in self._links.clients:
+            answer = self._call(client, "ask", Frame({"version": held, "room": room}))
             if self.ended:
                 return held
             work = work_of(answer)
@@ -79,7 +79,7 @@ class OutsideSampler:
             }
 
     def bring(self, responses: list[Response]) -> None:
-        """Takes responses; groups that are complete go to their homes."""
+        """Takes responses; groups that are complete go to their task buffers."""
         with self._lock:
             by_counter = {key[0]: key for key in self._open}
             for response in responses:
@@ -94,8 +94,8 @@ class OutsideSampler:
 
     def pull(self, version: int) -> Any:
         """The weights of a version, in the form of training. Refused where it is gone."""
-        pull = WeightPull(self._links.callers)
-        return pull.pull(version, self._target, PULL_SECONDS, self._links.incarnation)
+        pull = WeightPull(self._links.clients)
+        return pull.pull(version, self._target, PULL_SECONDS, self._links.attempt)
 
     def close(self) -> None:
         """Ends the connections; groups that are not complete are for others."""
@@ -105,23 +105,23 @@ class OutsideSampler:
         self._links.close()
 
     def _bring(self, found: Mapping[Key, Progress], *, goes_on: bool, calls: int) -> None:
-        for place, caller in enumerate(self._links.callers):
-            own = {k: p for k, p in found.items() if k[0] % len(self._links.callers) == place}
+        for place, client in enumerate(self._links.clients):
+            own = {k: p for k, p in found.items() if k[0] % len(self._links.clients) == place}
             if own and not self.ended:
                 frame = samples_frame({"calls": calls, "goes_on": goes_on}, own)
-                answer = self._call(caller, "bring", frame)
+                answer = self._call(client, "bring", frame)
                 with self._lock:
                     for counter, node in answer.facts.get("dropped", []) if goes_on else []:
                         self._open.pop((int(counter), str(node)), None)
 
-    def _call(self, caller: Any, method: str, frame: Frame) -> Frame:
+    def _call(self, client: Any, method: str, frame: Frame) -> Frame:
         with self._lock:
-            answer = self._links.call(caller, method, frame)
+            answer = self._links.call(client, method, frame)
         self.ended = self.ended or bool(answer.facts["ended"])
         return answer
 
     def _keep_leases(self, seconds: float) -> None:
-        """Tells homes that the program lives, and that its groups are under way."""
+        """Tells task buffers that the program lives, and that its groups are under way."""
         with ThreadPoolExecutor(1, thread_name_prefix="beat") as pool:
             while not self._closing.wait(seconds) and not self.ended:
                 try:
@@ -137,4 +137,4 @@ class OutsideSampler:
         with self._lock:
             held = {key: Progress() for key in self._open}
         self._bring(held, goes_on=True, calls=0)
-        self.ask(self._held, 0)  # homes of no group hear of it too
+        self.ask(self._held, 0)  # task buffers of no group hear of it too

@@ -7,7 +7,7 @@
     data = trainer.get_experience_data(["uid", "prompt"], 64)
     trainer.put_experience_data({"uid": ..., "response": ..., "rollout_logp": ...})
 
-The program samples; everything else is a run with `flow.workers`, with its graph, rewards, rule,
+The program samples; everything else is a run with `stream.workers`, with its graph, rewards, rule,
 checkpoints and report. docs/foreign_engines.md explains the calls.
 """
 
@@ -24,10 +24,6 @@ import numpy as np
 import distflow_jax.run as run_lib
 from distflow_jax.batch import Prompt
 from distflow_jax.config.run_config import Config
-from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.agreement import shared_tables
-from distflow_jax.flow.workers.doors import read_doors
-from distflow_jax.flow.workers.home_links import Joining
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
@@ -38,6 +34,10 @@ from distflow_jax.rollout.foreign.engine_protocol import Answer
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
+from distflow_jax.stream.links.agreement import shared_tables
+from distflow_jax.stream.links.buffer_addresses import read_addresses
+from distflow_jax.stream.links.buffer_links import Joining
+from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 
 PROMPTS = "prompts.jsonl"  # in the run's folder
@@ -62,11 +62,12 @@ class Trainer:
     """
 
     def __init__(self, config: Config, workdir: str | os.PathLike, *, chosen: Collection[str] = ()):
-        """`config`: with flow.workers; `chosen`: see run.train. ValueError for another one."""
-        if not config.flow.workers or config.flow.swap != "in_flight":
+        """`config`: with stream.workers; `chosen`: see run.train. ValueError for another one."""
+        if not config.stream.workers or config.stream.weight_update != "in_flight":
             raise ValueError(
-                "a program samples for runs with flow.workers=True and flow.swap='in_flight', got "
-                f"workers={config.flow.workers} and swap={config.flow.swap!r}"
+                "a program samples for runs with stream.workers=True and "
+                f"stream.weight_update='in_flight', got workers={config.stream.workers} and "
+                f"weight_update={config.stream.weight_update!r}"
             )
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(
@@ -99,8 +100,8 @@ class Trainer:
         """Starts the training in a thread; it begins when the prompts of a step are there."""
         if self._training is not None:
             raise ValueError("init_engines was called already")
-        doors = read_doors(self._folder)
-        self._before = None if doors is None else doors.incarnation
+        addresses = read_addresses(self._folder)
+        self._before = None if addresses is None else addresses.attempt
         threads = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._training = threads.submit(self._train)
         threads.shutdown(wait=False)
@@ -254,8 +255,8 @@ class Trainer:
             if self._training.done():
                 self._check()
                 return None
-            doors = read_doors(self._folder)
-            if doors is not None and doors.incarnation != self._before:
+            addresses = read_addresses(self._folder)
+            if addresses is not None and addresses.attempt != self._before:
                 self._sampler = self._join()
                 break
             self._wait(end, "the training to start; it needs the prompts of a step")
@@ -273,7 +274,7 @@ class Trainer:
         if links is None:
             return None
         sizes = derive_sizes(config, source.config, Machine.current(), self._graph)
-        return OutsideSampler(links, source.config, sizes.engine.dtype, config.flow.lease_seconds)
+        return OutsideSampler(links, source.config, sizes.engine.dtype, config.stream.lease_seconds)
 
     def _wait(self, end: float, what: str) -> None:
         self._check()

@@ -1,4 +1,4 @@
-"""JetStream's own door: its Driver and servicer over our engine.
+"""JetStream's own service: its Driver and servicer over our engine.
 
 The Driver is JetStream's, thread for thread. What it has no place for goes around it: it hands a
 request's content to the tokenizer, what that gives to `prefill`, and what that gives to `insert`,
@@ -75,8 +75,8 @@ def delete_arrays(tree: Any) -> None:
             leaf.delete()
 
 
-def door_config(config: EngineConfig) -> EngineConfig:
-    """Sizes for JetStream's door: a cache in which every slot has room for a prompt of its own.
+def service_config(config: EngineConfig) -> EngineConfig:
+    """Sizes for JetStream's service: a cache in which every slot has room for a prompt of its own.
 
     Its Driver shares no prompts, takes a slot without tokens for one that has ended, and cannot
     preempt a sequence: no slot may ever wait for a page, or for a lane.
@@ -107,7 +107,7 @@ class LimitedPrefix:
     limit: int = struct.field(pytree_node=False)
 
 
-class DoorTokenizer(JetStreamTokenizer):
+class ServiceTokenizer(JetStreamTokenizer):
     """Lets a `Question` through as it is; a plain text as the engine's own tokenizer does."""
 
     def encode(self, s: str, **kwargs) -> tuple[Any, int]:
@@ -117,10 +117,10 @@ class DoorTokenizer(JetStreamTokenizer):
         return super().encode(s, **kwargs)
 
 
-class DoorEngine(engine_api.Engine):
+class ServiceEngine(engine_api.Engine):
     """An engine that takes the weights served at each call, and takes turns with other threads.
 
-    The engine has the sizes of `door_config`. Params are a `Weights`. A call returns when its
+    The engine has the sizes of `service_config`. Params are a `Weights`. A call returns when its
     result is there, so that another thread waits for one call at most.
     """
 
@@ -190,9 +190,9 @@ class DoorEngine(engine_api.Engine):
         """As the engine's."""
         return self._engine.get_tokenizer()
 
-    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> DoorTokenizer:
+    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> ServiceTokenizer:
         """The model's own tokenizer."""
-        return DoorTokenizer(self._tokenizer, self._engine.stop_ids)
+        return ServiceTokenizer(self._tokenizer, self._engine.stop_ids)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -224,7 +224,7 @@ class DoorEngine(engine_api.Engine):
 class ServedDriver(orchestrator.Driver):
     """JetStream's Driver with a bound on what waits, and a loop that outlives its last request."""
 
-    def __init__(self, engine: DoorEngine, *, max_waiting: int, metrics_collector: Any = None):
+    def __init__(self, engine: ServiceEngine, *, max_waiting: int, metrics_collector: Any = None):
         self._max_waiting = max_waiting
         params = engine.load_params()
         super().__init__(

@@ -118,7 +118,7 @@ class SamplerRpc:
                 await context.abort(_code(error), str(error))
 
     async def load_weights(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Reads weights while others sample, then swaps them for both doors.
+        """Reads weights while others sample, then swaps them for both services.
 
         Loads are one at a time, in the order of their calls. That of a client that has gone before
         the swap changes nothing: the client may write other files in the place of those it named.

@@ -109,7 +109,8 @@ class SamplerService:
         self._work.put(_Work(lambda: self._end(call, deliver=False), lambda error: None))
 
     def load(self, params: Any, version: int, *, cache: str = "keep") -> None:
-        """Swaps the weights of all doors between two calls of the engine; waits until it is done.
+        """Swaps the weights of all services between two calls of the engine; waits until it is
+        done.
 
         `cache`: see Scheduler.load.
 
@@ -117,13 +118,13 @@ class SamplerService:
         """
         done: futures.Future[None] = futures.Future()
 
-        def swap() -> None:
+        def weight_update() -> None:
             with self._weights.turns:
                 self.scheduler.load(params, version, cache=cache)
-                self._weights.swap(params, version)
+                self._weights.weight_update(params, version)
             done.set_result(None)
 
-        self._put(_Work(swap, done.set_exception))
+        self._put(_Work(weight_update, done.set_exception))
         done.result()
 
     def _put(self, work: _Work) -> None:

@@ -1,4 +1,4 @@
-"""Served weights and a fair lock on the devices, which a server's doors share."""
+"""Served weights and a fair lock on the devices, which a server's services share."""
 
 import collections
 import threading
@@ -57,6 +57,6 @@ class Weights:
         """A number that whoever loads them chooses; at first the training step."""
         return self._version
 
-    def swap(self, params: Any, version: int) -> None:
+    def weight_update(self, params: Any, version: int) -> None:
         """Puts others in their place. The caller has the turn: no program is being started."""
         self._params, self._version = params, version

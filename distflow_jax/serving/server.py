@@ -1,4 +1,4 @@
-"""One gRPC server with two doors, JetStream's and ours, over one set of weights."""
+"""One gRPC server with two services, JetStream's and ours, over one set of weights."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.access import Access
 from distflow_jax.serving.jetstream import (
     GREEDY,
-    DoorEngine,
     JetStreamServicer,
     ServedDriver,
+    ServiceEngine,
     prepare,
 )
 from distflow_jax.serving.messages import Limits, most_bytes
@@ -55,17 +55,17 @@ class ServerConfig:
     metrics_port: int = 0  # of Prometheus metrics, on the same host; 0: none
     default_response: int = 0  # tokens of a response where a request does not say; 0: the engine's
     max_samples: int = 64  # responses to one request at most
-    max_waiting: int = 1024  # requests to each door; those beyond are refused
+    max_waiting: int = 1024  # requests to each service; those beyond are refused
     grace_seconds: float = 10.0  # for requests that run when the server is stopped
-    jetstream: SamplingParams = GREEDY  # how JetStream's door samples
+    jetstream: SamplingParams = GREEDY  # how JetStream's service samples
     access: Access = Access()
 
 
 class Server:
-    """Both doors, from `start` to `stop`, in the event loop that calls them.
+    """Both services, from `start` to `stop`, in the event loop that calls them.
 
-    Each door has an engine, hence slots and a cache, of its own: `jetstream_engine` with the sizes
-    of `serve_jetstream.door_config`. They share the weights, and take turns. `seeing`: the
+    Each service has an engine, hence slots and a cache, of its own: `jetstream_engine` with the
+    sizes of `serve_jetstream.service_config`. They share the weights, and take turns. `seeing`: the
     tokenizer with the layout of images, of a model with a tower.
     """
 
@@ -133,7 +133,7 @@ class Server:
             max_calls=config.max_waiting,
         )
         self._driver = ServedDriver(
-            DoorEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
+            ServiceEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
             max_waiting=config.max_waiting,
             metrics_collector=JetstreamMetricsCollector() if config.metrics_port else None,
         )
@@ -163,7 +163,7 @@ class Server:
 
     @property
     def running(self) -> int:
-        """Requests that have not ended, of both doors."""
+        """Requests that have not ended, of both services."""
         return self._rpc.running + self._jetstream.running
 
     @property
@@ -181,18 +181,18 @@ class Server:
 
         New requests are refused from now on.
         """
-        doors = (self._rpc, self._jetstream)
-        for door in doors:
-            door.stopping = True
+        services = (self._rpc, self._jetstream)
+        for service in services:
+            service.stopping = True
         clock = asyncio.get_running_loop().time
         end = clock() + self.config.grace_seconds
         while self.running and clock() < end and not (hurry and hurry.is_set()):
             await asyncio.sleep(_LOOK_SECONDS)
-        for door in doors:
-            door.refuse()
+        for service in services:
+            service.refuse()
         await self._grpc.stop(grace=1.0)
         self._prompts.close()
-        # threads of both doors hand their last tokens to this loop: it goes on until they have
+        # threads of both services hand their last tokens to this loop: it goes on until they have
         # ended
         await asyncio.to_thread(self._driver.stop)
         await asyncio.to_thread(self.sampler.stop)
@@ -217,7 +217,7 @@ def _message_bound(prompts: PromptReader) -> tuple[str, int]:
 
 
 class _Metrics(Collector):
-    """Numbers of our door, beside those that JetStream's Driver sets."""
+    """Numbers of our service, beside those that JetStream's Driver sets."""
 
     def __init__(self, server: Server):
         self._server = server

@@ -111,7 +111,7 @@ class TrainContext(ModelContext):
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch
     balance_coef: float  # of the load balance of experts in every objective's loss
-    max_lag: int  # flow's: the oldest age of a token, in steps
+    max_staleness: int  # flow's: the oldest age of a token, in steps
     algorithm: AlgorithmConfig
     value: ValueConfig
     preference: PreferenceConfig

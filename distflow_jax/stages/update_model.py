@@ -40,10 +40,10 @@ _NONFINITE = "training/nonfinite"  # metric: optimizer steps that changed nothin
 class UpdateStage:
     """A stage: mini_batches * epochs optimizer steps on one batch, a number of the config alone.
 
-    A call makes them of a complete batch. The same optimizer step in waves is `accumulate` for each
-    wave, from empty accumulators, and `finish`, once for each mini-batch: fields of a wave are
-    [1, R, ...], rows of groups of that mini-batch alone. `accumulate` is a Stage itself, whose
-    state is an OpenState.
+    A call makes them of a complete batch. The same optimizer step in partial batches is
+    `accumulate` for each partial batch, from empty accumulators, and `finish`, once for each
+    mini-batch: fields of a partial batch are [1, R, ...], rows of groups of that mini-batch alone.
+    `accumulate` is a Stage itself, whose state is an OpenState.
     """
 
     def __init__(
@@ -91,18 +91,19 @@ class UpdateStage:
         return self._objective.model
 
     def sums_of(self, state: TrainState, fields: dict[str, Any]) -> Accumulators:
-        """Specs of the accumulators of waves with such fields; of both only shapes count."""
+        """Specs of the accumulators of partial batches with such fields; of both only shapes
+        count."""
         given = {"shape": self._context.shape, "objective": self._objective}
-        return accumulator_specs(state.params, jax.eval_shape(self._wave, fields), **given)
+        return accumulator_specs(state.params, jax.eval_shape(self._partial_batch, fields), **given)
 
     def accumulate(
         self, state: OpenState, fields: dict[str, Any], options: dict[str, Any]
     ) -> tuple[OpenState, dict[str, Any], dict[str, jax.Array]]:
-        """The state with the rows of a wave added, no fields, and no metrics."""
+        """The state with the rows of a partial batch added, no fields, and no metrics."""
         given = {"shape": self._context.shape, "objective": self._objective}
         with use_mesh(self._context.shape.mesh):
             sums = accumulate(
-                state.params, state.sums, self._wave(fields), self._temperature, **given
+                state.params, state.sums, self._partial_batch(fields), self._temperature, **given
             )
         return with_sums(state, sums), {}, {}
 
@@ -113,7 +114,7 @@ class UpdateStage:
             state, metrics = finish(state, context.optimizer, context.schedule, self._objective)
         return state, self._named(metrics)
 
-    def _wave(self, fields: dict[str, Any]) -> Batch:
+    def _partial_batch(self, fields: dict[str, Any]) -> Batch:
         return jax.tree.map(lambda x: jnp.squeeze(x, 0), self._batch_of(fields))
 
     def _named(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -134,7 +135,7 @@ def build_policy_update(context: TrainContext) -> UpdateStage:
         algorithm,
         context.forward,
         max_response=context.shape.max_response,
-        max_lag=context.max_lag,
+        max_staleness=context.max_staleness,
     )
 
     def batch_of(fields: dict[str, Any]) -> PolicyBatch:

@@ -39,25 +39,25 @@ class Prepare(Protocol):
     """`Objective.prepare`."""
 
     def __call__(self, batch: Any, before: Any = None) -> tuple[Any, Any]:
-        """(batch, counts) of rows whose step had the counts `before` in earlier waves."""
+        """(batch, counts) of rows whose step had the counts `before` in earlier partial batches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A loss that is a sum over rows.
 
-    `prepare(batch, before)` gets the rows of a whole optimizer step, or of a wave: a part of it. It
-    returns the batch, with fields that depend on all of these rows, and their share of the step's
-    counts, a pytree of numbers equal on all devices; the shares of all waves add up to the step's.
-    `before` has the sum of the shares of earlier waves; None: there is none.
-    `denominators(counts)` are those of a step with these counts, a pytree of scalars.
+    `prepare(batch, before)` gets the rows of a whole optimizer step, or of a partial batch: a part
+    of it. It returns the batch, with fields that depend on all of these rows, and their share of
+    the step's counts, a pytree of numbers equal on all devices; the shares of all partial batches
+    add up to the step's. `before` has the sum of the shares of earlier partial batches; None: there
+    is none. `denominators(counts)` are those of a step with these counts, a pytree of scalars.
     `evaluate(params, micro_batch, denominators, temperature)` returns the micro-batch's
     contribution to the loss and to the metrics. The sum of all contributions does not depend on the
     division into micro-batches. Where the denominators are not known yet it gets divisors, and
-    returns numerators, kept apart by the denominator that they belong to (quotient.py). So it
-    does nothing with a denominator but divide by it, and only what is linear with the result.
-    `finish` turns the summed metrics, which may be arrays, into numbers. With a `preview`,
-    `prepare` gets the batch that it has placed log-probs in.
+    returns numerators, kept apart by the denominator that they belong to (quotient.py). So it does
+    nothing with a denominator but divide by it, and only what is linear with the result. `finish`
+    turns the summed metrics, which may be arrays, into numbers. With a `preview`, `prepare` gets
+    the batch that it has placed log-probs in.
     """
 
     name: str  # prefix of its metrics: actor, critic, reward_model
@@ -67,7 +67,7 @@ class Objective:
     evaluate: Callable[[Any, Any, Any, jax.Array], tuple[Any, Metrics]]
     finish: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = dict
     preview: Preview | None = None
-    waits: str = ""  # why its steps cannot be cut into waves, a sentence; "": they can
+    waits: str = ""  # why its steps cannot be cut into partial batches, a sentence; "": they can
 
     def whole(self, batch: Any) -> tuple[Any, Any]:
         """The batch of an optimizer step, rows [R, ...], as `evaluate` takes it; denominators."""

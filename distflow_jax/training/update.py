@@ -77,7 +77,10 @@ def accumulator_specs(
     Raises ValueError for an objective that has to see the whole step before its first gradient.
     """
     if objective.waits:
-        raise ValueError(f"{objective.waits}, which waves do not have; use flow.waves='off'")
+        raise ValueError(
+            f"{objective.waits}, which partial batches do not have; use "
+            "stream.partial_batches='off'"
+        )
 
     def one(params, batch):
         batch, counts = objective.prepare(batch)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from support import formulas
+from support.partial_batches import rows_of_groups
 from support.ragged import QUICK, SHAPE, SIZES, Packed, assert_close, draw, pack, random_sequences
-from support.waves import rows_of_groups
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig

@@ -126,7 +126,7 @@ def test_asynchronous(tmp_path):
             for row in read_metrics(tmp_path / f"runs/{name}/metrics.jsonl")
             if row["step"]
         ]
-        for name in ("waves", "again")
+        for name in ("partial_batches", "again")
     )
     assert recorded == replayed and len(recorded) == 3
 
@@ -185,7 +185,7 @@ def test_workers(tmp_path):
         with subprocess.Popen(
             [sys.executable, *trainers[1:]], cwd=tmp_path, env=environment(tmp_path)
         ) as job:
-            while not (tmp_path / "runs" / name / "doors.json").exists():
+            while not (tmp_path / "runs" / name / "task_buffers.json").exists():
                 assert job.poll() is None
                 time.sleep(0.1)
             printed = run(tmp_path, joins)

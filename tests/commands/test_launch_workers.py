@@ -19,9 +19,9 @@ RUN = [
     "scripts/train.py",
     "--config=configs/tiny.py",
     "--workdir=/shared/runs/far",
-    "--config.flow.workers=True",
-    "--config.flow.max_lag=1",
-    "--config.flow.listen=0.0.0.0:0",
+    "--config.stream.workers=True",
+    "--config.stream.max_staleness=1",
+    "--config.stream.listen=0.0.0.0:0",
     "--config.reward.kwargs={'pattern': \"$HOME $(HOME) `id`; #\"}",
 ]
 WORKER = [
@@ -213,7 +213,7 @@ def test_workers_are_a_job_beside_the_jobset(capsys):
         assert job.find(environment).kind == "alone" and command[1:] == WORKER
 
 
-def test_certificates_come_from_a_secret_and_keys_go_where_doors_are(capsys):
+def test_certificates_come_from_a_secret_and_keys_go_where_addresses_are(capsys):
     folder = "/etc/distflow/tls"
     (jobset, group), _ = parts_of([*GPU, "--workers=1", "--tls_secret=wire"], capsys)
     (replicated,) = jobset["spec"]["replicatedJobs"]
@@ -282,9 +282,12 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
 @pytest.mark.parametrize(
     "run, message",
     [
-        (RUN[:5], "cannot reach trainers at 127.0.0.1:0: give the run --config.flow.listen=0.0"),
-        ([*RUN[:5], "--config.flow.listen", "localhost:5"], "cannot reach trainers at localhost:5"),
-        ([*RUN[:3], RUN[5]], "--workers needs a run with --config.flow.workers=True"),
+        (RUN[:5], "cannot reach trainers at 127.0.0.1:0: give the run --config.stream.listen=0.0"),
+        (
+            [*RUN[:5], "--config.stream.listen", "localhost:5"],
+            "cannot reach trainers at localhost:5",
+        ),
+        ([*RUN[:3], RUN[5]], "--workers needs a run with --config.stream.workers=True"),
         ([*RUN[:2], *RUN[3:]], "--workers needs the run's --workdir"),
         (["scripts/evaluate.py", *RUN[1:]], "--workers needs a training run after --"),
     ],

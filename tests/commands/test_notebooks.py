@@ -86,7 +86,7 @@ def test_it_is_stored_with_its_output_and_without_traces_of_a_machine(name):
     assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
     shown = [o.data["text/html"] for o in outputs if "text/html" in o.get("data", {})]
     assert sum("<svg" in html for html in shown) >= 3 and code[-1].outputs
-    assert not re.search(r"/(home|root|work|Users)/", text)
+    assert not re.search(r"/(task buffer|root|work|Users)/", text)
 
 
 @pytest.mark.parametrize("name", BOOKS)

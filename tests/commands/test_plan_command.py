@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.waves import APART
+from support.partial_batches import APART
 
 from distflow_jax.commands import plan_command
 from distflow_jax.config.config_dict import override
@@ -17,7 +17,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("topology", ["", "gpu:1x8"])
-def test_a_run_in_waves_is_planned(topology, capsys):
+def test_a_run_in_partial_batches_is_planned(topology, capsys):
     """On this machine and for a pod; the output says what no sum has."""
     options = SimpleNamespace(
         config=override(open_config("tiny"), SETTINGS),

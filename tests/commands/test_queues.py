@@ -1,4 +1,5 @@
-"""benchmarks/queues.py on this machine: groups pass through homes; the numbers mean nothing."""
+"""benchmarks/queues.py on this machine: groups pass through task buffers; the numbers mean
+nothing."""
 
 import json
 
@@ -8,9 +9,10 @@ from support.programs import finished
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_groups_pass_through_two_homes(tmp_path):
-    """Clients of several processes are answered by several homes (flow/homes/, flow/workers/)."""
-    flags = ["--homes=2", "--clients=4", "--seconds=1", f"--json={tmp_path / 'found.json'}"]
+def test_groups_pass_through_two_buffers(tmp_path):
+    """Clients of several processes are answered by several task buffers (flow/task buffers/,
+    flow/workers/)."""
+    flags = ["--buffers=2", "--clients=4", "--seconds=1", f"--json={tmp_path / 'found.json'}"]
     finished("benchmarks/queues.py", *flags)
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert found["groups_per_second"] > 0 and found["cpu_ms"] > found["cpu_ms_busiest"] > 0

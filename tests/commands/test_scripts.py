@@ -317,13 +317,15 @@ WORKER, *OTHER_WORKERS = [c for c in SHOWN if c[0] == "scripts/worker.py"]
 def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatch):
     """By exit code 75: started again, it may find those that tests/runs/test_workers.py starts."""
     monkeypatch.setenv("DISTFLOW_TOKEN", "0123456789abcdef" * 2)
-    flow = ("--config.flow.workers=True", "--config.flow.max_lag=1")
-    process = start(place, *command, *FLAGS, *flow)
+    stream = ("--config.stream.workers=True", "--config.stream.max_staleness=1")
+    process = start(place, *command, *FLAGS, *stream)
     error = process.stderr.read()
     assert process.wait(HANG) == 75, error
     (join,) = [word.removeprefix("--join=") for word in command if word.startswith("--join=")]
     address = join.split(",")[-1]
-    assert f"no trainer answers at {address}" in error or f"{join!r} has no doors.json" in error
+    assert (
+        f"no trainer answers at {address}" in error or f"{join!r} has no task_buffers.json" in error
+    )
 
 
 # the one with most flags; the others start the same server

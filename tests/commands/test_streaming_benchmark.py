@@ -56,9 +56,9 @@ def requests_of(prompts, samples, limit=40):
 )
 def test_the_model_gives_the_figures_of_the_script(workload):
     (of_model,) = (w for w in WORKLOADS if w.name == workload)
-    for (name, schedule, lag), (figure, split) in streaming.FIGURES.items():
+    for (name, schedule, staleness), (figure, split) in streaming.FIGURES.items():
         if name == workload:
-            speed, devices = streaming_model.predict(of_model, schedule, lag)
+            speed, devices = streaming_model.predict(of_model, schedule, staleness)
             assert speed == pytest.approx(figure, abs=0.015)
             assert devices == split
 
@@ -66,12 +66,17 @@ def test_the_model_gives_the_figures_of_the_script(workload):
 def test_no_schedule_of_the_model_is_above_its_bound():
     for workload in streaming_model.WORKLOADS[::2]:
         costs = streaming_model.Costs.of(workload, draws=40, seed=3)
-        for schedule, lag in (("boundary", 1), ("in_flight", 2), ("waves", 2), ("shared", 1)):
+        for schedule, staleness in (
+            ("boundary", 1),
+            ("in_flight", 2),
+            ("partial_batches", 2),
+            ("shared", 1),
+        ):
             shared = schedule == "shared"
             bound = streaming_model.synchronous(workload, costs, 10)
             bound /= streaming_model.least_seconds(costs, costs.tokens, shared_devices=shared)
             # steps of 10 runs have other tokens than the mean
-            assert streaming_model.predict(workload, schedule, lag, steps=10)[0] < 1.1 * bound
+            assert streaming_model.predict(workload, schedule, staleness, steps=10)[0] < 1.1 * bound
 
 
 def test_a_budget_steadies_the_rollouts_of_the_model():
@@ -84,8 +89,8 @@ def test_a_budget_steadies_the_rollouts_of_the_model():
     assert 0.9 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
 
 
-def test_waves_of_the_model_train_every_token_once():
-    """Whatever a wave's least tokens are, and sooner than the step at once does."""
+def test_partial_batches_of_the_model_train_every_token_once():
+    """Whatever a partial batch's least tokens are, and sooner than the step at once does."""
     workload, steps = streaming_model.WORKLOADS[0], 4
     costs = streaming_model.Costs.of(workload, draws=3)
     spent = []
@@ -93,7 +98,7 @@ def test_waves_of_the_model_train_every_token_once():
     class Counted:
         """Costs that note what is trained."""
 
-        swap, reward = costs.swap, costs.reward
+        weight_update, reward = costs.weight_update, costs.reward
 
         def training(self, tokens, devices):
             spent[-1] += tokens
@@ -102,7 +107,7 @@ def test_waves_of_the_model_train_every_token_once():
     seconds = []
     for least in (streaming_model.AT_ONCE, 8000, 0):
         spent.append(0)
-        found = streaming_model.in_flight(workload, Counted(), 4, 1, steps, wave=least)
+        found = streaming_model.in_flight(workload, Counted(), 4, 1, steps, partial_batch=least)
         seconds.append(found)
     assert spent[0] == spent[1] == spent[2] > 0
     assert seconds[0] > seconds[1] and seconds[0] > seconds[2]
@@ -120,26 +125,31 @@ def test_a_reward_that_takes_its_time_makes_the_synchronous_step_longer():
     assert workers.last(np.zeros(count), np.full(count, 0.5)) == 4 * 0.5  # one after the other
 
 
-def test_goals_are_those_of_all_workloads_at_a_small_lag(capsys):
-    def cell(workload, schedule, lag, speed, seconds=1.0):
-        names = ("workload", "schedule", "lag", "speed", "seconds")
-        return dict(zip(names, (workload, schedule, lag, speed, seconds), strict=True))
+def test_goals_are_those_of_all_workloads_at_a_small_staleness(capsys):
+    def cell(workload, schedule, staleness, speed, seconds=1.0):
+        names = ("workload", "schedule", "staleness", "speed", "seconds")
+        return dict(zip(names, (workload, schedule, staleness, speed, seconds), strict=True))
 
     names = [w.name for w in streaming_model.WORKLOADS]
-    slow = [cell(name, "waves", 1, 1.2) for name in names]
+    slow = [cell(name, "partial_batches", 1, 1.2) for name in names]
     assert streaming.reaches_goals(slow[1:])  # of some workloads there is nothing to say
     assert not streaming.reaches_goals(slow)
-    late = [cell(name, "waves", 4, 3.0) for name in names]
+    late = [cell(name, "partial_batches", 4, 3.0) for name in names]
     assert not streaming.reaches_goals(slow + late)
-    fast = [cell(name, "waves", 2, 1.6) for name in names[1:]] + [cell(names[0], "waves", 2, 2.1)]
+    fast = [cell(name, "partial_batches", 2, 1.6) for name in names[1:]] + [
+        cell(names[0], "partial_batches", 2, 2.1)
+    ]
     assert streaming.reaches_goals(slow + fast)
     assert "mean 1.68x (goal 1.59), best 2.10x (goal 2.03)" in capsys.readouterr().out
-    rewards = [cell("heavy-2", "waves", 2, 2.0), cell("rewards-2", "waves", 2, 2.0, 1.04)]
+    rewards = [
+        cell("heavy-2", "partial_batches", 2, 2.0),
+        cell("rewards-2", "partial_batches", 2, 2.0, 1.04),
+    ]
     assert streaming.hides_rewards(rewards)
     assert not streaming.hides_rewards([rewards[0], rewards[1] | {"seconds": 1.06}])
     streaming.print_ablation([*slow, *fast], names)
     table = capsys.readouterr().out
-    assert "| + waves |" in table and "| + lag 2 | 2.10 |" in table
+    assert "| + partial batches |" in table and "| + staleness 2 | 2.10 |" in table
 
 
 def test_responses_end_at_lengths_of_their_uids():
@@ -199,21 +209,21 @@ def quickly(folder, *flags):
 def test_every_part_runs_on_this_machine(tmp_path):
     """Two processes, of which each step takes groups of bounded age; the numbers mean nothing."""
     flags = ["--beside-others", "--cells=fixed-2,heavy-2,rewards-2"]
-    flags += ["--schedules=boundary-1,in_flight-2,shared-1,waves-2"]
+    flags += ["--schedules=boundary-1,in_flight-2,shared-1,partial batches-2"]
     found = quickly(tmp_path, *flags)
-    cells = [(x["workload"], x["schedule"], x["lag"]) for x in found]
+    cells = [(x["workload"], x["schedule"], x["staleness"]) for x in found]
     assert cells == [
         ("fixed-2", "boundary", 1),
         ("fixed-2", "in_flight", 2),
-        ("fixed-2", "waves", 2),
+        ("fixed-2", "partial_batches", 2),
         ("heavy-2", "boundary", 1),
         ("heavy-2", "in_flight", 2),
-        ("heavy-2", "waves", 2),
+        ("heavy-2", "partial_batches", 2),
         ("heavy-2", "shared", 1),
-        ("rewards-2", "waves", 2),
+        ("rewards-2", "partial_batches", 2),
     ]
     for x in found:
-        assert x["age_max"] <= x["lag"] and 0 < x["exposed_swap"] < x["seconds"]
+        assert x["age_max"] <= x["staleness"] and 0 < x["exposed_swap"] < x["seconds"]
         assert 0 < x["own_cpu"] and 0 <= x["idle_samplers"] < 1 and not x["compilations"]
 
 
@@ -265,4 +275,4 @@ def test_workers_of_two_speeds_sample_on_this_machine(tmp_path):
     found = quickly(tmp_path, "--beside-others", "--workers=uneven")
     assert [x["speeds"] for x in found] == [[2.0], [1.0], [2.0, 1.0]]
     for x in found:
-        assert x["age_max"] <= x["lag"] and x["rate"] > 0 and not x["compilations"]
+        assert x["age_max"] <= x["staleness"] and x["rate"] > 0 and not x["compilations"]

@@ -91,11 +91,11 @@ def test_a_port_that_another_process_has(folder, compiled):
     with listen("a test", "127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         message = refusal(
-            "flow.workers=True ; flow.max_lag=1 ; algorithm.correction=token_tis ; eval.dataset= ; "
-            f"flow.listen=127.0.0.1:{port}",
+            "stream.workers=True ; stream.max_staleness=1 ; algorithm.correction=token_tis ; "
+            f"eval.dataset= ; stream.listen=127.0.0.1:{port}",
             *(folder, compiled),
         )
-    assert f"flow.listen: cannot listen on 127.0.0.1:{port} (Address already in use" in message
+    assert f"stream.listen: cannot listen on 127.0.0.1:{port} (Address already in use" in message
 
 
 def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monkeypatch):

@@ -11,7 +11,7 @@ from distflow_jax.coordinator.assignment import PackingPlan, Shares
 from distflow_jax.coordinator.coordinator import Coordinator, repartitions
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.first_fit import RowLimits
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 
@@ -30,7 +30,7 @@ def response_of(counter, sample):
 
 def store_of(sampler=HOST, process=0):
     """Three prompts, their responses, and a number per token and per response of each."""
-    given = given_columns([prompt_of(c, np.arange(2 + c)) for c in (1, 4, 5)], SAMPLES)
+    given = loader_columns([prompt_of(c, np.arange(2 + c)) for c in (1, 4, 5)], SAMPLES)
     store = FieldStore.of_step({None: sampler, "roll": sampler, "score": HOST}, given, process)
     responses = [response_of(*uid) for uid in given["uid"].tolist()]
     store.put("roll", "response", responses)

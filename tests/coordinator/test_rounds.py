@@ -8,7 +8,7 @@ from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.rounds import Ended, Rounds, informative
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 
@@ -64,7 +64,7 @@ def run(is_informative, *, groups, max_rounds, batches=100, per_round=4):
         if k is None:
             return None
         prompts = [prompt_of(c) for c in range(k * per_round, (k + 1) * per_round)]
-        return given_columns(prompts, SAMPLES)
+        return loader_columns(prompts, SAMPLES)
 
     rounds = Rounds(coordinator, draw, informative, groups=groups, max_rounds=max_rounds)
     while rounds.next():
@@ -133,7 +133,7 @@ def test_a_group_whose_scores_are_equal_is_not_informative():
 
 def test_kept_responses_are_ordered_and_pairs_share_a_row():
     coordinator = coordinator_of(group_size=2)
-    coordinator.begin(given_columns([prompt_of(c) for c in (2, 4, 6)], SAMPLES))
+    coordinator.begin(loader_columns([prompt_of(c) for c in (2, 4, 6)], SAMPLES))
     answer(coordinator, lambda c, s: float(s))
     #               group 2    group 4: goes  group 6
     keep = np.array([2, 0, 1, *(0, 0, 0), 0, 1, 2])

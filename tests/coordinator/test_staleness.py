@@ -17,7 +17,7 @@ def samples_of(versions, masks=None):
 
 def test_ages_and_their_shares():
     versions = [np.array([5, 5, 6, 7]), np.array([7, 7])]
-    found = staleness_metrics(samples_of(versions), step=8, max_lag=2)
+    found = staleness_metrics(samples_of(versions), step=8, max_staleness=2)
     name = "training/off_policy/trajectory_staleness"
     assert (found[f"{name}/mean"], found[f"{name}/max"], found[f"{name}/min"]) == (1.0, 2.0, 0.0)
     shares = [found[f"training/off_policy/age_share/{age}"] for age in range(3)]
@@ -26,21 +26,21 @@ def test_ages_and_their_shares():
 
 def test_observations_do_not_count():
     mask = np.array([True, False, True])
-    found = staleness_metrics(samples_of([np.array([4, 0, 4])], [mask]), step=5, max_lag=3)
+    found = staleness_metrics(samples_of([np.array([4, 0, 4])], [mask]), step=5, max_staleness=3)
     assert found["training/off_policy/trajectory_staleness/max"] == 0.0
     assert found["training/off_policy/age_share/0"] == 1.0
 
 
 def test_one_number_per_response_is_that_of_all_its_tokens():
     masks = [np.ones(3, bool)]
-    found = staleness_metrics(samples_of([np.int32(1)], masks), step=3, max_lag=1)
+    found = staleness_metrics(samples_of([np.int32(1)], masks), step=3, max_staleness=1)
     assert found["training/off_policy/age_share/1"] == 1.0
 
 
 def test_a_token_ages_in_flight_or_while_it_waits():
     """Up to the last token of its response, and afterwards; both together are its age."""
     versions = [np.array([5, 5, 6]), np.array([7])]
-    found = staleness_metrics(samples_of(versions), step=8, max_lag=2)
+    found = staleness_metrics(samples_of(versions), step=8, max_staleness=2)
 
     def shares(name):
         return [found[f"training/off_policy/{name}/{steps}"] for steps in range(3)]

@@ -8,7 +8,7 @@ import pytest
 
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import DataConfig, Loader, SamplerShare
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 
 
 class ByteTokenizer:
@@ -196,7 +196,7 @@ def test_prompts_know_how_far_their_last_scores_lay_apart(tmp_path):
     rows_of(loader, 1)
     counter = np.array([0, 0, 1, 1, 2, 2, 3, 3])
     loader.observe_scores(1, counter, np.array([0.0, 1.0, 0.5, 0.5, 0.25, 0.5, np.nan, np.nan]))
-    rows_of(loader, 1)  # estimates lag by a step
+    rows_of(loader, 1)  # estimates staleness by a step
     spread = {p.row: p.expected_spread for p in next(loader)}
     known = [1.0, 0.0, 0.25]
     assert [spread[row] for row in range(3)] == pytest.approx(known)
@@ -266,10 +266,10 @@ def test_answers_come_with_their_prompts_the_better_one_first(tmp_path):
     single = next(answers_of(pairs_of(tmp_path), 1, overlong="drop"))
     assert [len(p.answers) for p in single] == [1] * 4
     assert all(not p.answers for p in next(answers_of(pairs_of(tmp_path), 0)))
-    columns = given_columns(prompts, 5)
+    columns = loader_columns(prompts, 5)
     assert [p.counter for p in columns["prompt"]] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(columns["response"]) == len(columns["finished"]) == 8
-    assert len(given_columns(next(answers_of(pairs_of(tmp_path), 0)), 5)["prompt"]) == 20
+    assert len(loader_columns(next(answers_of(pairs_of(tmp_path), 0)), 5)["prompt"]) == 20
 
 
 def test_answers_beyond_the_limit_are_told_or_dropped(tmp_path):

@@ -12,7 +12,7 @@ from support.chat_templates import TRAITS, write_tokenizer
 
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import DataConfig, Loader
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.models.tokenizer import Tokenizer
 
 ASK = {"role": "user", "content": "What is 2 + 3?"}
@@ -333,7 +333,7 @@ def test_generation_learns_all_turns_of_the_assistant(tmp_path, template):
     dataset = opened(tmp_path, {"messages": [ASK, SAY, again, yes]}, {"messages": [ASK, yes]})
     tokenizer = template("generation")
     loader = loader_of(dataset, tokenizer, 1, train_on="generation", prompts_per_step=2)
-    columns = given_columns(next(loader), 1)
+    columns = loader_columns(next(loader), 1)
     whole = [[ASK, SAY, again, yes], [ASK, yes]]
     for prompt, response, mask, messages in zip(
         columns["prompt"], columns["response"], columns["response_mask"], whole, strict=True
@@ -345,7 +345,7 @@ def test_generation_learns_all_turns_of_the_assistant(tmp_path, template):
         learned = [m["content"] + "<|im_end|>\n" for m in messages if m["role"] == "assistant"]
         assert tokenizer.decode(response[mask], skip_special=False) == "".join(learned)
     # the answer alone, as ever
-    columns = given_columns(next(loader_of(dataset, tokenizer, 1)), 1)
+    columns = loader_columns(next(loader_of(dataset, tokenizer, 1)), 1)
     assert tokenizer.decode(columns["response"][0], skip_special=False) == "Yes: 5.<|im_end|>"
     assert columns["response_mask"][0].all()
     # a cut answer has a cut mask

@@ -60,19 +60,19 @@ def test_reading_ahead_and_resuming_change_nothing():
         resumed.restore(state)
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
-def test_draws_far_ahead_leave_no_trace_in_a_checkpoint(lag):
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_draws_far_ahead_leave_no_trace_in_a_checkpoint(staleness):
     """Samplers that run ahead draw the batches of later steps before a step is observed."""
-    rng, rows, steps = np.random.default_rng(lag), np.arange(6), 12
+    rng, rows, steps = np.random.default_rng(staleness), np.arange(6), 12
     observed = rng.integers(1, 500, (steps + 1, 6))
-    drawn, states, lengths = {}, {}, LengthEstimates(6, lag)
+    drawn, states, lengths = {}, {}, LengthEstimates(6, staleness)
     for step in range(1, steps + 1):
-        for later in range(len(drawn) + 1, step + lag + 1):
+        for later in range(len(drawn) + 1, step + staleness + 1):
             drawn[later] = lengths.expected(later, rows)
         lengths.observe(step, rows[step % 2 :], observed[step, step % 2 :])
         states[step] = json.loads(json.dumps(lengths.state(step)))
     for step, state in states.items():
-        resumed = LengthEstimates(6, lag)
+        resumed = LengthEstimates(6, staleness)
         resumed.restore(state)
-        for later in range(step + 1, step + lag + 1):
+        for later in range(step + 1, step + staleness + 1):
             np.testing.assert_array_equal(resumed.expected(later, rows), drawn[later])

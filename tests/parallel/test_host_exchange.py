@@ -58,12 +58,12 @@ def test_large_messages_cross_without_waiting_for_each_other(together):
         present = rng.random((count, count)) < 0.7
         blobs = {(p, q): rng.bytes(sizes[p, q]) for p, q in zip(*np.nonzero(present), strict=True)}
 
-        def swap(me, exchange, blobs=blobs):
+        def weight_update(me, exchange, blobs=blobs):
             mine = {q: blob for (p, q), blob in blobs.items() if p == me}
             sources = {p for p, q in blobs if q == me}
             return exchange.exchange(mine, sources)
 
-        for me, (came, traffic) in enumerate(together(count, swap)):
+        for me, (came, traffic) in enumerate(together(count, weight_update)):
             assert came == {p: blob for (p, q), blob in blobs.items() if q == me}
             others = [blob for (p, q), blob in blobs.items() if q == me and p != me]
             assert traffic.payload == sum(map(len, others))
@@ -71,17 +71,17 @@ def test_large_messages_cross_without_waiting_for_each_other(together):
 
 
 def test_who_has_nothing_to_say_opens_no_connection(together):
-    def swap(me, exchange):
+    def weight_update(me, exchange):
         came, traffic = exchange.exchange({1: b"x"} if me == 0 else {}, {0} if me == 1 else ())
         return came, traffic, len(exchange._sockets)
 
-    first, second, third = together(3, swap)
+    first, second, third = together(3, weight_update)
     assert second[0] == {0: b"x"} and second[2] == 1
     assert third == ({}, Traffic(), 0) and first[2] == 1
 
 
 def test_strangers_are_hung_up_on(together):
-    def swap(me, exchange):
+    def weight_update(me, exchange):
         if me == 1:
             for hello in (b"", b"GET / HTTP/1.1\r\n\r\n and so on", bytes(20)):
                 with socket.create_connection(exchange._addresses[1]) as stranger:
@@ -90,7 +90,7 @@ def test_strangers_are_hung_up_on(together):
         return exchange.exchange({1 - me: b"hello %d" % me}, {1 - me})[0]
 
     barrier = threading.Barrier(2)
-    assert together(2, swap) == [{1: b"hello 1"}, {0: b"hello 0"}]
+    assert together(2, weight_update) == [{1: b"hello 1"}, {0: b"hello 0"}]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def many_files():
 def test_silent_strangers_delay_nobody(together, many_files, silent):
     """As many as the queue of a listener holds, and one more; none is waited for."""
 
-    def swap(me, exchange):
+    def weight_update(me, exchange):
         with contextlib.ExitStack() as strangers:
             if me == 1:
                 for _ in range(silent):
@@ -118,7 +118,7 @@ def test_silent_strangers_delay_nobody(together, many_files, silent):
             return exchange.exchange({1 - me: b"hello %d" % me}, {1 - me})[0]
 
     barrier = threading.Barrier(2)
-    assert together(2, swap) == [{1: b"hello 1"}, {0: b"hello 0"}]
+    assert together(2, weight_update) == [{1: b"hello 1"}, {0: b"hello 0"}]
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_memory_follows_what_has_arrived_and_not_what_was_announced():
 
 
 def test_a_process_that_goes_is_named(together):
-    def swap(me, exchange):
+    def weight_update(me, exchange):
         exchange.exchange({1 - me: b"first"}, {1 - me})
         if me == 1:
             exchange.close()
@@ -240,7 +240,7 @@ def test_a_process_that_goes_is_named(together):
                 exchange.exchange({1: b"second"}, {1})
         return True
 
-    assert together(2, swap) == [True, None]
+    assert together(2, weight_update) == [True, None]
 
 
 def test_a_host_that_cannot_be_reached_is_named():

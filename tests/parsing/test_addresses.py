@@ -65,8 +65,8 @@ def test_a_socket_listens(host):
     ],
 )
 def test_what_no_process_here_can_have(host, reason):
-    with pytest.raises(ValueError, match=f"^flow.listen:? .*{reason}"):
-        listen("flow.listen", host, 0)
+    with pytest.raises(ValueError, match=f"^stream.listen:? .*{reason}"):
+        listen("stream.listen", host, 0)
 
 
 def test_an_empty_host_is_not_every_interface():

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 from support import haste
+from support.partial_batches import APART
 from support.programs import finished
 from support.tiny_config import tiny_config
-from support.waves import APART
 
 from distflow_jax import run
 from distflow_jax.dag.residency import plan_residency
@@ -130,8 +130,9 @@ def test_gradients_and_moments_are_of_adapters_alone():
     assert update.optimizer == pytest.approx(2 * update.gradients, rel=0.01)
 
 
-def test_accumulators_of_waves_are_there_in_every_program(compiled):
-    """The sums of waves lie beside all that computes on their mesh, and are gone between steps."""
+def test_accumulators_of_partial_batches_are_there_in_every_program(compiled):
+    """The sums of partial batches lie beside all that computes on their mesh, and are gone between
+    steps."""
     (key,) = _trained(compiled.planned.plan.units[-1])
     planned, programs, costs = compiled.planned, compiled.programs, compiled.costs
     state = programs["actor_train"].given_states[key]
@@ -139,9 +140,9 @@ def test_accumulators_of_waves_are_there_in_every_program(compiled):
     update = copy.copy(programs["actor_train"])
     update.given_states = update.given_states | {key: with_sums(state, spec)}
     adding = programs | {"actor_train": update}
-    plain, waves = (plan_memory(planned, found, costs) for found in (programs, adding))
-    assert waves.between == plain.between
-    for a, b in zip(plain.segments, waves.segments, strict=True):
+    plain, partial_batches = (plan_memory(planned, found, costs) for found in (programs, adding))
+    assert partial_batches.between == plain.between
+    for a, b in zip(plain.segments, partial_batches.segments, strict=True):
         more = device_bytes(spec) if a.name in programs else 0
         assert b == dataclasses.replace(a, gradients=a.gradients + more)
 
@@ -279,7 +280,7 @@ def test_fewer_trajectories_are_enough_where_those_that_wait_fill_the_cache(part
     assert engine.lanes <= int(most.partition("=")[2]) < engine.slots
 
 
-def test_nothing_is_moved_to_the_host_in_waves():
+def test_nothing_is_moved_to_the_host_in_partial_batches():
     planned = plan_run(config_of(*APART), Machine.current())
     machine = dataclasses.replace(planned.machine, platform="gpu")
     planned = dataclasses.replace(planned, machine=machine)

@@ -6,13 +6,13 @@ import types
 import pytest
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.planning.plan_run import config_table
-from distflow_jax.planning.waves.replayed_run import (
+from distflow_jax.planning.partial_batches.replayed_run import (
     FREE_KEYS,
     FREE_SECTIONS,
     check_replay,
     start_of_run,
 )
+from distflow_jax.planning.plan_run import config_table
 
 SETTINGS = config_table(Config())
 
@@ -42,7 +42,7 @@ def test_settings_that_change_nothing_may_differ():
 def test_every_other_setting_is_named():
     sections = tuple(f"{section}." for section in FREE_SECTIONS)
     bound = {key for key in SETTINGS if not key.startswith(sections)} - FREE_KEYS
-    assert {"training.steps", "flow.max_lag", "rollout.temperature", "mesh.fsdp"} <= bound
+    assert {"training.steps", "stream.max_staleness", "rollout.temperature", "mesh.fsdp"} <= bound
     for key in bound:
         with pytest.raises(ValueError) as found:
             check(start(), (1, start()), (4, start(**{key: '"another"'})))
@@ -58,9 +58,11 @@ def test_several_settings_are_counted():
 
 def test_an_older_version_may_lack_a_key():
     old = start()
-    del old["settings"]["flow.waves"]
+    del old["settings"]["stream.partial_batches"]
     check(start(), (1, old))
-    with pytest.raises(ValueError, match="flow.waves='off', and this run has 'nothing'"):
+    with pytest.raises(
+        ValueError, match="stream.partial_batches='off', and this run has 'nothing'"
+    ):
         check(old, (1, start()))
 
 

@@ -14,8 +14,12 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 
 MACHINE = Machine(2, 16, 8, "cpu", memory=1 << 32, host_memory=1 << 32)
-AHEAD = ("flow.max_lag=2", "algorithm.correction=token_tis", "data.prompts_per_step=6")
-PART = ("mesh.devices=0:4", "mesh.roles={'ROLLOUT': {'devices': '4:6'}}", "flow.swap=boundary")
+AHEAD = ("stream.max_staleness=2", "algorithm.correction=token_tis", "data.prompts_per_step=6")
+PART = (
+    "mesh.devices=0:4",
+    "mesh.roles={'ROLLOUT': {'devices': '4:6'}}",
+    "stream.weight_update=boundary",
+)
 
 
 def planned(*assignments, machine=MACHINE):
@@ -24,7 +28,7 @@ def planned(*assignments, machine=MACHINE):
 
 
 def test_no_samplers_ahead_need_no_memory():
-    run = planned("flow.max_lag=0")
+    run = planned("stream.max_staleness=0")
     assert run.waiting is None and "ahead" not in run.text()
 
 
@@ -49,13 +53,21 @@ def test_columns_of_a_group_at_its_largest():
     assert waiting.total == waiting.groups * sum(waiting.columns.values())  # and no buffers
 
 
-@pytest.mark.parametrize("swap, buffers", [("boundary", 3), ("in_flight", 2)])
-def test_trainers_keep_all_versions_that_workers_may_need(swap, buffers):
-    """With boundary those of max_lag + 1 steps: a worker that joins answers by any of them."""
-    workers = ("flow.workers=True", "eval.dataset=", "eval.every=0", f"flow.swap={swap}")
+@pytest.mark.parametrize("weight_update, buffers", [("boundary", 3), ("in_flight", 2)])
+def test_trainers_keep_all_versions_that_workers_may_need(weight_update, buffers):
+    """With boundary those of max_staleness + 1 steps: a worker that joins answers by any of
+    them."""
+    workers = (
+        "stream.workers=True",
+        "eval.dataset=",
+        "eval.every=0",
+        f"stream.weight_update={weight_update}",
+    )
     run = planned(*workers)
     waiting = run.waiting
-    assert run.config.flow.max_lag == 2 and waiting.buffers == buffers and waiting.buffer > 0
+    assert (
+        run.config.stream.max_staleness == 2 and waiting.buffers == buffers and waiting.buffer > 0
+    )
     groups = waiting.groups * sum(waiting.columns.values())
     assert waiting.total == groups + buffers * waiting.buffer
     (row,) = [line for line in waiting.describe().splitlines() if line.startswith("weights ")]
@@ -79,19 +91,22 @@ def test_images_of_prompts_that_wait():
     assert run.waiting.columns["images"] == sum(x.nbytes for x in arrays)
 
 
-@pytest.mark.parametrize("lag, buffers", [(1, 2), (2, 2), (5, 5)])
-def test_weights_on_their_way(lag, buffers):
-    run = planned(*PART, f"flow.max_lag={lag}")
+@pytest.mark.parametrize("staleness, buffers", [(1, 2), (2, 2), (5, 5)])
+def test_weights_on_their_way(staleness, buffers):
+    run = planned(*PART, f"stream.max_staleness={staleness}")
     waiting = run.waiting
     assert waiting.buffers == buffers
     assert waiting.total == waiting.groups * waiting.group + buffers * waiting.buffer
-    wide = planned(*PART, f"flow.max_lag={lag}", "mesh.rollout_tensor=2").waiting
+    wide = planned(*PART, f"stream.max_staleness={staleness}", "mesh.rollout_tensor=2").waiting
     assert waiting.buffer <= wide.buffer < 1.1 * waiting.buffer  # one copy, whatever divides it
 
 
 def test_groups_that_wait_for_the_disk():
-    waves = (*PART, "flow.waves=counter", "flow.wave_prompts=2")
-    without, recorded = planned(*waves).waiting, planned(*waves, "flow.record=True").waiting
+    partial_batches = (*PART, "stream.partial_batches=counter", "stream.partial_batch_prompts=2")
+    without, recorded = (
+        planned(*partial_batches).waiting,
+        planned(*partial_batches, "stream.record=True").waiting,
+    )
     assert recorded.groups == without.groups + 3 * without.share
     assert recorded.total > without.total
 
@@ -108,15 +123,17 @@ def test_the_plan_names_what_runs_ahead():
 def test_groups_that_do_not_fit_are_refused_with_a_fix_that_works(steps):
     waiting = planned().waiting
     small = dataclasses.replace(MACHINE, host_memory=(steps * waiting.share + 1) * waiting.group)
-    with pytest.raises(ValueError, match="flow.max_lag=2 with data.prompts_per_step=6") as error:
+    with pytest.raises(
+        ValueError, match="stream.max_staleness=2 with data.prompts_per_step=6"
+    ) as error:
         planned(machine=small)
-    lag = steps - 1
-    assert str(error.value).endswith(f"use flow.max_lag={lag}")
-    planned(f"flow.max_lag={lag}", machine=small)
+    staleness = steps - 1
+    assert str(error.value).endswith(f"use stream.max_staleness={staleness}")
+    planned(f"stream.max_staleness={staleness}", machine=small)
 
 
 def test_fewer_prompts_where_not_even_a_step_fits():
-    many = ("data.prompts_per_step=20", "flow.max_lag=1")
+    many = ("data.prompts_per_step=20", "stream.max_staleness=1")
     small = dataclasses.replace(MACHINE, host_memory=5 * planned().waiting.group)
     with pytest.raises(ValueError, match="data.prompts_per_step=4 or less"):
         planned(*many, machine=small)

@@ -6,9 +6,9 @@ import json
 import jax
 import pytest
 from support.accelerators import needs_libtpu
+from support.partial_batches import APART
 from support.text_tables import cells_of
 from support.tiny_config import tiny_config
-from support.waves import APART
 
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
@@ -116,9 +116,9 @@ def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
     assert h200.estimates["actor_train"].compute == of_gpus.estimates["actor_train"].compute
 
 
-def test_accumulators_of_waves_are_planned():
-    """In a run in waves: the programs of a step hold them, as they do on this machine."""
-    pod, planned = planned_for("gpu:1x8", *APART, "flow.wave_prompts=16")
+def test_accumulators_of_partial_batches_are_planned():
+    """In a run in partial batches: the programs of a step hold them, as they do on this machine."""
+    pod, planned = planned_for("gpu:1x8", *APART, "stream.partial_batch_prompts=16")
     programs = trace(planned)
     found = plan_on(pod, planned, compiled=False, programs=programs)
     sums = device_bytes(programs["actor_train"].given_states["actor"].sums.gradients)

@@ -168,9 +168,9 @@ def test_every_node_field_and_order_is_shown(seed):
             assert name in mermaid
     # each edge is in one wire, and whatever a node waits for leads to it
     captions = wire_captions(the_plan)
-    carried = sorted((c.source, f, c.target, c.kind) for c in captions for f in c.fields)
+    deferred = sorted((c.source, f, c.target, c.kind) for c in captions for f in c.fields)
     edges = [e for task in the_plan.tasks for e in task.edges_in]
-    assert carried == sorted((e.source or "(loader)", e.field, e.target, e.move) for e in edges)
+    assert deferred == sorted((e.source or "(loader)", e.field, e.target, e.move) for e in edges)
     before = {}
     for task in the_plan.tasks:
         sources = {c.source for c in captions if c.target == task.node.id}

@@ -85,14 +85,17 @@ def folder(tmp_path_factory):
         span | {"tid": 2, "args": {}},
         *(
             span
-            | {"name": "actor_train", "ts": wave * 5e5, "dur": 4e5}
-            | {"args": {"step": 60, "wave": wave}}
-            for wave in (1, 2, 3)
+            | {"name": "actor_train", "ts": partial_batch * 5e5, "dur": 4e5}
+            | {"args": {"step": 60, "partial_batch": partial_batch}}
+            for partial_batch in (1, 2, 3)
         ),
     ]
     (folder / "trace.json").write_text("\n".join(map(json.dumps, trace)))
-    waves = [{"step": 60, "wave": wave, "counters": [wave, 99]} for wave in (1, 2, 3)]
-    (folder / "waves.jsonl").write_text("\n".join(map(json.dumps, waves)))
+    partial_batches = [
+        {"step": 60, "partial_batch": partial_batch, "counters": [partial_batch, 99]}
+        for partial_batch in (1, 2, 3)
+    ]
+    (folder / "partial_batches.jsonl").write_text("\n".join(map(json.dumps, partial_batches)))
     writer.close()
     return folder
 
@@ -127,7 +130,7 @@ def test_the_page_fits_its_window_offline(browser, folder, width, dark):
     assert picture <= width
 
 
-def test_waves_alternate_in_the_lane_of_the_training(browser, folder):
+def test_partial_batches_alternate_in_the_lane_of_the_training(browser, folder):
     page = opened(browser, folder)
     found = page.run(
         "[...document.querySelectorAll('#times-0 .row')]"
@@ -136,7 +139,7 @@ def test_waves_alternate_in_the_lane_of_the_training(browser, folder):
         ".map((bar) => [bar.title, getComputedStyle(bar).opacity])"
     )
     assert [opacity for _, opacity in found] == ["1", "0.6", "1"]
-    assert found[1][0].startswith("wave 2 of 3 (prompts 2, 99), actor_train: ")
+    assert found[1][0].startswith("partial batch 2 of 3 (prompts 2, 99), actor_train: ")
 
 
 def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):

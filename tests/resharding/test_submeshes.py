@@ -18,7 +18,7 @@ from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel.mesh import (
@@ -201,7 +201,7 @@ def test_a_step_goes_on_while_a_part_waits_for_another():
         "last": stage("last", lambda f: {"sum": [*map(np.add, f["value"], f["ref_logp"])]}),
     }
     prompts = [Prompt(c, c, tokens[0], "", "s", None, {}) for c in range(4)]
-    coordinator.begin(given_columns(prompts, 1))
+    coordinator.begin(loader_columns(prompts, 1))
     got = []
     coordinator.free = lambda source, field: (
         got.extend(coordinator.store.values[source, field]) if field == "sum" else None

@@ -9,7 +9,6 @@ from support.tiny_model import TINY, mesh_of
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.loader import DataConfig
-from distflow_jax.flow.flow_config import FlowConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
@@ -29,6 +28,7 @@ from distflow_jax.rollout.decode_state import (
 )
 from distflow_jax.rollout.prefill.image_programs import ImagePrograms
 from distflow_jax.rollout.rollout_config import RolloutConfig
+from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.training.training_config import TrainingConfig
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
@@ -100,18 +100,18 @@ TURNS = {
 }
 
 
-def config_of(max_lag=0, **rollout):
+def config_of(max_staleness=0, **rollout):
     """8 prompts a step."""
     return Config(
         rollout=RolloutConfig(**rollout),
         training=TrainingConfig(row_tokens=512),
         data=DataConfig(prompts_per_step=8),
-        flow=FlowConfig(max_lag=max_lag),
+        stream=StreamConfig(max_staleness=max_staleness),
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "lag", "lanes", "slots"),
+    ("changes", "staleness", "lanes", "slots"),
     [
         ({}, 0, 8, 32),  # four times the slots
         ({"max_trajectories": 12}, 0, 8, 12),
@@ -122,8 +122,8 @@ def config_of(max_lag=0, **rollout):
     ],
     ids=str,
 )
-def test_trajectories_of_a_sampler(changes, lag, lanes, slots):
-    config = config_of(**TURNS | changes, max_lag=lag)
+def test_trajectories_of_a_sampler(changes, staleness, lanes, slots):
+    config = config_of(**TURNS | changes, max_staleness=staleness)
     engine = derive_sizes(config, DecoderConfig(max_position=2048), Machine(1, 1, 1, "cpu")).engine
     assert (engine.lanes, engine.slots, engine.decode_slots) == (lanes, slots, 8)
     response = pages_of(engine.max_response, engine.page_size)

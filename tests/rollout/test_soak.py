@@ -197,7 +197,7 @@ class Soak:
             check(asked.request, response, range(asked.version, self.version + 1))
         self.counts["aborts"] += 1
 
-    def swap(self) -> None:
+    def weight_update(self) -> None:
         """The other weights, with caches kept or read anew."""
         self.version += 1
         cache = str(self.rng.choice(["keep", "recompute"]))
@@ -222,7 +222,11 @@ class Soak:
         while len(self.asked) < self.rng.integers(0, 2 * BACKLOG):
             self.submit(random_request(self.rng, self.counter))
             self.counter += 1
-        for action, probability in ((self.abort, 0.05), (self.swap, 0.03), (self.pause, 0.03)):
+        for action, probability in (
+            (self.abort, 0.05),
+            (self.weight_update, 0.03),
+            (self.pause, 0.03),
+        ):
             if self.rng.random() < probability:
                 action()
         self.step()
@@ -241,13 +245,13 @@ def soak_for(seconds: float) -> None:
     golden = []
     for _ in range(2):  # alone, with each of the weights
         golden.append(soak.answers([probe_request()])[1])
-        soak.swap()
+        soak.weight_update()
     soak.golden = golden
     steps, house = soak.answers(full_house())
     assert soak.engine.max_concurrent_decodes == len(house)
     for _ in range(100):
         soak.act()
-    for action in (soak.pause, soak.swap, soak.abort):
+    for action in (soak.pause, soak.weight_update, soak.abort):
         action()
     compilations, start = Compilations(), time.monotonic()
     memory: list[tuple[float, int]] = []  # (share of the time, bytes)
@@ -260,7 +264,7 @@ def soak_for(seconds: float) -> None:
     # every slot and every page is free again: as many run side by side as at the start
     soak.drain()
     if soak.version % 2:
-        soak.swap()
+        soak.weight_update()
     again, rehoused = soak.answers(full_house())
     assert again <= steps
     for got, wanted in zip(rehoused, house, strict=True):
@@ -269,7 +273,7 @@ def soak_for(seconds: float) -> None:
         for response in soak.answers([probe_request()])[1]:
             wanted = golden[version][response.sample]
             assert_same_tokens(response, wanted, max(len(response.tokens), len(wanted.tokens)))
-        soak.swap()
+        soak.weight_update()
     assert compilations.take() == 0, compilations.names()
     compilations.close()
 

@@ -24,7 +24,7 @@ SMALL = (
     "training.steps=2",
     "mesh.devices=0:4",
     "mesh.roles={'ROLLOUT': {'devices': '4:8'}}",
-    "flow.max_lag=2",
+    "stream.max_staleness=2",
     "eval.num_prompts=4",
 )
 READS = 200  # of which some 2 to 20 fail where the sampler goes on meanwhile
@@ -39,9 +39,11 @@ def config_of(*assignments):
     "flags",
     [
         ("eval.every=1", "checkpoint.every=1"),
-        pytest.param(("eval.every=1", "flow.swap=boundary"), marks=pytest.mark.slow),
-        pytest.param(("flow.cache=recompute", "dag=ppo"), marks=pytest.mark.slow),
-        pytest.param(("flow.waves=ready", "flow.wave_rows=8"), marks=pytest.mark.slow),
+        pytest.param(("eval.every=1", "stream.weight_update=boundary"), marks=pytest.mark.slow),
+        pytest.param(("stream.cache=recompute", "dag=ppo"), marks=pytest.mark.slow),
+        pytest.param(
+            ("stream.partial_batches=ready", "stream.partial_batch_rows=8"), marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )
@@ -70,7 +72,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
 
     def often():
         looked.set()
-        assert runs[-1].source.flow.producer.sampler.busy  # or there was nothing to fear
+        assert runs[-1].source.stream.producer.sampler.busy  # or there was nothing to fear
         for _ in range(READS):
             read.append((live(), sum(host_memory.bytes_by_kind().values()), peak_memory_gb()))
         raise RuntimeError("Array has been deleted")
@@ -108,6 +110,9 @@ def test_first_steps_end(tmp_path, monkeypatch, eager_threads):
 
     monkeypatch.setattr(Recorder, "step", recorded)
     for start in range(STARTS):
-        swap = ("in_flight", "boundary")[start % 2]
+        weight_update = ("in_flight", "boundary")[start % 2]
         with pytest.raises(Ended):
-            run.train_here(config_of("eval.dataset=", f"flow.swap={swap}"), tmp_path / str(start))
+            run.train_here(
+                config_of("eval.dataset=", f"stream.weight_update={weight_update}"),
+                tmp_path / str(start),
+            )

@@ -15,9 +15,9 @@ from support.run_folders import json_lines, lasting
 from support.tiny_config import SMALL_AHEAD, tiny_config
 
 from distflow_jax import run
-from distflow_jax.flow.host_nodes import NodesAhead
-from distflow_jax.flow.producer import Producer
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.producer import Producer
 
 SMALL = (
     *SMALL_AHEAD,
@@ -45,7 +45,7 @@ def evaluations_of(folder):
     return {step: paths[step].read_text() for step in sorted(paths)}
 
 
-def check_ages(folder, lag, *, steps=STEPS):
+def check_ages(folder, staleness, *, steps=STEPS):
     """No token is too old, and no response trains twice; returns the ages of tokens, counted."""
     ages, uids = collections.Counter(), collections.Counter()
     samples = samples_of(folder)
@@ -53,7 +53,7 @@ def check_ages(folder, lag, *, steps=STEPS):
     for step, records in samples.items():
         for record in records:
             versions = np.ravel(record["version"])
-            assert 0 <= step - 1 - versions.max() and step - 1 - versions.min() <= lag
+            assert 0 <= step - 1 - versions.max() and step - 1 - versions.min() <= staleness
             ages.update((step - 1 - versions).tolist())
             uids[tuple(record["uid"])] += 1
     assert set(uids.values()) == {1}
@@ -67,19 +67,19 @@ def check_batches(uids, *, steps=STEPS):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [1, 3])
-def test_samplers_that_share_the_trainers_devices(tmp_path, lag):
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_samplers_that_share_the_trainers_devices(tmp_path, staleness):
     """Rollouts end when the step has its groups; the others go on under the next weights."""
-    config = config_of(f"flow.max_lag={lag}", "rollout.max_response_length=24")
+    config = config_of(f"stream.max_staleness={staleness}", "rollout.max_response_length=24")
     assert run.train_here(config, tmp_path) == 0
-    ages, uids = check_ages(tmp_path, lag)
+    ages, uids = check_ages(tmp_path, staleness)
     check_batches(uids)
     assert set(ages) > {0}  # some are older
     rows = lasting(tmp_path)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert not any(r["perf/compilations"] for r in read_metrics(tmp_path / "metrics.jsonl")[2:])
     for row in rows[1:]:
-        steps = np.arange(lag + 1)
+        steps = np.arange(staleness + 1)
         means = []
         for name in ("age", "in_flight", "waiting"):
             shares = [row[f"training/off_policy/{name}_share/{step}"] for step in steps]
@@ -93,12 +93,12 @@ def test_samplers_that_share_the_trainers_devices(tmp_path, lag):
             row[f"training/off_policy/age_share/{a}"] * row[f"rollout_corr/kl/{a}"] for a in ages
         )
         assert mean == pytest.approx(row["rollout_corr/kl"], abs=1e-6)
-        assert row["training/off_policy/trajectory_staleness/max"] <= lag
+        assert row["training/off_policy/trajectory_staleness/max"] <= staleness
     assert not unexplained_metrics(tmp_path)
 
 
-def test_batches_of_a_region_are_cut_by_verdicts(tmp_path):
-    config = config_of("dag=dapo", "flow.max_lag=2", "eval.every=0")
+def test_batches_of_a_region_are_cut_by_decisions(tmp_path):
+    config = config_of("dag=dapo", "stream.max_staleness=2", "eval.every=0")
     assert run.train_here(config, tmp_path) == 0
     _, uids = check_ages(tmp_path, 2)
     by_step = {s: {r["uid"][0] for r in records} for s, records in samples_of(tmp_path).items()}
@@ -119,36 +119,37 @@ def test_an_error_while_a_run_starts_ends_its_sampler(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run, "make_steps", fails)
     with pytest.raises(OSError, match="no space left"):
-        run.train_here(config_of("flow.max_lag=1", *PART), tmp_path)
+        run.train_here(config_of("stream.max_staleness=1", *PART), tmp_path)
     assert not [t for t in threading.enumerate() if t.name.startswith("sampler")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lags", [(2, 0), (0, 2), (2, 1)], ids=str)
-def test_a_run_goes_on_with_another_lag(tmp_path, caplog, lags):
-    """Without a lag groups that were sampled ahead are sampled again, with a smaller one they are
+def test_a_run_goes_on_with_another_staleness(tmp_path, caplog, lags):
+    """Without a staleness groups that were sampled ahead are sampled again, with a smaller one they
+    are
     trained on: every prompt trains once, and the log says which it is."""
-    for lag in lags:
-        flags = (f"flow.max_lag={lag}", "eval.every=0", "checkpoint.every=3")
+    for staleness in lags:
+        flags = (f"stream.max_staleness={staleness}", "eval.every=0", "checkpoint.every=3")
         assert run.train_here(config_of(*flags, *SHARED), tmp_path) == 0
-        if lag == lags[0]:  # as if a kill had come after the checkpoint of step 3
+        if staleness == lags[0]:  # as if a kill had come after the checkpoint of step 3
             shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     _, uids = check_ages(tmp_path, max(lags))
     check_batches(uids)
     check_account(tmp_path, max(lags), STEPS)
-    told = "the checkpoint of step 3 holds samples that flow.max_lag=2 began"
+    told = "the checkpoint of step 3 holds samples that stream.max_staleness=2 began"
     said = [text for text in caplog.messages if text.startswith(told)]
     assert len(said) == (lags[0] > lags[1])
     if lags[0] > lags[1]:
         assert ("are trained on in their steps" if lags[1] else "they are dropped") in said[0]
 
 
-def check_account(folder, lag, steps):
+def check_account(folder, staleness, steps):
     """A run that goes on after its last step counts on where its samplers had run ahead: what was
-    trained on stays so, in a stretch without a lag too, of which nothing is counted."""
+    trained on stays so, in a stretch without a staleness too, of which nothing is counted."""
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "perf/tokens/trained" in row]
     before = rows[-1]
-    flags = (f"flow.max_lag={lag}", f"training.steps={steps + 1}", "eval.every=0")
+    flags = (f"stream.max_staleness={staleness}", f"training.steps={steps + 1}", "eval.every=0")
     assert run.train_here(config_of(*flags, *SHARED), folder) == 0
     last = read_metrics(folder / "metrics.jsonl")[-1]
     names = ("sampled", "trained", "filtered", "lost", "under_way")
@@ -190,16 +191,18 @@ def delayed(monkeypatch, seed):
 
 
 @pytest.mark.parametrize(
-    ("lag", "flags"),
+    ("staleness", "flags"),
     [
         (1, ()),
         pytest.param(2, ("eval.every=1",), marks=pytest.mark.slow),
         pytest.param(1, ("dag=dapo", "eval.every=2"), marks=pytest.mark.slow),
     ],
 )
-def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag, flags):
+def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, staleness, flags):
     """Samplers on a device of their own: whatever is late, metrics and samples are the same."""
-    config = config_of(*PART, f"flow.max_lag={lag}", "flow.swap=boundary", *flags)
+    config = config_of(
+        *PART, f"stream.max_staleness={staleness}", "stream.weight_update=boundary", *flags
+    )
     for name, seed in (("first", None), ("second", 1)):
         with monkeypatch.context() as patch:
             if seed is not None:
@@ -208,30 +211,33 @@ def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, lag, flags)
     assert lasting(tmp_path / "first") == lasting(tmp_path / "second")
     assert evaluations_of(tmp_path / "first") == evaluations_of(tmp_path / "second")
     assert samples_of(tmp_path / "first") == samples_of(tmp_path / "second")
-    _, uids = check_ages(tmp_path / "first", lag)
+    _, uids = check_ages(tmp_path / "first", staleness)
     if not any("dapo" in flag for flag in flags):
         check_batches(uids)
     check_evaluations(tmp_path / "first", config)
     for step, records in samples_of(tmp_path / "first").items():
-        assert {record["version"] for record in records} == {max(0, step - 1 - lag)}
+        assert {record["version"] for record in records} == {max(0, step - 1 - staleness)}
 
 
 def test_newest_weights_at_once(tmp_path, monkeypatch):
     """Samplers beside the training, which is late: what it waits for is young."""
-    config = config_of(*PART, "flow.max_lag=2", "flow.cache=recompute")
+    config = config_of(*PART, "stream.max_staleness=2", "stream.cache=recompute")
     delayed(monkeypatch, 2)
     assert run.train_here(config, tmp_path) == 0
     _, uids = check_ages(tmp_path, 2)
     check_batches(uids)
-    swaps = [
-        {n: row[f"perf/weight_swap/{n}"] for n in ("leave", "arrive", "exposed", "hidden")}
+    update_times = [
+        {n: row[f"perf/weight_update/{n}"] for n in ("leave", "arrive", "exposed", "hidden")}
         for row in read_metrics(tmp_path / "metrics.jsonl")[1:]
     ]
-    assert sum(swap["arrive"] for swap in swaps) > 0
-    for swap in swaps:
-        seconds = swap["leave"] + swap["arrive"]
-        assert max(swap["leave"], swap["arrive"]) - 1e-6 <= swap["exposed"] + swap["hidden"]
-        assert swap["exposed"] + swap["hidden"] <= seconds + 1e-6
+    assert sum(weight_update["arrive"] for weight_update in update_times) > 0
+    for weight_update in update_times:
+        seconds = weight_update["leave"] + weight_update["arrive"]
+        assert (
+            max(weight_update["leave"], weight_update["arrive"]) - 1e-6
+            <= weight_update["exposed"] + weight_update["hidden"]
+        )
+        assert weight_update["exposed"] + weight_update["hidden"] <= seconds + 1e-6
     assert "run ahead of the training, at most 2 steps" in (tmp_path / "plan.txt").read_text()
     assert json.loads((tmp_path / "memory.json").read_text())["host"]["weights"]["buffers"] == 2
     page = (tmp_path / "report.html").read_text()
@@ -246,12 +252,12 @@ def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
 
     def broken(self, group, span):
         if group.counter >= PROMPTS:  # of step 2, which is sampled beside step 1
-            raise RuntimeError("no verdict today")
+            raise RuntimeError("no filter decision today")
         whole(self, group, span)
 
     monkeypatch.setattr(NodesAhead, "run", broken)
-    with pytest.raises(RuntimeError, match="no verdict today"):
-        run.train_here(config_of("flow.max_lag=1", "eval.every=0"), tmp_path)
+    with pytest.raises(RuntimeError, match="no filter decision today"):
+        run.train_here(config_of("stream.max_staleness=1", "eval.every=0"), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
@@ -260,15 +266,15 @@ def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("flow.max_lag=2",),
-        ("flow.max_lag=1", "dag=dapo"),
-        ("flow.max_lag=2", "dag=ppo", "flow.cache=recompute"),
-        ("flow.max_lag=1", "dag=remax"),
-        ("flow.max_lag=1", "algorithm.correction=none", "algorithm.proximal=a3po"),
-        ("flow.max_lag=2", *(f.replace("0:4", "0:2").replace("4:5", "2:3") for f in PART)),
+        ("stream.max_staleness=2",),
+        ("stream.max_staleness=1", "dag=dapo"),
+        ("stream.max_staleness=2", "dag=ppo", "stream.cache=recompute"),
+        ("stream.max_staleness=1", "dag=remax"),
+        ("stream.max_staleness=1", "algorithm.correction=none", "algorithm.proximal=a3po"),
+        ("stream.max_staleness=2", *(f.replace("0:4", "0:2").replace("4:5", "2:3") for f in PART)),
         (
-            "flow.max_lag=1",
-            "flow.swap=boundary",
+            "stream.max_staleness=1",
+            "stream.weight_update=boundary",
             *(f.replace("0:4", "0:2").replace("4:5", "2:3") for f in PART),
         ),
     ],
@@ -277,8 +283,8 @@ def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
 def test_two_processes(tmp_path, flags):
     devices = 3 if any("ROLLOUT" in flag for flag in flags) else 1
     train(tmp_path, [*SMALL, *flags], processes=2, devices=devices)
-    lag = int(flags[0].partition("=")[2])
-    _, uids = check_ages(tmp_path, lag)
+    staleness = int(flags[0].partition("=")[2])
+    _, uids = check_ages(tmp_path, staleness)
     if "dag=dapo" not in flags:  # the files have the responses of both processes
         check_batches(uids)
     assert not unexplained_metrics(tmp_path)

@@ -14,7 +14,7 @@ FUNCTIONS = ROOT / "tests" / "support" / "late_rewards.py"
 SMALL = (
     *SMALL_AHEAD,
     "training.steps=6",
-    "flow.max_lag=1",
+    "stream.max_staleness=1",
     "eval.dataset=",
     "reward.num_workers=1",
 )

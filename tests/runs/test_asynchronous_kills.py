@@ -32,7 +32,7 @@ SMALL = [
 # each process trains on two devices, and samples on a third
 PART = ["mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"]
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
-WAVES = ("flow.waves=counter", "flow.wave_prompts=3")
+PARTIAL_BATCHES = ("stream.partial_batches=counter", "stream.partial_batch_prompts=3")
 SEEING = (
     "model.source=random:qwen2_5_vl?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512"
     "&max_position=256&vision_hidden=32&vision_layers=2&vision_heads=4&patch=8",
@@ -66,8 +66,9 @@ class Job(Process):
         assert self.end() == 128 + signal.SIGKILL, self.output()
 
 
-def check(folder, lag, steps=STEPS):
-    """Every counter is trained once, in its step; no token is too old; the ledger adds up."""
+def check(folder, staleness, steps=STEPS):
+    """Every counter is trained once, in its step; no token is too old; the token account adds
+    up."""
     found = records(folder)
     assert sorted(found) == list(range(1, steps + 1))
     for step, rows in found.items():
@@ -77,12 +78,12 @@ def check(folder, lag, steps=STEPS):
         assert len(uids) == len(set(uids)) == PROMPTS * 4
         for row in rows:
             for (low, high), age in zip(row["version"], row["age"], strict=True):
-                assert 0 <= low <= high <= step - 1 and 0 <= age <= lag
+                assert 0 <= low <= high <= step - 1 and 0 <= age <= staleness
     return check_tokens(folder)
 
 
 def check_tokens(folder):
-    """The ledger of each step adds up; returns the last one."""
+    """The token account of each step adds up; returns the last one."""
     for row in read_metrics(folder / "metrics.jsonl"):
         if not row["step"]:  # the evaluation of the untrained weights
             continue
@@ -138,8 +139,8 @@ def undisturbed(tmp_path_factory):
     return make
 
 
-def boundary(lag, *flags):
-    return (f"flow.max_lag={lag}", "flow.swap=boundary", *flags)
+def boundary(staleness, *flags):
+    return (f"stream.max_staleness={staleness}", "stream.weight_update=boundary", *flags)
 
 
 def assert_equal(folder, wanted, steps=STEPS):
@@ -152,18 +153,20 @@ def assert_equal(folder, wanted, steps=STEPS):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("lag", "kills", "waves"),
+    ("staleness", "kills", "partial_batches"),
     [
         (1, 2, ()),
-        pytest.param(2, 3, WAVES, marks=pytest.mark.slow),
+        pytest.param(2, 3, PARTIAL_BATCHES, marks=pytest.mark.slow),
         pytest.param(2, SOAK_KILLS, (), marks=pytest.mark.soak),
-        pytest.param(2, SOAK_KILLS, WAVES, marks=pytest.mark.soak),
+        pytest.param(2, SOAK_KILLS, PARTIAL_BATCHES, marks=pytest.mark.soak),
     ],
 )
-def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, lag, kills, waves):
+def test_a_killed_run_with_boundary_swaps_ends_bit_equal(
+    undisturbed, tmp_path, staleness, kills, partial_batches
+):
     """The samples that older weights began are in the checkpoint: nothing depends on the kills, in
-    the middle of a step's waves either."""
-    check_kills(undisturbed, tmp_path / "killed", lag, kills, waves)
+    the middle of a step's partial batches either."""
+    check_kills(undisturbed, tmp_path / "killed", staleness, kills, partial_batches)
 
 
 @pytest.mark.slow
@@ -171,20 +174,23 @@ def test_a_killed_run_with_boundary_swaps_ends_bit_equal(undisturbed, tmp_path, 
 def test_a_killed_run_that_sees_ends_bit_equal(undisturbed, tmp_path):
     """Images are read from disk again, those of samples in a checkpoint too."""
     data = write_rows(tmp_path / "data", pictures=60)
-    check_kills(undisturbed, tmp_path / "killed", 1, 3, (*WAVES, *SEEING, f"data.train={data}"))
+    check_kills(
+        undisturbed, tmp_path / "killed", 1, 3, (*PARTIAL_BATCHES, *SEEING, f"data.train={data}")
+    )
     rows = [row for row in read_metrics(tmp_path / "killed" / "metrics.jsonl") if row["step"]]
     assert all(row["data/images"] == PROMPTS and row["actor/grad_norm"] > 0 for row in rows)
 
 
-def check_kills(undisturbed, folder, lag, kills, flags):
-    """A run with boundary swaps that is killed ends as the undisturbed one, bit for bit."""
-    flags, steps = boundary(lag, *flags), steps_for(kills)
+def check_kills(undisturbed, folder, staleness, kills, flags):
+    """A run with boundary weight updates that is killed ends as the undisturbed one, bit for
+    bit."""
+    flags, steps = boundary(staleness, *flags), steps_for(kills)
     wanted = undisturbed(flags, steps=steps)
-    run_with_kills(folder, flags, random.Random(lag), kills)
+    run_with_kills(folder, flags, random.Random(staleness), kills)
     assert_equal(folder, wanted, steps)
     assert not list(compare_checkouts.differences(wanted, folder, 0))  # parameters too
-    check(folder, lag, steps)
-    tokens = check(wanted, lag, steps)
+    check(folder, staleness, steps)
+    tokens = check(wanted, staleness, steps)
     assert tokens["lost"] == 0 and tokens["sampled"] == tokens["trained"]
 
 
@@ -210,7 +216,7 @@ TURNS = (
 def test_other_graphs_and_numbers_of_processes_end_bit_equal(
     undisturbed, tmp_path, flags, processes
 ):
-    """A region's verdicts, a critic, and four processes."""
+    """A region's filter decisions, a critic, and four processes."""
     wanted, folder = undisturbed(flags, processes=processes), tmp_path / "killed"
     run_with_kills(folder, flags, random.Random(str(flags)), 3, (processes,))
     assert_equal(folder, wanted)
@@ -220,13 +226,13 @@ def test_other_graphs_and_numbers_of_processes_end_bit_equal(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("place", ["finish:3", "wave:8"])
-def test_a_kill_between_waves_or_within_an_optimizer_step_leaves_no_trace(
+@pytest.mark.parametrize("place", ["finish:3", "partial batch:8"])
+def test_a_kill_between_partial_batches_or_within_an_optimizer_step_leaves_no_trace(
     undisturbed, tmp_path, place
 ):
     """Gradients of an unfinished step are gone, its groups are not, and none trains twice. A step
-    has three waves, so that the eighth is amid step 3."""
-    flags = boundary(1, *WAVES)
+    has three partial batches, so that the eighth is amid step 3."""
+    flags = boundary(1, *PARTIAL_BATCHES)
     wanted, folder = undisturbed(flags), tmp_path / "killed"
     for process in ("0", "1"):
         job = Job(folder, flags, environment={"KILL_AT": place, "KILL_PROCESS": process})
@@ -251,7 +257,7 @@ def test_a_kill_between_waves_or_within_an_optimizer_step_leaves_no_trace(
 def test_a_killed_run_with_swaps_in_flight(tmp_path, processes, kills, flags):
     """With any number of processes after the restart, and all of them late at random."""
     folder, draw = tmp_path / "killed", random.Random(sum(processes))
-    flags, late = ["flow.max_lag=2", *flags], {"DELAYS": "1"}
+    flags, late = ["stream.max_staleness=2", *flags], {"DELAYS": "1"}
     run_with_kills(folder, flags, draw, kills, processes, late)
     check(folder, 2, steps_for(kills))
 
@@ -260,8 +266,12 @@ def test_a_killed_run_with_swaps_in_flight(tmp_path, processes, kills, flags):
 @pytest.mark.multiprocess
 def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path):
     """Steps differ in size, and checkpoints hold the prompts that no step has trained."""
-    folder, lag = tmp_path / "killed", 2
-    flags = [f"flow.max_lag={lag}", "flow.round_tokens=300", "rollout.max_response_length=24"]
+    folder, staleness = tmp_path / "killed", 2
+    flags = [
+        f"stream.max_staleness={staleness}",
+        "stream.round_tokens=300",
+        "rollout.max_response_length=24",
+    ]
     run_with_kills(folder, [*flags, *SHARED], random.Random(14), 3, (2, 1))
     found = records(folder)
     assert sorted(found) == list(range(1, STEPS + 1))
@@ -273,7 +283,7 @@ def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path):
         assert 1 <= sum(len(row["counters"]) for row in rows) <= PROMPTS
         for row in rows:
             for (low, high), age in zip(row["version"], row["age"], strict=True):
-                assert 0 <= low <= high <= step - 1 and 0 <= age <= lag
+                assert 0 <= low <= high <= step - 1 and 0 <= age <= staleness
     tokens = check_tokens(folder)
     assert tokens["sampled"] == tokens["trained"] + tokens["lost"]
 

@@ -18,10 +18,10 @@ SETTINGS = (
     "eval.dataset=",
     "eval.every=0",
     "observe.report_every=0",
-    "flow.max_lag=1",
-    "flow.workers=True",
-    "flow.save_seconds=0.3",
-    "flow.starved_seconds=280",
+    "stream.max_staleness=1",
+    "stream.workers=True",
+    "stream.save_seconds=0.3",
+    "stream.no_workers_seconds=280",
 )
 # of one group, on two cores that seven processes share; programs of workers that join compile there
 GENERATION_SECONDS = 8.0
@@ -34,7 +34,7 @@ def run_chaos(folder, plan, steps, seconds):
         *SETTINGS,
         f"training.steps={steps}",
         f"checkpoint.every={plan.checkpoints}",
-        f"flow.lease_seconds={plan.lease:g}",
+        f"stream.lease_seconds={plan.lease:g}",
     ]
     chaos = Chaos(folder, settings, plan)
     assert chaos.run(seconds) == 0, chaos.output()

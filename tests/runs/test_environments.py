@@ -171,7 +171,7 @@ def test_turns_of_two_nodes_that_sample_ahead_are_kept_apart(tmp_path):
     config = config_of(
         "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=259",
         "dag=remax",
-        "flow.max_lag=1",
+        "stream.max_staleness=1",
         "algorithm.correction=token_tis",
         "rollout.num_samples=2",
         "training.steps=2",
@@ -227,7 +227,9 @@ def shaky(folder, rate, *assignments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+@pytest.mark.parametrize(
+    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
+)
 def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahead):
     assert run.train_here(shaky(tmp_path, 0.2, *ahead), tmp_path / "run") == run.EXIT_DONE
     for metrics in read_metrics(tmp_path / "run" / "metrics.jsonl"):
@@ -239,7 +241,9 @@ def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahe
     assert all(json.loads(sample)["score"] == 0 for sample in samples)
 
 
-@pytest.mark.parametrize("ahead", [[], ["flow.max_lag=1", "algorithm.correction=token_tis"]])
+@pytest.mark.parametrize(
+    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
+)
 def test_a_run_ends_with_the_cause_if_most_calls_fail(tmp_path, monkeypatch, ahead):
     monkeypatch.setattr(handle, "PAUSE", 0.0)
     config = shaky(tmp_path, 0.6, *ahead)

@@ -23,13 +23,17 @@ SETTINGS = (
 )
 # with a learning rate of 0 older weights are the newest
 AHEAD = (
-    *("flow.max_lag=1", "training.optimizer.lr=0.0", "training.row_tokens=592"),
+    *("stream.max_staleness=1", "training.optimizer.lr=0.0", "training.row_tokens=592"),
     *("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}"),
 )
-WAVES = {
+PARTIAL_BATCHES = {
     "ahead": (),
-    "waves by counter": ("flow.waves=counter", "flow.wave_prompts=2", "flow.swap=boundary"),
-    "waves when ready": ("flow.waves=ready", "flow.wave_rows=2"),
+    "partial batches by counter": (
+        "stream.partial_batches=counter",
+        "stream.partial_batch_prompts=2",
+        "stream.weight_update=boundary",
+    ),
+    "partial batches when ready": ("stream.partial_batches=ready", "stream.partial_batch_rows=2"),
 }
 
 
@@ -68,7 +72,7 @@ def test_later_epochs_train_on_their_own_log_probs(tmp_path, dag):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", WAVES.values(), ids=WAVES)
+@pytest.mark.parametrize("flags", PARTIAL_BATCHES.values(), ids=PARTIAL_BATCHES)
 @pytest.mark.parametrize("dag", ["grpo", "dapo"])
 def test_later_epochs_of_samplers_that_run_ahead(tmp_path, dag, flags):
     trained(tmp_path, f"dag={dag}", *AHEAD, *flags)

@@ -485,8 +485,8 @@ def test_a_stopped_process_is_named(tmp_path):
         assert len(job.pids()) == 3 * 2
         os.kill(job.controller(1), signal.SIGSTOP)
         assert job.end() != 0
-        verdict = r"watchdog \d+: process 1 is alive but does not respond.*stopped by a signal"
-        assert re.search(verdict, job.output), job.output[-6000:]
+        decision = r"watchdog \d+: process 1 is alive but does not respond.*stopped by a signal"
+        assert re.search(decision, job.output), job.output[-6000:]
         assert culprits(job.output) == {1}
 
 

@@ -25,8 +25,8 @@ STEPS = 20
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=259"
 SHARED = (
     f"model.source={MODEL}",
-    "flow.workers=True",
-    "flow.max_lag=1",
+    "stream.workers=True",
+    "stream.max_staleness=1",
     "algorithm.correction=token_tis",
     "observe.trackers=()",
     "eval.dataset=",
@@ -113,7 +113,7 @@ def test_rewards_rise(tmp_path, kind):
         train = ("scripts/train.py", *config, f"--workdir={folder}")
         worker = ("scripts/worker.py", *config, f"--join={folder}", *flags)
         with program(*train, log=tmp_path / "train.log") as trainer:
-            while not (folder / "doors.json").exists():
+            while not (folder / "task_buffers.json").exists():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     trainer.wait(0.2)
                 assert trainer.poll() is None, (tmp_path / "train.log").read_text()
@@ -143,7 +143,11 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
         ("--engine=openai:ftp://a", "is no address of an engine"),
         (f"--engine_settings={settings}", "is of engines of other programs"),
     ):
-        ahead = ("--config.flow.workers=True", "--config.flow.max_lag=1", "--config.eval.dataset=")
+        ahead = (
+            "--config.stream.workers=True",
+            "--config.stream.max_staleness=1",
+            "--config.eval.dataset=",
+        )
         flags = ("--config=configs/tiny.py", *ahead, "--join=nowhere", flag)
         done = finished("scripts/worker.py", *flags, codes=(2,))
         (line,) = done.stderr.strip().splitlines()

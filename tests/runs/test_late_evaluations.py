@@ -1,4 +1,5 @@
-"""Swaps at boundaries: evaluations and a region's rounds beside the training, each once."""
+"""Weight updates at boundaries: evaluations and a region's rounds beside the training, each
+once."""
 
 import os
 
@@ -18,7 +19,7 @@ SMALL = (
     "eval.temperature=1.0",
     "mesh.devices=0:2",
     "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
-    "flow.swap=boundary",
+    "stream.weight_update=boundary",
 )
 
 
@@ -42,8 +43,8 @@ def evaluated(folder):
 @pytest.mark.slow
 def test_an_evaluation_that_was_not_written_is_made_when_the_run_goes_on(tmp_path):
     """By the checkpoint's weights, and with the same numbers; one that is there is not repeated."""
-    folder, lag = tmp_path / "run", "flow.max_lag=2"
-    train(folder, lag, "training.steps=2")
+    folder, staleness = tmp_path / "run", "stream.max_staleness=2"
+    train(folder, staleness, "training.steps=2")
     before = evaluated(folder)
     assert list(before) == [0, 2]
     path = folder / "metrics.jsonl"
@@ -52,11 +53,11 @@ def test_an_evaluation_that_was_not_written_is_made_when_the_run_goes_on(tmp_pat
     path.write_text("".join(x for x in lines if "val-" not in x or '": 0,' in x))
     (folder / "samples" / "eval-2.jsonl").unlink()
     assert list(evaluated(folder)) == [0]
-    train(folder, lag)
+    train(folder, staleness)
     after = evaluated(folder)
     assert sorted(after) == [0, 2, 4]
     assert {step: after[step] for step in before} == before
-    train(folder, lag, "training.steps=5", "eval.every=5")
+    train(folder, staleness, "training.steps=5", "eval.every=5")
     assert sorted(evaluated(folder)) == [0, 2, 4, 5]
     assert {step: evaluated(folder)[step] for step in after} == after
 
@@ -65,7 +66,7 @@ def test_an_evaluation_that_was_not_written_is_made_when_the_run_goes_on(tmp_pat
 def test_models_of_the_training_wait_on_the_host(tmp_path):
     """Beside samplers on devices of their own offload changes no bit."""
     for name in ("none", "idle"):
-        train(tmp_path / name, "flow.max_lag=1", "dag=ppo", f"training.offload={name}")
+        train(tmp_path / name, "stream.max_staleness=1", "dag=ppo", f"training.offload={name}")
     assert lasting(tmp_path / "none") == lasting(tmp_path / "idle")
     assert evaluated(tmp_path / "none") == evaluated(tmp_path / "idle")
     (plan,) = [(tmp_path / "idle" / "plan.txt").read_text()]
@@ -76,12 +77,13 @@ def test_models_of_the_training_wait_on_the_host(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("dag", ["grpo", "dapo"])
-@pytest.mark.parametrize("lag", [1, 2])
-def test_no_bit_depends_on_what_is_late(tmp_path, dag, lag):
-    """Two processes whose samplers, rewards and trainers wait at random: the same verdicts cut the
-    steps, the same versions answer and are evaluated, and the lines come in the same order."""
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_bit_depends_on_what_is_late(tmp_path, dag, staleness):
+    """Two processes whose samplers, rewards and trainers wait at random: the same filter decisions
+    cut the steps, the same versions answer and are evaluated, and the lines come in the same order.
+    """
     (tmp_path / "reward.py").write_text(REWARD)
-    flags = (f"dag={dag}", f"flow.max_lag={lag}", "eval.every=1")
+    flags = (f"dag={dag}", f"stream.max_staleness={staleness}", "eval.every=1")
     scored = (f"reward.function={tmp_path / 'reward.py'}:digits", "reward.kwargs={}")
     for name, delays in (("first", ""), ("second", "1")):
         settings = (*SMALL, *flags, *scored)

@@ -19,8 +19,8 @@ WORKER = "tests/support/parity_worker.py"
 NEAR_TIE = 1e-4  # lead of the best over the second-best perturbed logit
 
 
-def run(out, batch, *, devices=1, processes=1, overrides=(), waves=0):
-    arguments = [WORKER, f"--out={out}", f"--batch={batch}", f"--waves={waves}"]
+def run(out, batch, *, devices=1, processes=1, overrides=(), partial_batches=0):
+    arguments = [WORKER, f"--out={out}", f"--batch={batch}", f"--partial_batches={partial_batches}"]
     arguments += [f"--override={o}" for o in overrides]
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     env = haste.environment(devices if processes == 1 else None) | {"PYTHONPATH": path}
@@ -115,11 +115,11 @@ SLOW = {
     "8 processes, tensor and sampler over 2 of them": dict(
         devices=8, processes=8, overrides=["mesh.tensor=2", "mesh.rollout_tensor=2"]
     ),
-    "1 process, in 16 waves": dict(waves=16),
-    "2 processes x 1 device, in 5 waves": dict(devices=2, processes=2, waves=5),
-    "4 processes x 1 device, in 3 waves": dict(devices=4, processes=4, waves=3),
-    "a mixture, 2 processes x 2 devices, experts over both, in 4 waves": dict(
-        devices=4, processes=2, model=MIXTURE, waves=4, overrides=["mesh.expert=4"]
+    "1 process, in 16 partial batches": dict(partial_batches=16),
+    "2 processes x 1 device, in 5 partial batches": dict(devices=2, processes=2, partial_batches=5),
+    "4 processes x 1 device, in 3 partial batches": dict(devices=4, processes=4, partial_batches=3),
+    "a mixture, 2 processes x 2 devices, experts over both, in 4 partial batches": dict(
+        devices=4, processes=2, model=MIXTURE, partial_batches=4, overrides=["mesh.expert=4"]
     ),
     "a mixture, 2 processes x 4 devices, layers over both": dict(
         devices=8,
@@ -133,8 +133,12 @@ SLOW = {
         model=MIXTURE,
         overrides=["mesh.expert=2", "mesh.pipeline=2", "mesh.tensor=2"],
     ),
-    "images, 4 processes x 2 devices, layers and widths over 2 of them, in 3 waves": dict(
-        devices=8, processes=4, model=QWEN, overrides=["mesh.pipeline=2", "mesh.tensor=2"], waves=3
+    "images, 4 processes x 2 devices, layers and widths over 2 of them, in 3 partial batches": dict(
+        devices=8,
+        processes=4,
+        model=QWEN,
+        overrides=["mesh.pipeline=2", "mesh.tensor=2"],
+        partial_batches=3,
     ),
     "images, 2 processes x 2 devices, a row over both, reference over 1": dict(
         devices=4, processes=2, model=QWEN, overrides=["mesh.context=4", REFERENCE]

@@ -17,21 +17,25 @@ SMALL = (
 )
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
-NEVER = "flow.divergence=1000"  # no weights differ by so much: only what needs them gets them
-WAVES = ("flow.waves=counter", "flow.wave_prompts=2", "rollout.num_slots=8")
+NEVER = "stream.divergence=1000"  # no weights differ by so much: only what needs them gets them
+PARTIAL_BATCHES = (
+    "stream.partial_batches=counter",
+    "stream.partial_batch_prompts=2",
+    "rollout.num_slots=8",
+)
 READY = (
-    *("flow.waves=ready", "flow.wave_rows=2", "rollout.num_slots=8"),
+    *("stream.partial_batches=ready", "stream.partial_batch_rows=2", "rollout.num_slots=8"),
     *("data.max_prompt_length=64", "training.row_tokens=160"),
 )
 
 
-def checked(folder, lag):
+def checked(folder, staleness):
     """Metrics by step of a run in which each prompt trains once, in its step, and not too late."""
     rows = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl") if row["step"]}
     assert sorted(rows) == list(range(1, STEPS + 1))
     assert not any(row["perf/compilations"] for step, row in rows.items() if step > 1)
     for row in rows.values():
-        assert row["training/off_policy/trajectory_staleness/max"] <= lag
+        assert row["training/off_policy/trajectory_staleness/max"] <= staleness
     assert not unexplained_metrics(folder)
     return rows
 
@@ -48,14 +52,14 @@ def check_prompts(folder):
 def test_weights_move_to_samplers_that_need_them(tmp_path):
     """Nobody needs version 2: version 1 is the first after the evaluation of the untrained weights,
     and version 3 is evaluated."""
-    config = tiny_config(*SMALL, *SHARED, NEVER, "flow.max_lag=3", "eval.every=3")
+    config = tiny_config(*SMALL, *SHARED, NEVER, "stream.max_staleness=3", "eval.every=3")
     assert run.train_here(config, tmp_path) == 0
     rows = checked(tmp_path, 3)
     check_prompts(tmp_path)
-    skipped = [row.get("perf/weight_swap/skipped") for row in rows.values()]
+    skipped = [row.get("perf/weight_update/skipped") for row in rows.values()]
     assert skipped[0] is None and skipped[2] == skipped[5] == 0
     assert 1 in skipped
-    moved = [row["perf/weight_swap/bytes"] for row in rows.values()]
+    moved = [row["perf/weight_update/bytes"] for row in rows.values()]
     weights = max(moved)
     assert weights and set(moved) <= {0, weights}
     for row in list(rows.values())[1:]:
@@ -70,22 +74,22 @@ def test_weights_move_to_samplers_that_need_them(tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("flow.max_lag=3", NEVER),
-        ("flow.max_lag=3", "flow.divergence=0.0001", "eval.every=2"),
-        ("flow.max_lag=2", NEVER, "dag=dapo"),
-        ("flow.max_lag=3", NEVER, "eval.every=3", *APART),
-        ("flow.max_lag=2", NEVER, *WAVES, *APART),
-        ("flow.max_lag=3", NEVER, *READY, *APART),
-        ("flow.max_lag=2", NEVER, *WAVES, "training.mini_batches=2", *APART),
+        ("stream.max_staleness=3", NEVER),
+        ("stream.max_staleness=3", "stream.divergence=0.0001", "eval.every=2"),
+        ("stream.max_staleness=2", NEVER, "dag=dapo"),
+        ("stream.max_staleness=3", NEVER, "eval.every=3", *APART),
+        ("stream.max_staleness=2", NEVER, *PARTIAL_BATCHES, *APART),
+        ("stream.max_staleness=3", NEVER, *READY, *APART),
+        ("stream.max_staleness=2", NEVER, *PARTIAL_BATCHES, "training.mini_batches=2", *APART),
     ],
     ids=" ".join,
 )
 def test_two_processes(tmp_path, flags):
     devices = 2 if APART[0] in flags else 1
     train(tmp_path, [*SMALL, "eval.every=0", *flags], processes=2, devices=devices)
-    lag = int(flags[0].partition("=")[2])
-    rows = checked(tmp_path, lag)
+    staleness = int(flags[0].partition("=")[2])
+    rows = checked(tmp_path, staleness)
     if "dag=dapo" not in flags:
         check_prompts(tmp_path)
     if NEVER in flags:
-        assert any(row.get("perf/weight_swap/skipped") for row in rows.values())
+        assert any(row.get("perf/weight_update/skipped") for row in rows.values())

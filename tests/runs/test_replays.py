@@ -1,4 +1,5 @@
-"""Runs in waves that keep their groups, and replays: the same training, bit for bit, unsampled."""
+"""Runs in partial batches that keep their groups, and replays: the same training, bit for bit,
+unsampled."""
 
 import random
 import re
@@ -18,39 +19,39 @@ SMALL = (
     *("data.prompts_per_step=8", "data.max_prompt_length=64", "eval.dataset="),
     *("training.steps=4", "training.optimizer.lr=0.003", "training.row_tokens=160"),
     *("algorithm.correction=token_tis", "observe.trackers=()", "rollout.num_slots=8"),
-    *("flow.max_lag=1", "flow.waves=ready", "flow.wave_rows=2"),
+    *("stream.max_staleness=1", "stream.partial_batches=ready", "stream.partial_batch_rows=2"),
 )
 HERE = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
 # on processes of two devices each
 APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
-RECORD = "flow.record=True"
+RECORD = "stream.record=True"
 # of a run that has no sampler, these may differ
-FREE = ("rollout.num_slots=16", "flow.order=counter", "checkpoint.every=3", "checkpoint.keep=5")
+FREE = ("rollout.num_slots=16", "stream.order=counter", "checkpoint.every=3", "checkpoint.keep=5")
 
 
 def config_of(*assignments):
     return tiny_config(*SMALL, *assignments)
 
 
-def waves_of(folder):
-    rows = json_lines(folder / "waves.jsonl")
+def partial_batches_of(folder):
+    rows = json_lines(folder / "partial_batches.jsonl")
     return [{name: value for name, value in row.items() if name != "waited"} for row in rows]
 
 
 def check_equal(recorded, replayed, steps):
-    """The same waves, metrics, samples and parameters; nothing was sampled."""
+    """The same partial batches, metrics, samples and parameters; nothing was sampled."""
     assert not list(compare_checkouts.differences(recorded, replayed, 0))
     assert [row["step"] for row in read_metrics(replayed / "metrics.jsonl")] == [
         *range(1, steps + 1)
     ]
-    assert waves_of(recorded) == waves_of(replayed)
+    assert partial_batches_of(recorded) == partial_batches_of(replayed)
     names = {event["name"] for event in read_trace(replayed / "trace.json")}
     assert "actor_train" in names
     assert not names & {"rollout", "reward", "compile_sampler", "update_weights"}
     memory = (replayed / "memory.json").read_text()
     assert '"sampler_weights": 0' in memory and not re.search('"sampler_weights": [1-9]', memory)
     for row in read_metrics(replayed / "metrics.jsonl"):
-        assert not any(name.startswith(("perf/tokens", "perf/weight_swap")) for name in row)
+        assert not any(name.startswith(("perf/tokens", "perf/weight_update")) for name in row)
         assert row["step"] == 1 or not row["perf/compilations"]
 
 
@@ -70,7 +71,7 @@ def test_a_replay_repeats_the_training(tmp_path, how):
         (recorded / "recorded" / str(step) / "0.npz").unlink()
     assert run.train_here(config_of(*HERE, *FREE), replayed, replay=recorded) == 0
     assert not list(compare_checkouts.differences(recorded, replayed, 0))
-    assert waves_of(recorded) == waves_of(replayed)
+    assert partial_batches_of(recorded) == partial_batches_of(replayed)
 
 
 @pytest.mark.slow
@@ -87,11 +88,14 @@ def test_another_run_is_refused_by_name(tmp_path):
         r"step 1 was recorded with training\.optimizer\.lr=0\.003, and this run has 0\.004: give",
         "training.optimizer.lr=0.004",
     )
-    refused(r"recorded with flow\.wave_rows=2, and this run has 4", "flow.wave_rows=4")
+    refused(
+        r"recorded with stream\.partial_batch_rows=2, and this run has 4",
+        "stream.partial_batch_rows=4",
+    )
     refused("recorded with training.epochs=1, and this run has 2: .*also training.max_nonfinite",
             "training.epochs=2", "training.max_nonfinite=7")  # fmt: skip
     refused("--replay and --workdir both name", "training.steps=3", folder="recorded")
-    with pytest.raises(ValueError, match="'.*nowhere' has no records of waves"):
+    with pytest.raises(ValueError, match="'.*nowhere' has no records of partial batches"):
         run.train_here(config_of(*HERE), tmp_path / "replayed", replay=tmp_path / "nowhere")
     assert not (tmp_path / "replayed" / "metrics.jsonl").exists()
 

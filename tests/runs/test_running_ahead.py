@@ -41,12 +41,12 @@ def train(folder, flags, *, env=None, **how):
     return rows
 
 
-def check_ages(rows, lag):
-    """No token is older than the lag, and some are older than one step."""
+def check_ages(rows, staleness):
+    """No token is older than the staleness, and some are older than one step."""
     for row in rows:
-        shares = [row[f"training/off_policy/age_share/{age}"] for age in range(lag + 1)]
+        shares = [row[f"training/off_policy/age_share/{age}"] for age in range(staleness + 1)]
         assert sum(shares) == pytest.approx(1.0)
-        assert row["training/off_policy/trajectory_staleness/max"] <= lag
+        assert row["training/off_policy/trajectory_staleness/max"] <= staleness
     assert max(row["training/off_policy/trajectory_staleness/max"] for row in rows) > 1
 
 
@@ -60,7 +60,7 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
     flags = (
         f"dag={graph}",
         *others,
-        "flow.max_lag=4",
+        "stream.max_staleness=4",
         "rollout.num_slots=256",  # of four steps, so that samplers are as far ahead
         "training.steps=40",
         "eval.dataset=",
@@ -81,7 +81,7 @@ def test_rewards_rise_on_old_tokens(tmp_path, graph, others):
 def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
     """Weights change between and within turns of two processes; evaluations wait for their end."""
     steps = ("training.steps=6", "eval.every=3", "eval.num_prompts=8", "checkpoint.every=6")
-    flags = (*SMALL, *TURNS, *place, *steps, "flow.max_lag=2")
+    flags = (*SMALL, *TURNS, *place, *steps, "stream.max_staleness=2")
     rows = train(tmp_path, flags, processes=2, devices=devices, env=haste.environment())
     check_ages(rows, 2)
     assert len(rows) == 6
@@ -97,11 +97,11 @@ def test_responses_in_turns_keep_their_slots(tmp_path, devices, place):
 def test_memory_stays_flat_over_a_thousand_steps(tmp_path):
     """Or over as many steps as DISTFLOW_SOAK_STEPS says; nothing compiles after step 1."""
     resident = tmp_path / "resident"
-    flags = ("flow.max_lag=2", f"training.steps={SOAK_STEPS}", "eval.every=10")
+    flags = ("stream.max_staleness=2", f"training.steps={SOAK_STEPS}", "eval.every=10")
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     how = {"program": "tests/support/measured_train.py", "seconds": 20 * SOAK_STEPS}
     # glibc gives threads arenas of their own, which checkpoints' threads fill one by one: 5 % more
-    # resident memory in 250 steps with or without a lag, 1.4 % with two arenas
+    # resident memory in 250 steps with or without a staleness, 1.4 % with two arenas
     env |= {"RESIDENT": str(resident), "MALLOC_ARENA_MAX": "2"}
     rows = train(tmp_path / "run", flags, env=env, **how)
     assert len(rows) == SOAK_STEPS

@@ -59,7 +59,7 @@ def train(folder, processes, flags, delays):
     train_late(folder, settings, delays, processes=processes, devices=3)
 
 
-BOUNDARY = ("flow.swap=boundary", "algorithm.correction=token_tis")
+BOUNDARY = ("stream.weight_update=boundary", "algorithm.correction=token_tis")
 
 
 @pytest.mark.slow
@@ -70,9 +70,9 @@ BOUNDARY = ("flow.swap=boundary", "algorithm.correction=token_tis")
         (2, ("dag=grpo",)),
         (1, ("dag=ppo",)),
         (2, ("dag=dapo",)),
-        (2, ("flow.max_lag=1", *BOUNDARY)),
-        (2, ("flow.max_lag=2", *BOUNDARY)),
-        (2, ("flow.max_lag=2", "dag=ppo", *BOUNDARY)),
+        (2, ("stream.max_staleness=1", *BOUNDARY)),
+        (2, ("stream.max_staleness=2", *BOUNDARY)),
+        (2, ("stream.max_staleness=2", "dag=ppo", *BOUNDARY)),
     ],
     ids=str,
 )

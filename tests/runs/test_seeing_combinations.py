@@ -28,20 +28,20 @@ SETTINGS = {
 }
 AHEAD = {
     "mesh.roles": {"ROLLOUT": {"devices": "1:2"}},
-    "flow.max_lag": 1,
+    "stream.max_staleness": 1,
     "algorithm.correction": "token_tis",
 }
 SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
-WAVES = AHEAD | {"flow.waves": "counter", "flow.wave_prompts": 2}
+PARTIAL_BATCHES = AHEAD | {"stream.partial_batches": "counter", "stream.partial_batch_prompts": 2}
 CASES = {
     "lora": {"lora.rank": 4},
     "sft": {"dag": "sft"},
     "dpo": {"dag": "dpo"},
     "reward_model": {"dag": "reward_model"},
     "ppo": {"dag": "ppo"},
-    "waves": WAVES,
-    "ppo in waves": WAVES | {"dag": "ppo"},
-    "round_tokens": AHEAD | SHARED | {"flow.round_tokens": 48},
+    "partial_batches": PARTIAL_BATCHES,
+    "ppo in partial batches": PARTIAL_BATCHES | {"dag": "ppo"},
+    "round_tokens": AHEAD | SHARED | {"stream.round_tokens": 48},
 }
 
 
@@ -71,8 +71,12 @@ def test_images_beside(tmp_path, case):
 @pytest.mark.slow
 def test_a_replay_trains_on_the_images_of_the_recording(tmp_path):
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
-    waves = WAVES | {"flow.waves": "ready", "flow.wave_rows": 4, "flow.wave_prompts": 0}
-    recording, replay = ({**waves, "flow.record": kept} for kept in (True, False))
+    partial_batches = PARTIAL_BATCHES | {
+        "stream.partial_batches": "ready",
+        "stream.partial_batch_rows": 4,
+        "stream.partial_batch_prompts": 0,
+    }
+    recording, replay = ({**partial_batches, "stream.record": kept} for kept in (True, False))
     assert run.train_here(config_of(**recording).config, recorded) == 0
     assert run.train_here(config_of(**replay).config, replayed, replay=recorded) == 0
     assert not list(compare_checkouts.differences(recorded, replayed, 0))

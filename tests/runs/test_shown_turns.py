@@ -32,8 +32,8 @@ SETTINGS = {
     "checkpoint.every": 100,
 }
 AHEAD = {
-    "flow.max_lag": 1,
-    "flow.swap": "boundary",
+    "stream.max_staleness": 1,
+    "stream.weight_update": "boundary",
     "mesh.roles": {"ROLLOUT": {"devices": "1:2"}},
     "algorithm.correction": "token_tis",
 }
@@ -97,12 +97,12 @@ def test_positions_go_on_behind_the_picture_of_a_later_turn(tmp_path, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flow", [{}, AHEAD])
-def test_a_run_that_is_shown_pictures_resumes(tmp_path, flow):
+@pytest.mark.parametrize("stream", [{}, AHEAD])
+def test_a_run_that_is_shown_pictures_resumes(tmp_path, stream):
     """Images of responses that wait for their step are in the checkpoint. Bit for bit, but for
     samplers that run ahead: which responses they decode together follows from when the environment
     answers (docs/asynchronous.md)."""
-    changes = {"checkpoint.every": 2, "training.optimizer.lr": 1e-3, **flow}
+    changes = {"checkpoint.every": 2, "training.optimizer.lr": 1e-3, **stream}
     whole = train(tmp_path / "whole", 4, **changes)
     # as a kill before the second checkpoint leaves it: a run that ends at step 2 begins no more
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -112,5 +112,5 @@ def test_a_run_that_is_shown_pictures_resumes(tmp_path, flow):
     for step in (3, 4):
         one, two = ([m for m in x if m["step"] == step][-1] for x in (whole, cut))
         one, two = ([of[name] for name in named] for of in (one, two))
-        assert one == (pytest.approx(two, rel=1e-5, abs=1e-7) if flow else two)
+        assert one == (pytest.approx(two, rel=1e-5, abs=1e-7) if stream else two)
     assert whole[-1]["actor/grad_norm"] > 0

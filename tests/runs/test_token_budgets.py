@@ -11,7 +11,7 @@ from support.tiny_config import SMALL_AHEAD, tiny_config
 from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
 
-PROMPTS, SAMPLES, STEPS, LAG, TOKENS = 8, 4, 6, 2, 300
+PROMPTS, SAMPLES, STEPS, STALENESS, TOKENS = 8, 4, 6, 2, 300
 SMALL = (
     *SMALL_AHEAD,
     "rollout.max_response_length=24",
@@ -19,8 +19,8 @@ SMALL = (
     "eval.every=3",
     "eval.num_prompts=8",
     "observe.report_every=0",
-    f"flow.max_lag={LAG}",
-    f"flow.round_tokens={TOKENS}",
+    f"stream.max_staleness={STALENESS}",
+    f"stream.round_tokens={TOKENS}",
 )
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 
@@ -52,7 +52,7 @@ def check(folder, rows, *, steps=STEPS):
         uids = [tuple(uid) for record in of_step for uid in record["uid"]]
         assert sorted(uids) == [(c, i) for c in counters[step] for i in range(SAMPLES)]
         ages = [age for record in of_step for age in record["age"]]
-        assert 0 <= min(ages) and max(ages) <= LAG
+        assert 0 <= min(ages) and max(ages) <= STALENESS
         assert all(not record["left_out"] for record in of_step)
     every = sorted(c for some in counters.values() for c in some)
     assert every == list(range(len(every)))
@@ -86,7 +86,7 @@ def test_rollouts_end_by_a_budget(tmp_path):
 def test_a_run_goes_on_from_its_middle(tmp_path, before):
     """From a checkpoint of a run with a budget, or of one whose steps have B groups each."""
     kept = ("checkpoint.every=1", f"checkpoint.keep={STEPS}")
-    trained(tmp_path, *kept, f"flow.round_tokens={before}")
+    trained(tmp_path, *kept, f"stream.round_tokens={before}")
     for step in range(4, STEPS + 1):
         shutil.rmtree(tmp_path / "checkpoints" / str(step))
     rows = trained(tmp_path, *kept)
@@ -111,17 +111,25 @@ def test_two_processes(tmp_path, flags):
 
 @pytest.mark.slow
 def test_every_step_weighs_its_budget(tmp_path):
-    """C3PO: at once, and in waves, where a carry of tokens goes from wave to wave."""
+    """C3PO: at once, and in partial batches, where a carry of tokens goes from partial batch to
+    partial batch."""
     apart = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}", "eval.every=0")
     budget = ("algorithm.aggregation=fixed-budget", "algorithm.token_budget=500")
-    given = (*apart, *budget, "flow.round_tokens=0", "flow.swap=boundary", "training.steps=3")
-    waves = ("flow.waves=counter", "flow.wave_prompts=3")
-    at_once, in_waves = (
-        trained(tmp_path / name, *given, *more) for name, more in (("off", ()), ("waves", waves))
+    given = (
+        *apart,
+        *budget,
+        "stream.round_tokens=0",
+        "stream.weight_update=boundary",
+        "training.steps=3",
+    )
+    partial_batches = ("stream.partial_batches=counter", "stream.partial_batch_prompts=3")
+    at_once, in_partial_batches = (
+        trained(tmp_path / name, *given, *more)
+        for name, more in (("off", ()), ("partial_batches", partial_batches))
     )
     for step in (1, 2, 3):  # all sampled by the untrained weights
-        ours, theirs = in_waves[step], at_once[step]
+        ours, theirs = in_partial_batches[step], at_once[step]
         assert ours["actor/budget_share"] == theirs["actor/budget_share"] == 1.0
-        assert ours["training/waves"] == 3
+        assert ours["training/partial_batches"] == 3
         for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name

@@ -22,8 +22,8 @@ SETTINGS = [
     "eval.dataset=",
 ]
 
-AHEAD = ["flow.max_lag=1", "mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}"]
-WAVES = ["flow.waves=counter", "flow.wave_prompts=4"]
+AHEAD = ["stream.max_staleness=1", "mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}"]
+PARTIAL_BATCHES = ["stream.partial_batches=counter", "stream.partial_batch_prompts=4"]
 
 
 def sampled_again(config, records):
@@ -66,15 +66,17 @@ def check_advantages(records, metrics):
         ["dag=grpo", "rollout.num_samples=4"],
         pytest.param(["dag=dapo", "rollout.num_samples=2"], marks=pytest.mark.slow),
         pytest.param(["dag=online_dpo", "rollout.num_samples=4"], marks=pytest.mark.slow),
-        ["dag=online_dpo", "rollout.num_samples=4", "flow.max_lag=1"],
+        ["dag=online_dpo", "rollout.num_samples=4", "stream.max_staleness=1"],
         pytest.param(
-            ["dag=online_dpo", "rollout.num_samples=2", "flow.max_lag=1"], marks=pytest.mark.slow
+            ["dag=online_dpo", "rollout.num_samples=2", "stream.max_staleness=1"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["dag=online_dpo", "rollout.num_samples=4", *AHEAD, *WAVES], marks=pytest.mark.slow
+            ["dag=online_dpo", "rollout.num_samples=4", *AHEAD, *PARTIAL_BATCHES],
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["grpo", "dapo", "online_dpo", "ahead", "ahead, pairs", "in waves"],
+    ids=["grpo", "dapo", "online_dpo", "ahead", "ahead, pairs", "in partial batches"],
 )
 def test_a_logged_response_is_sampled_again_from_its_uid(settings, tmp_path):
     config = tiny_config(*SETTINGS, *settings)

@@ -23,9 +23,9 @@ from support.worker_runs import (
     PROMPTS,
     SAMPLES,
     WORKERS,
-    await_doors,
+    await_addresses,
     await_ready,
-    check_ledger,
+    check_account,
     check_trained,
     settings,
     trainers,
@@ -33,9 +33,9 @@ from support.worker_runs import (
 )
 
 from distflow_jax.checkpoint.additions import additions
-from distflow_jax.flow.saved_samples import SavedSamples
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 LIMIT = 16  # tokens of a response, of configs/tiny.py
@@ -48,7 +48,7 @@ SEEING = (
     "eval.dataset=",
     "eval.every=0",
     "checkpoint.every=3",
-    "flow.max_lag=1",
+    "stream.max_staleness=1",
 )
 
 REWARD = """
@@ -77,13 +77,16 @@ def started():
 
 
 def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
-    folder, flags = tmp_path / "run", (f"flow.lease_seconds={HANG}", f"flow.starved_seconds={HANG}")
+    folder, flags = (
+        tmp_path / "run",
+        (f"stream.lease_seconds={HANG}", f"stream.no_workers_seconds={HANG}"),
+    )
     job = trainers(started, folder, flags)
     one = worker(started, folder, flags)
     assert job.end() == 0, job.output() + one.output()
     assert one.end() == 0, one.output()
     check_trained(folder, exact=False)
-    check_ledger(folder)
+    check_account(folder)
 
 
 def paced(folder):
@@ -126,31 +129,31 @@ def groups_of(worker):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("swap", "count"),
+    ("weight_update", "count"),
     [((), 2), (BOUNDARY, 1), (BOUNDARY, 4)],
     ids=["in_flight", "one", "four"],
 )
 def test_workers_that_come_and_go_at_random_moments_change_no_version(
-    tmp_path, started, swap, count
+    tmp_path, started, weight_update, count
 ):
     draw = random.Random(seed := SEED + count)
     folder, steps = tmp_path / "run", 10
     print(f"seed {seed}")
-    flags = (*swap, *paced(tmp_path), f"training.steps={steps}")
+    flags = (*weight_update, *paced(tmp_path), f"training.steps={steps}")
     job = trainers(started, folder, flags, processes=2)
     left = come_and_go(started, folder, job, flags, count, draw)
     assert job.end() == 0, job.output() + left[-1].output()
     assert [one.end() for one in left] == [0] * count, left[-1].output()
     print("groups of those that are left:", [groups_of(one) for one in left])
     assert count > 1 or groups_of(left[0]) > 0
-    check_trained(folder, steps, exact=bool(swap))
-    check_ledger(folder)
+    check_trained(folder, steps, exact=bool(weight_update))
+    check_account(folder)
 
 
 def saved_responses(folder):
     """{(counter, sample): response} of all processes, of every step but the first.
 
-    With swaps at boundaries a checkpoint holds the groups of the step after it.
+    With weight updates at boundaries a checkpoint holds the groups of the step after it.
     """
     found = {}
     for path in (folder / "checkpoints").iterdir():
@@ -171,7 +174,11 @@ def test_responses_of_workers_are_those_of_samplers_on_a_part(tmp_path, started)
     print(f"seed {SEED}")
     still = ("training.optimizer.lr=0", f"training.steps={steps + 1}", "checkpoint.keep=100")
     still += BOUNDARY
-    part = ("flow.workers=False", "mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '2:3'}}")
+    part = (
+        "stream.workers=False",
+        "mesh.devices=0:2",
+        "mesh.roles={'ROLLOUT': {'devices': '2:3'}}",
+    )
     alone = trainers(started, tmp_path / "part", (*still, *part), devices=3)
     assert alone.end() == 0, alone.output()
     folder = tmp_path / "run"
@@ -228,17 +235,18 @@ def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started, steps, rate)
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_trainers_without_a_worker_save_and_end_and_go_on_with_one(tmp_path, started):
-    folder, flags = tmp_path / "run", ("flow.starved_seconds=8", "flow.save_seconds=0.2")
+    folder, flags = tmp_path / "run", ("stream.no_workers_seconds=8", "stream.save_seconds=0.2")
     job = trainers(started, folder, flags, processes=2)
     one = worker(started, folder, flags, orphan=1)
     await_step(folder, 2, job)
     one.kill()
     assert job.end() == EXIT_PREEMPTED, job.output()
     assert "no worker was there for 8 s" in job.output()
-    before = json.loads((folder / "doors.json").read_text())["incarnation"]
+    before = json.loads((folder / "task_buffers.json").read_text())["attempt"]
     job = trainers(started, folder, processes=2)
     until(
-        lambda: json.loads((folder / "doors.json").read_text())["incarnation"] != before, job.output
+        lambda: json.loads((folder / "task_buffers.json").read_text())["attempt"] != before,
+        job.output,
     )
     two = worker(started, folder)
     assert job.end() == 0, job.output()
@@ -255,11 +263,18 @@ def logged(folder):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("swap", [(), BOUNDARY], ids=["in_flight", "boundary"])
-def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_path, started, swap):
+@pytest.mark.parametrize("weight_update", [(), BOUNDARY], ids=["in_flight", "boundary"])
+def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(
+    tmp_path, started, weight_update
+):
     """A worker samples and two others score, of which one gets SIGKILL."""
     folder, count = tmp_path / "run", 6
-    flags = (*swap, *paced(tmp_path), f"training.steps={count}", "flow.worker_nodes=('reward',)")
+    flags = (
+        *weight_update,
+        *paced(tmp_path),
+        f"training.steps={count}",
+        "stream.worker_nodes=('reward',)",
+    )
     job = trainers(started, folder, flags, processes=2)
     sampler = worker(started, folder, flags[:-1])  # it need not know of the others
     one = worker(started, folder, flags, own=("--nodes=reward",))
@@ -270,8 +285,8 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_p
     assert [sampler.end(), two.end()] == [0, 0], sampler.output() + two.output()
     assert int(re.search(r"ended after (\d+) nodes", two.output())[1]) > 0
     assert "ready: runs reward for 2 trainers" in one.output()
-    check_trained(folder, count, exact=bool(swap))
-    check_ledger(folder)
+    check_trained(folder, count, exact=bool(weight_update))
+    check_account(folder)
     responses = logged(folder)
     assert len(responses) == count * PROMPTS * SAMPLES
     for line in responses.values():
@@ -284,7 +299,10 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(tmp_p
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started):
-    folder, flags = tmp_path / "run", ("flow.starved_seconds=20", "flow.worker_nodes=('reward',)")
+    folder, flags = (
+        tmp_path / "run",
+        ("stream.no_workers_seconds=20", "stream.worker_nodes=('reward',)"),
+    )
     job = trainers(started, folder, flags, processes=2)
     worker(started, folder, flags, orphan=1)
     both = worker(started, folder, flags, own=("--nodes=rollout,reward",))
@@ -293,10 +311,11 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     assert job.end() == EXIT_PREEMPTED, job.output()
     both.kill()
     assert "no worker was there for 20 s for 'reward' (worker --nodes)" in job.output()
-    before = json.loads((folder / "doors.json").read_text())["incarnation"]
+    before = json.loads((folder / "task_buffers.json").read_text())["attempt"]
     job = trainers(started, folder, flags[1:], processes=2)
     until(
-        lambda: json.loads((folder / "doors.json").read_text())["incarnation"] != before, job.output
+        lambda: json.loads((folder / "task_buffers.json").read_text())["attempt"] != before,
+        job.output,
     )
     again = worker(started, folder, flags, own=("--nodes=rollout,reward",))
     assert job.end() == 0, job.output()
@@ -311,8 +330,8 @@ def test_a_worker_of_another_config_and_one_that_nobody_answers_are_refused(tmp_
     other = worker(started, folder, ("rollout.temperature=0.5",))
     assert other.end() == 2
     assert "config rollout.temperature is 0.5 at this worker and 1.0" in other.output()
-    (folder / "doors.json").write_text(
-        json.dumps({"incarnation": "x", "homes": ["127.0.0.1:1"], "ended": False})
+    (folder / "task_buffers.json").write_text(
+        json.dumps({"attempt": "x", "buffers": ["127.0.0.1:1"], "ended": False})
     )
     alone = worker(started, folder)
     assert alone.end() == EXIT_PREEMPTED
@@ -329,7 +348,7 @@ def test_a_worker_joins_by_an_address_with_the_run_s_token_over_tls(tmp_path, st
     checked = token | {"DISTFLOW_TLS_CA": str(cert)}
     own = checked | {"DISTFLOW_TLS_CERT": str(cert), "DISTFLOW_TLS_KEY": str(key)}
     job = trainers(started, folder, processes=2, environment=own)
-    first, _ = await_doors(folder)
+    first, _ = await_addresses(folder)
     assert not (folder / "token").exists()
     join = {"join": first, "own": ("--join_seconds=5",)}
     plain = worker(started, folder, environment=token, **join)

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.config_dict import RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.runtime.run_files import (
     FILES,
@@ -84,6 +84,9 @@ def test_keys_that_only_one_of_two_versions_knows_are_no_changes(tmp_path, caplo
     older = json.loads(to_json(to_config_dict(Config())))
     del older["observe"]["private"], older["training"]["max_rejected"]
     older["mesh"]["stage"] = older["mesh"].pop("pipeline")
+    former = {new: old for old, new in RENAMED.items()}
+    names = {key: former[f"stream.{key}"].partition(".")[2] for key in older["stream"]}
+    older["flow"] = {names[key]: value for key, value in older.pop("stream").items()}
     older["flow"]["stagger"] = 2  # it changed no number
     (tmp_path / "config.json").write_text(json.dumps(older))
     warn_of_changes(tmp_path / "config.json", now)

@@ -115,8 +115,8 @@ def part_of(samples, chosen):
 
 def divided(draw, owners, count):
     """The places of a column that each of `count` processes has, each where its owner says."""
-    home = draw.integers(0, count, int(owners.max()) + 1)
-    return [np.flatnonzero(home[owners] == process) for process in range(count)]
+    buffer = draw.integers(0, count, int(owners.max()) + 1)
+    return [np.flatnonzero(buffer[owners] == process) for process in range(count)]
 
 
 @pytest.mark.parametrize("sees", [False, True])

@@ -6,15 +6,15 @@ from support.tiny_config import tiny_config
 from configs import vision_tiny
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
-from distflow_jax.flow.workers.home_links import Patience
 from distflow_jax.runtime.samplers.foreign_engines import read_engine
 from distflow_jax.runtime.samplers.run_worker import run_worker
+from distflow_jax.stream.links.buffer_links import Patience
 
 FOREIGN = read_engine("openai:http://127.0.0.1:1", "")
 
 
 def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
-    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    flags = ["stream.workers=True", "stream.max_staleness=1", "algorithm.correction=token_tis"]
     settings = [*flags, "eval.dataset=", "eval.every=0"]
     config = from_config_dict(Config, override(vision_tiny.get_config(), settings))
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 gets token ids alone, .* --engine=own"):
@@ -23,7 +23,7 @@ def test_engines_of_other_programs_are_refused_for_a_model_that_sees():
 
 @pytest.mark.parametrize("nodes", [(), ("rollout", "reward")])
 def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_joins(nodes):
-    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    flags = ["stream.workers=True", "stream.max_staleness=1", "algorithm.correction=token_tis"]
     settings = [*flags, "eval.dataset=", "eval.every=0", "rollout.cache_tokens=64"]
     config = tiny_config(*settings)
     with pytest.raises(ValueError, match=r"rollout\.cache_tokens 64 leaves .* use at least"):
@@ -40,7 +40,7 @@ def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_
     ],
 )
 def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, changed, message):
-    flags = ["flow.workers=True", "flow.max_lag=1", "algorithm.correction=token_tis"]
+    flags = ["stream.workers=True", "stream.max_staleness=1", "algorithm.correction=token_tis"]
     flags += ["eval.dataset=", "eval.every=0"]
     flags += [f"rollout.environment={changed['environment']}"] if "environment" in changed else []
     config = tiny_config(*flags)

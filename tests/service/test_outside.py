@@ -22,7 +22,7 @@ SMALL = {
     "mesh.devices": "0:1",
     "observe.trackers": (),
 }
-LAGGING = {"flow.workers": True, "flow.max_lag": 1, "eval.dataset": ""}
+LAGGING = {"stream.workers": True, "stream.max_staleness": 1, "eval.dataset": ""}
 
 
 def config_of(**changes):
@@ -82,8 +82,10 @@ def test_rows_that_are_refused(tmp_path, row, reason):
 
 
 def test_calls_that_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="flow.workers=True and flow.swap='in_flight'"):
-        Trainer(config_of(**{"flow.workers": False}), tmp_path)
+    with pytest.raises(
+        ValueError, match="stream.workers=True and stream.weight_update='in_flight'"
+    ):
+        Trainer(config_of(**{"stream.workers": False}), tmp_path)
     with pytest.raises(ValueError, match="has 2 that do"):
         Trainer(config_of(dag="remax"), tmp_path)
     trainer = Trainer(config_of(), tmp_path)
@@ -106,13 +108,17 @@ def test_a_training_without_the_prompts_of_a_step_ends_when_it_is_closed(tmp_pat
     trainer.put_prompts_data([{"prompt": "1 + 2 ="}])
     trainer.close()
     assert trainer.weight_sync_notify() is None
-    assert not (tmp_path / "doors.json").exists()
+    assert not (tmp_path / "task_buffers.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_training_without_the_prompts_of_a_later_step_ends_with_its_checkpoint(tmp_path):
-    seconds = {"flow.lease_seconds": 1.0, "flow.starved_seconds": 5.0, "flow.save_seconds": 0.5}
+    seconds = {
+        "stream.lease_seconds": 1.0,
+        "stream.no_workers_seconds": 5.0,
+        "stream.save_seconds": 0.5,
+    }
     corrected = {"algorithm.correction": "token_tis"}
     config = df.load_config("tiny", SMALL | LAGGING | corrected | seconds).config
     trainer = Trainer(config, tmp_path)

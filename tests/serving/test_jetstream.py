@@ -31,11 +31,11 @@ from support.serving import (
     STOP_IDS,
     TOKENIZER,
     Serving,
-    door,
     engine,
     expected,
     expected_all,
     make,
+    service,
     weights_of,
 )
 from support.tiny_model import TINY, random_params
@@ -46,10 +46,10 @@ from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.jetstream import (
     GREEDY,
-    DoorEngine,
     ServedDriver,
-    door_config,
+    ServiceEngine,
     orchestrator,
+    service_config,
 )
 from distflow_jax.serving.served_weights import Weights
 
@@ -58,7 +58,7 @@ from distflow_jax.serving.served_weights import Weights
 
 def engines():
     weights = Weights(weights_of(2), 0)
-    return [(door(), weights.params), (DoorEngine(door(), weights, TOKENIZER), weights)]
+    return [(service(), weights.params), (ServiceEngine(service(), weights, TOKENIZER), weights)]
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["engine", "as served"])
@@ -100,7 +100,7 @@ def test_stock_driver_and_servicer(interleaved):
     text = "a" * 33  # padded to 48 by the engine
 
     async def run():
-        async with stock_server(door(), weights_of(2), interleaved) as stub:
+        async with stock_server(service(), weights_of(2), interleaved) as stub:
             health = await stub.HealthCheck(jetstream_pb2.HealthCheckRequest())
             assert health.is_live
             return await asyncio.gather(*(decoded(stub, ask(text)) for _ in range(5)))
@@ -119,7 +119,7 @@ def test_stock_driver_with_the_door_as_its_engine():
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        subject = DoorEngine(door(), weights, TOKENIZER)
+        subject = ServiceEngine(service(), weights, TOKENIZER)
         async with stock_server(subject, weights, True) as stub:
             return await asyncio.gather(*(decoded(stub, ask("x" * n)) for n in (1, 20, 48)))
 
@@ -132,7 +132,7 @@ def test_stock_orchestrator_without_grpc():
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        driver = stock_driver(DoorEngine(door(), weights, TOKENIZER), weights, True)
+        driver = stock_driver(ServiceEngine(service(), weights, TOKENIZER), weights, True)
         client = orchestrator.LLMOrchestrator(driver=driver)
         ids = []
         async for response in client.Decode(ask(PROMPT)):
@@ -273,7 +273,7 @@ def test_both_doors_at_once_and_weights_for_both(serving, stub):
         running.close()
 
 
-def test_temperature_of_the_door():
+def test_temperature_of_the_service():
     """What it draws is of uid (n, 0), n counting the requests."""
     with Serving(jetstream=dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9)) as other:
         with grpc.insecure_channel(other.address) as channel:
@@ -322,14 +322,14 @@ def test_the_last_response_may_end_between_two_looks_at_the_slots():
     """
     starts = []
 
-    class Counting(DoorEngine):
+    class Counting(ServiceEngine):
         def init_decode_state(self, *args, **kwargs):
             starts.append(None)
             return super().init_decode_state()
 
     async def run():
         weights = Weights(weights_of(2), 0)
-        driver = ServedDriver(Counting(door(), weights, TOKENIZER), max_waiting=8)
+        driver = ServedDriver(Counting(service(), weights, TOKENIZER), max_waiting=8)
         slots = driver._generate_slots[0]
         look = slots.qsize
 
@@ -356,7 +356,7 @@ def test_the_last_response_may_end_between_two_looks_at_the_slots():
     assert all(ids == wanted for ids in answers)
 
 
-@pytest.mark.parametrize("change", [door_config, resumable])
+@pytest.mark.parametrize("change", [service_config, resumable])
 def test_all_slots_of_a_server_decode(change):
     """Also of a run with an environment: nothing waits for one here."""
     sizes = change(dataclasses.replace(CONFIG, slots=32, lanes=8))
@@ -367,7 +367,7 @@ def test_all_slots_of_a_server_decode(change):
 def test_both_doors_and_swaps_over_eight_devices():
     """Programs with collectives from several threads: without turns they would wait for ever."""
     sizes = dataclasses.replace(CONFIG, max_response=40, max_read=88)
-    engines = make(sizes, (4, 2)), make(door_config(sizes), (4, 2))
+    engines = make(sizes, (4, 2)), make(service_config(sizes), (4, 2))
     copy = jax.jit(lambda params: jax.tree.map(jax.numpy.copy, params))
 
     def load(path):

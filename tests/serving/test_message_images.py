@@ -24,7 +24,7 @@ from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving import prompts
 from distflow_jax.serving.client import SamplerClient
-from distflow_jax.serving.jetstream import door_config
+from distflow_jax.serving.jetstream import service_config
 from distflow_jax.serving.messages import Limits, sample_request
 from distflow_jax.serving.prompts import PromptReader
 
@@ -160,7 +160,7 @@ def test_an_answer_to_a_picture_is_that_of_the_sampler(seeing):
     mesh = mesh_of(1, 1, names=("data", "tensor"))
     options = dict(stop_ids=(258,), seed=3, tokenizer=source.tokenizer)
     first, second = (
-        RolloutEngine(source.config, c, mesh, **options) for c in (config, door_config(config))
+        RolloutEngine(source.config, c, mesh, **options) for c in (config, service_config(config))
     )
     params = first.load_params(random_params(source.config, 0))
     with Serving(

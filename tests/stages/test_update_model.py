@@ -1,4 +1,5 @@
-"""The update stage: what a setting needs is named before anything runs; a batch in waves."""
+"""The update stage: what a setting needs is named before anything runs; a batch in partial
+batches."""
 
 import types
 
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.gradients import distance
+from support.partial_batches import cut, rows_of_groups
 from support.tiny_model import TINY, mesh_of, random_params, random_samples, rows_of
-from support.waves import cut, rows_of_groups
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
@@ -37,7 +38,7 @@ def context_of(mini_batches=1, **options):
         epochs=1,
         mini_batches=mini_batches,
         balance_coef=0.0,
-        max_lag=0,
+        max_staleness=0,
     )
 
 
@@ -69,9 +70,9 @@ def batch():
     return {"rows": rows} | {k: jnp.where(mask, x, 0.0) for k, x in fields.items()}
 
 
-def test_mini_batches_in_waves_are_the_batch_at_once(batch):
-    """Each is begun and finished by itself, with waves of its own groups: state and metrics are
-    those of the stage that is called with the whole batch."""
+def test_mini_batches_in_partial_batches_are_the_batch_at_once(batch):
+    """Each is begun and finished by itself, with partial batches of its own groups: state and
+    metrics are those of the stage that is called with the whole batch."""
     context = context_of(MINI_BATCHES, proximal="rollout")
     stage, mesh = build_policy_update(context), context.shape.mesh
 
@@ -86,9 +87,9 @@ def test_mini_batches_in_waves_are_the_batch_at_once(batch):
     for k in range(MINI_BATCHES):
         mini = jax.tree.map(lambda x, k=k: x[k : k + 1], batch)
         state = with_sums(state, empty(stage.sums_of(state, mini)))
-        for part_G in cut(k, GROUPS, waves=4):
-            wave = mini | {"rows": rows_of_groups(mini["rows"], part_G)}
-            state, fields, none = accumulate(state, wave, {})
+        for part_G in cut(k, GROUPS, partial_batches=4):
+            partial_batch = mini | {"rows": rows_of_groups(mini["rows"], part_G)}
+            state, fields, none = accumulate(state, partial_batch, {})
             assert fields == none == {}
         state, new = finish(state)
         found.append(new)

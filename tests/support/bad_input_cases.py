@@ -6,9 +6,9 @@ def _under(settings, cases):
     return [(f"{settings} ; {own}" if own else settings, says) for own, says in cases]
 
 
-_AHEAD = "flow.max_lag=1 ; algorithm.correction=token_tis"  # on the trainer's devices
+_AHEAD = "stream.max_staleness=1 ; algorithm.correction=token_tis"  # on the trainer's devices
 _OWN = f"{_AHEAD} ; mesh.devices=0:4 ; mesh.roles={{'ROLLOUT':{{'devices':'4:8'}}}}"
-_WORKERS = f"{_AHEAD} ; flow.workers=True"
+_WORKERS = f"{_AHEAD} ; stream.workers=True"
 
 KEYS_AND_TYPES = [
     ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
@@ -120,108 +120,217 @@ SIZES = [
             ),
         ],
     ),
-    ("flow.max_lag=-1", "flow.max_lag must not be negative, got -1; 0: samplers do not run ahead"),
-    ("flow.max_lag=1 ; flow.swap=late", "flow.swap must be one of in_flight, boundary, got 'late'"),
-    ("flow.swap=boundary", "flow.swap='boundary' has no effect with flow.max_lag=0; raise that"),
-    ("flow.cache=recompute", "flow.cache='recompute' has no effect with flow.max_lag=0"),
-    ("flow.waves=counter", "flow.waves='counter' has no effect with flow.max_lag=0; raise that"),
-    ("flow.order=counter", "flow.order='counter' has no effect with flow.max_lag=0; raise that"),
-    ("flow.order=longst", "flow.order='longst' is unknown (did you mean 'longest'?"),
-    ("flow.divergence=-0.5", "flow.divergence must be finite and not negative, got -0.5; 0:"),
-    ("flow.divergence=0.5", "flow.divergence=0.5 has no effect with flow.max_lag=0; raise that"),
-    ("flow.stagger=2", "config.flow.stagger is gone and needs nothing in its place: take it out"),
-    ("flow.wave_rows=4", "flow.wave_rows=4 has no effect with flow.waves='off'; use waves='ready'"),
-    ("dag=sft ; flow.max_lag=1", "dag 'sft' trains on the data's own answers; use 0"),
-    ("dag=online_dpo ; flow.max_lag=1 ; flow.divergence=0.5", "needs an update that has"),
+    (
+        "stream.max_staleness=-1",
+        "stream.max_staleness must not be negative, got -1; 0: samplers do not run ahead",
+    ),
+    (
+        "stream.max_staleness=1 ; stream.weight_update=late",
+        "stream.weight_update must be one of in_flight, boundary, got 'late'",
+    ),
+    (
+        "stream.weight_update=boundary",
+        "stream.weight_update='boundary' has no effect with stream.max_staleness=0; raise that",
+    ),
+    (
+        "stream.cache=recompute",
+        "stream.cache='recompute' has no effect with stream.max_staleness=0",
+    ),
+    (
+        "stream.partial_batches=counter",
+        "stream.partial_batches='counter' has no effect with stream.max_staleness=0; raise that",
+    ),
+    (
+        "stream.order=counter",
+        "stream.order='counter' has no effect with stream.max_staleness=0; raise that",
+    ),
+    ("stream.order=longst", "stream.order='longst' is unknown (did you mean 'longest'?"),
+    ("stream.divergence=-0.5", "stream.divergence must be finite and not negative, got -0.5; 0:"),
+    (
+        "stream.divergence=0.5",
+        "stream.divergence=0.5 has no effect with stream.max_staleness=0; raise that",
+    ),
+    (
+        "flow.stagger=2",
+        "config.flow.stagger is gone and needs nothing in its place: take it out",
+    ),
+    (
+        "stream.partial_batch_rows=4",
+        "stream.partial_batch_rows=4 has no effect with stream.partial_batches='off'; use "
+        "partial_batches='ready'",
+    ),
+    ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on the data's own answers; use 0"),
+    ("dag=online_dpo ; stream.max_staleness=1 ; stream.divergence=0.5", "needs an update that has"),
     *_under(
-        "flow.max_lag=1",
+        "stream.max_staleness=1",
         [
-            ("", "flow.max_lag=1 trains on tokens of older weights"),
-            ("flow.swap=boundary ; flow.cache=recompute", "no effect with flow.swap='boundary'"),
-            ("flow.divergence=0.5 ; flow.swap=boundary", "and with flow.swap='boundary'"),
-            ("flow.divergence=0.5 ; flow.round_tokens=4096", "flow.divergence=0.5 keeps older"),
-            ("flow.waves=redy", "flow.waves must be one of off, counter, ready, got"),
-            ("flow.waves=counter", "flow.waves='counter' needs flow.wave_prompts of at"),
-            ("flow.waves=ready", "flow.waves='ready' needs flow.wave_rows of at least 1"),
-            ("flow.waves=ready ; flow.wave_rows=8 ; flow.wave_prompts=2", "use waves='counter'"),
-            ("flow.record=True", "groups of waves, and flow.waves='off' makes none"),
+            ("", "stream.max_staleness=1 trains on tokens of older weights"),
+            (
+                "stream.weight_update=boundary ; stream.cache=recompute",
+                "no effect with stream.weight_update='boundary'",
+            ),
+            (
+                "stream.divergence=0.5 ; stream.weight_update=boundary",
+                "and with stream.weight_update='boundary'",
+            ),
+            (
+                "stream.divergence=0.5 ; stream.round_tokens=4096",
+                "stream.divergence=0.5 keeps older",
+            ),
+            (
+                "stream.partial_batches=redy",
+                "stream.partial_batches must be one of off, counter, ready, got",
+            ),
+            (
+                "stream.partial_batches=counter",
+                "stream.partial_batches='counter' needs stream.partial_batch_prompts of at",
+            ),
+            (
+                "stream.partial_batches=ready",
+                "stream.partial_batches='ready' needs stream.partial_batch_rows of at least 1",
+            ),
+            (
+                "stream.partial_batches=ready ; stream.partial_batch_rows=8 ; "
+                "stream.partial_batch_prompts=2",
+                "use partial_batches='counter'",
+            ),
+            (
+                "stream.record=True",
+                "groups of partial batches, and stream.partial_batches='off' makes none",
+            ),
         ],
     ),
     *_under(
         _AHEAD,
         [
-            ("flow.max_lag=999999999", "flow.max_lag=999999999 with data.prompts_per_step="),
-            ("flow.swap=boundary", "flow.swap='boundary' needs samplers with devices of their own"),
+            (
+                "stream.max_staleness=999999999",
+                "stream.max_staleness=999999999 with data.prompts_per_step=",
+            ),
+            (
+                "stream.weight_update=boundary",
+                "stream.weight_update='boundary' needs samplers with devices of their own",
+            ),
             ("training.offload=idle", "training.offload='idle' needs the place of samplers"),
-            ("flow.waves=counter ; flow.wave_prompts=2", "waves='counter' needs samplers with"),
-            ("flow.round_tokens=63", "flow.round_tokens=63 is below the 64 tokens of the longest"),
-            ("flow.round_tokens=4096 ; dag=dapo", "trains what is complete, and the region of dag"),
+            (
+                "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
+                "partial_batches='counter' needs samplers with",
+            ),
+            (
+                "stream.round_tokens=63",
+                "stream.round_tokens=63 is below the 64 tokens of the longest",
+            ),
+            (
+                "stream.round_tokens=4096 ; dag=dapo",
+                "trains what is complete, and the region of dag",
+            ),
         ],
     ),
     *_under(
         _OWN,
         [
             ("flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place: "),
-            ("flow.round_tokens=4096", "flow.round_tokens=4096 ends rollouts on the trainer's"),
-            ("flow.waves=counter ; flow.wave_prompts=99", "above the 16 groups of a mini-batch"),
+            ("stream.round_tokens=4096", "stream.round_tokens=4096 ends rollouts on the trainer's"),
             (
-                "flow.waves=counter ; flow.wave_prompts=2 ; training.offload=idle",
-                "flow.waves='counter' would move models with training.offload='idle' for each wave",
+                "stream.partial_batches=counter ; stream.partial_batch_prompts=99",
+                "above the 16 groups of a mini-batch",
+            ),
+            (
+                "stream.partial_batches=counter ; stream.partial_batch_prompts=2 ; "
+                "training.offload=idle",
+                "stream.partial_batches='counter' would move models with training.offload='idle' "
+                "for each partial batch",
             ),
         ],
     ),
     *_under(
-        f"{_OWN} ; flow.waves=ready",
+        f"{_OWN} ; stream.partial_batches=ready",
         [
-            ("flow.wave_rows=3", "not divisible by training.micro_batch_rows=4; use 4"),
-            ("flow.wave_rows=6 ; mesh.pipeline=2", "flow.wave_rows=6 is not divisible by"),
-            ("flow.wave_rows=6 ; mesh.pipeline=2", "pipeline_microbatches=2 x 2=4; use 4 or 8"),
-            ("flow.wave_rows=4 ; rollout.num_samples=16", "too few for the longest group"),
+            ("stream.partial_batch_rows=3", "not divisible by training.micro_batch_rows=4; use 4"),
             (
-                "flow.wave_rows=16 ; algorithm.aggregation=fixed-budget ; algorithm.token_budget=9",
-                "flow.waves='ready' trains on what is complete first, and what lies within the",
+                "stream.partial_batch_rows=6 ; mesh.pipeline=2",
+                "stream.partial_batch_rows=6 is not divisible by",
+            ),
+            (
+                "stream.partial_batch_rows=6 ; mesh.pipeline=2",
+                "pipeline_microbatches=2 x 2=4; use 4 or 8",
+            ),
+            (
+                "stream.partial_batch_rows=4 ; rollout.num_samples=16",
+                "too few for the longest group",
+            ),
+            (
+                "stream.partial_batch_rows=16 ; algorithm.aggregation=fixed-budget ; "
+                "algorithm.token_budget=9",
+                "stream.partial_batches='ready' trains on what is complete first, and what lies "
+                "within the",
             ),
         ],
     ),
-    ("flow.workers=True", "flow.workers=True samples beside the training, and with flow.max_lag=0"),
-    ("flow.listen=:9000", "flow.listen must be HOST:PORT, got ':9000'"),
-    ("flow.listen=a b:9000", "flow.listen must be HOST:PORT, got 'a b:9000'"),
-    ("flow.listen=127.0.0.1:65536", "flow.listen must be HOST:PORT, got '127.0.0.1:65536'"),
-    ("flow.listen=9000", "flow.listen must be HOST:PORT, got '9000'; a port is from 0 to 65535"),
-    ("flow.save_seconds=0", "flow.save_seconds must be finite and above 0, got 0"),
+    (
+        "stream.workers=True",
+        "stream.workers=True samples beside the training, and with stream.max_staleness=0",
+    ),
+    ("stream.listen=:9000", "stream.listen must be HOST:PORT, got ':9000'"),
+    ("stream.listen=a b:9000", "stream.listen must be HOST:PORT, got 'a b:9000'"),
+    ("stream.listen=127.0.0.1:65536", "stream.listen must be HOST:PORT, got '127.0.0.1:65536'"),
+    (
+        "stream.listen=9000",
+        "stream.listen must be HOST:PORT, got '9000'; a port is from 0 to 65535",
+    ),
+    ("stream.save_seconds=0", "stream.save_seconds must be finite and above 0, got 0"),
     ("flow.dispatch=longest", "flow.dispatch"),
-    ("flow.lease_seconds=8", "flow.lease_seconds=8 would end between two words of a worker: use"),
-    ("flow.max_tries=0", "flow.max_tries must be at least 1, got 0"),
-    ("flow.worker_nodes=('reward',)", "has no effect with flow.workers=False; set workers=True"),
+    (
+        "stream.lease_seconds=8",
+        "stream.lease_seconds=8 would end between two words of a worker: use",
+    ),
+    ("stream.max_tries=0", "stream.max_tries must be at least 1, got 0"),
+    (
+        "stream.worker_nodes=('reward',)",
+        "has no effect with stream.workers=False; set workers=True",
+    ),
     *_under(
         _WORKERS,
         [
-            ("", "flow.workers=True leaves no sampler to the trainers that could evaluate: set"),
-            ("flow.waves=counter ; flow.wave_prompts=2", "of the trainers' own processes"),
+            ("", "stream.workers=True leaves no sampler to the trainers that could evaluate: set"),
+            (
+                "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
+                "of the trainers' own processes",
+            ),
             (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
-                "flow.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT gives",
+                "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
+                "gives",
             ),
         ],
     ),
     *_under(
         f"{_WORKERS} ; eval.dataset=",
         [
-            ("flow.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
-            ("rollout.environment=calculator", "flow.workers=True answers in one turn, and rollo"),
-            ("dag=dapo ; flow.swap=boundary", "workers do not make: use swap='in_flight'"),
-            ("flow.starved_seconds=1800", "must be less than health.stuck_seconds=1800"),
-            ("flow.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
-            ("flow.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
-            ("flow.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
+            ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
             (
-                "algorithm.kl_coef=0.1 ; flow.worker_nodes=('reference',)",
+                "rollout.environment=calculator",
+                "stream.workers=True answers in one turn, and rollo",
+            ),
+            (
+                "dag=dapo ; stream.weight_update=boundary",
+                "workers do not make: use weight_update='in_flight'",
+            ),
+            ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
+            ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
+            ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
+            ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
+            (
+                "algorithm.kl_coef=0.1 ; stream.worker_nodes=('reference',)",
                 "names 'reference': it runs on devices, and workers run",
             ),
         ],
     ),
-    ("flow.round_tokens=-1", "flow.round_tokens=-1 must not be negative; 0: rollouts have no"),
-    ("flow.round_tokens=4096", "round_tokens=4096 lets max_lag x prompts_per_step groups begin"),
+    ("stream.round_tokens=-1", "stream.round_tokens=-1 must not be negative; 0: rollouts have no"),
+    (
+        "stream.round_tokens=4096",
+        "round_tokens=4096 lets max_staleness x prompts_per_step groups begin",
+    ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
     ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),

@@ -146,12 +146,12 @@ class CompletionsServer:
         source = open_model(folder)
         params = unflatten_dict(dict(source.params()), sep="/")
 
-        def swap(scheduler):
+        def weight_update(scheduler):
             assert not scheduler.busy, "it was to be drained"
             scheduler.load(self.engine.load_params(params), scheduler.version + 1)
             done.set()
 
-        self._work.put(swap)
+        self._work.put(weight_update)
         assert done.wait(HANG)
         self.loaded.append(pathlib.Path(folder).name)
 

@@ -17,7 +17,7 @@ from distflow_jax.batch import ONE_NUMBER, Prompt, TokenColumn
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Edge, Layout, move_between
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.host_exchange import Traffic
@@ -126,7 +126,7 @@ def main():
         for c in range(PROMPTS)
     }
     for _ in range(2):  # a second step starts from nothing
-        coordinator.begin(given_columns(ours, SAMPLES))
+        coordinator.begin(loader_columns(ours, SAMPLES))
         held = coordinator.get(edge("uid", None, sampler, sampler)).tolist()
         table = [expected[c][s] for c, s in held]
         coordinator.put("rollout", "response", [t for t, _, _ in table])
@@ -159,7 +159,7 @@ def main():
             found[name] = check_rows(rows, values, expected, layout)
         came = dict(coordinator.traffic)  # of host columns, for both layouts
 
-        # device to device and back to the host: what comes home is what was packed
+        # device to device and back to the host: what comes task buffer is what was packed
         field = coordinator.get(edge("rollout_logp", "rollout", sampler, actor.layout))
         coordinator.put("old", "old_logp", field)
         there = coordinator.get(edge("old_logp", "old", actor.layout, other.layout))
@@ -168,8 +168,8 @@ def main():
         for a, b in zip(_own(there), _own(direct), strict=True):
             np.testing.assert_array_equal(a, b)
         assert there.sharding == direct.sharding
-        home = coordinator.get(edge("old_logp", "old", actor.layout, HOST))
-        for (c, s), logp in zip(own, home, strict=True):
+        buffer = coordinator.get(edge("old_logp", "old", actor.layout, HOST))
+        for (c, s), logp in zip(own, buffer, strict=True):
             np.testing.assert_array_equal(logp, expected[c][s][1])
         shared = coordinator.get(edge("old_logp", "old", actor.layout, sampler))
         for (c, s), logp in zip(held, shared, strict=True):

@@ -1,4 +1,4 @@
-"""A proxy between a worker and the homes, which loses what it should forward on demand."""
+"""A proxy between a worker and the task buffers, which loses what it should forward on demand."""
 
 import contextlib
 import socket

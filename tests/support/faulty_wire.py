@@ -1,6 +1,7 @@
-"""Faults of a network between workers and homes, drawn by a seed: on real sockets, in one process.
+"""Faults of a network between workers and task buffers, drawn by a seed: on real sockets, in one
+process.
 
-A `Forwarder` breaks connections, with what is on its way in them. `Faults.caller` makes callers
+A `Forwarder` breaks connections, with what is on its way in them. `Faults.client` makes callers
 whose frames are lost, whose answers are lost, and which send frames twice, at once or later.
 """
 
@@ -10,8 +11,8 @@ import socket
 import threading
 import time
 
-from distflow_jax.flow.wire.caller import Caller
-from distflow_jax.flow.wire.calls import LIMIT_BYTES, Unreachable
+from distflow_jax.stream.wire.calls import LIMIT_BYTES, Unreachable
+from distflow_jax.stream.wire.wire_client import WireClient
 from support.relay import Relay
 
 LOST, UNANSWERED, TWICE, LATE = "lost", "unanswered", "twice", "late"
@@ -32,11 +33,11 @@ class Faults:
         self._dead: set[str] = set()
         self.done: collections.Counter[str] = collections.Counter()
 
-    def caller(
+    def client(
         self, address: str, token: bytes, name: str, *, limit_bytes: int = LIMIT_BYTES
-    ) -> Caller:
+    ) -> WireClient:
         """A caller of a worker, in place of Caller."""
-        return _FaultyCaller(address, token, name, self, limit_bytes)
+        return _FaultyClient(address, token, name, self, limit_bytes)
 
     def kill(self, name: str) -> None:
         """Has a worker send nothing from now on, not that it leaves either."""
@@ -63,7 +64,7 @@ class Faults:
         return ""
 
 
-class _FaultyCaller(Caller):
+class _FaultyClient(WireClient):
     """A caller of one worker, whose calls may fail on their way, or come twice."""
 
     def __init__(self, address: str, token: bytes, name: str, faults: Faults, limit_bytes: int):

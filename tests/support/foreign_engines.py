@@ -8,7 +8,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignScheduler
 from distflow_jax.rollout.foreign.http_call import HttpServer
 from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
-from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServerEngine
+from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServiceEngine
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.serving.client import SamplerClient
 from support.tiny_model import TINY
@@ -45,7 +45,7 @@ def openai_scheduler(server, params, place, *, version=0, limits=None, **setting
 def sampler_scheduler(address, own, params, place, *, version=0, **changes):
     """A scheduler over a server of distflow.Sampler, whose engine is `own`."""
     client = SamplerClient(address)
-    engine = SamplerServerEngine(address, client, folders_in(place), try_seconds=HANG)
+    engine = SamplerServiceEngine(address, client, folders_in(place), try_seconds=HANG)
     with contextlib.closing(engine):
         yield ForeignScheduler(engine, params, limits_of(own, **changes), version=version)
 

@@ -25,8 +25,8 @@ def together(count, function):
 def dealt(counter, groups, processes, salt):
     """The process of a group: of each batch every process has one at least."""
     batch, place = divmod(counter, groups)
-    homes = [i % processes for i in range(groups)]
-    return random.Random(f"{salt}{batch}").sample(homes, groups)[place]
+    buffers = [i % processes for i in range(groups)]
+    return random.Random(f"{salt}{batch}").sample(buffers, groups)[place]
 
 
 class Gathers:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 Sources = Mapping[str, str]
-STREAM = ("flow/", "service/", "runtime/samplers/", "environments/episode_sampler.py")
+STREAM = ("stream/", "service/", "runtime/samplers/", "environments/episode_sampler.py")
 MODE_FIELDS = {"environment", "region", "in_turns"}  # beside those of the section of the stream
-SECTION = "FlowConfig"
+SECTION = "StreamConfig"
 TESTS = (ast.If, ast.While, ast.IfExp, ast.Assert)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PRIMITIVE = re.compile(
@@ -83,7 +83,7 @@ class _Reads:
     def _is_one(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
             base = ast.unparse(node.value)
-            of_section = base.split(".")[-1].lstrip("_") == "flow" or base in self._sections
+            of_section = base.split(".")[-1].lstrip("_") == "stream" or base in self._sections
             return node.attr in MODE_FIELDS or (of_section and node.attr in self._fields)
         if isinstance(node, ast.Compare):
             none = [getattr(one, "value", ...) is None for one in node.comparators]

@@ -4,7 +4,7 @@ test_asynchronous_failures.py."""
 import threading
 
 from distflow_jax.commands.main import run_script
-from distflow_jax.flow.producer import Producer
+from distflow_jax.stream.producer import Producer
 
 if __name__ == "__main__":
     round_of = Producer.round

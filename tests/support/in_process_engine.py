@@ -17,7 +17,7 @@ class InProcessEngine:
     """
 
     name = "the engine of this process"
-    swaps_in_flight = True
+    updates_in_flight = True
 
     def __init__(self, engine):
         self.slots = engine.max_concurrent_decodes

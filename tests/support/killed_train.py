@@ -1,22 +1,23 @@
-"""delayed_train.py, one process of which kills itself at an exact place of a step in waves.
+"""delayed_train.py, one process of which kills itself at an exact place of a step in partial
+batches.
 
     KILL_AT=finish:3 KILL_PROCESS=1 python tests/support/killed_train.py --config=... --workdir=DIR
 
 `finish:N`: inside the N-th end of an optimizer step, whose program is launched and not awaited.
-`wave:N`: after the N-th wave, before the next one. Processes without the number of KILL_PROCESS go
-on until the launcher ends them. DELAYS as in delayed_train.py.
+`partial batch:N`: after the N-th partial batch, before the next one. Processes without the number
+of KILL_PROCESS go on until the launcher ends them. DELAYS as in delayed_train.py.
 """
 
 import os
 import signal
 
 from distflow_jax.commands.main import run_script
-from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.parallel import job
-from distflow_jax.planning.waves.wave_programs import WaveUpdate
+from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchUpdate
+from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from support import delayed_train
 
-PLACES = {"finish": (WaveUpdate, "finish"), "wave": (WaveTaker, "record")}
+PLACES = {"finish": (PartialBatchUpdate, "finish"), "partial_batch": (PartialBatchTaker, "record")}
 
 
 def dying(method, calls: int):

@@ -1,5 +1,5 @@
 """scripts/train.py whose samplers are late at random, one of them five times; run by
-test_wave_order.py.
+test_partial_batch_order.py.
 
     LATE=SEED python tests/support/late_samplers.py --config=configs/tiny.py --workdir=DIR
 

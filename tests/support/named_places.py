@@ -69,7 +69,7 @@ NAMED = {
     "longer": "{folder}" + "/name" * 1000 + "{ending}",
     "null_character": "{folder}/a\0b{ending}",
     "blank": " ",
-    "home": "~/surely/not/there{ending}",
+    "buffer": "~/surely/not/there{ending}",
     "no_user": "~nosuchuser/name{ending}",
     "no_variable": "$SURELY_NOT_SET/name{ending}",
     "no_braced_variable": "a${{SURELY_NOT_SET}}/name{ending}",
@@ -89,7 +89,7 @@ LONG = {"long", "longer"}
 DEVICES = {"pipe", "null", "zero"}
 NO_FILE = {"folder", "folders", "loop", "dangling", "unreadable", "io_error"} | DEVICES
 FILES = {"file", "binary", "zeros", "huge", "unreadable", "io_error"}
-GONE = {"missing", "missing_below", "below_a_file", "home"}
+GONE = {"missing", "missing_below", "below_a_file", "buffer"}
 # the kinds that a flag of each kind refuses, whatever a file holds
 REFUSED = {
     "file": NOTHING | LONG | NO_FILE | GONE,
@@ -112,7 +112,7 @@ STARTS = {  # arguments of a subcommand before the flag
     "export": ["--source=random:llama", "--out={run}"],
     "serve": [CONFIG, "--port=0", "--run={dir}"],
     "worker": [CONFIG, "--join_seconds=1", "--join=127.0.0.1:9"]
-    + ["--config.flow.workers=True", "--config.flow.max_lag=1"],
+    + ["--config.stream.workers=True", "--config.stream.max_staleness=1"],
 }
 MORE = {  # arguments that a flag needs beside it
     "engine_settings": ["--engine=openai:http://127.0.0.1:9"],
@@ -168,8 +168,14 @@ NO_PATHS = {
     *("critic.loss.aggregation", "critic.optimizer.moments", "critic.optimizer.schedule"),
     *("data.columns", "data.overlong", "data.prompt_suffix", "data.system_prompt"),
     *("data.date", "data.template_kwargs", "data.train_on"),
-    *("eval.columns", "flow.cache", "flow.listen", "flow.order", "flow.swap"),
-    *("flow.waves", "flow.worker_nodes", "lora.targets", "mesh.devices", "mesh.roles"),
+    *("eval.columns", "stream.cache", "stream.listen", "stream.order", "stream.weight_update"),
+    *(
+        "stream.partial_batches",
+        "stream.worker_nodes",
+        "lora.targets",
+        "mesh.devices",
+        "mesh.roles",
+    ),
     *("model.vision", "observe.profile_steps", "observe.tracker_project", "preference.loss"),
     *("reward.kwargs", "rollout.attention", "rollout.cache_dtype", "rollout.environment_kwargs"),
     *("rollout.weights_dtype", "training.compute_dtype"),

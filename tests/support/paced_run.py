@@ -22,11 +22,13 @@ SCALARS = (
 
 def metrics_of(step, pace, phase=0.0):
     """Metrics of a step as GRPO writes them, with curves that move."""
-    wave = math.sin(step / 9 + phase)
+    partial_batch = math.sin(step / 9 + phase)
     values = {
-        f"{name}/{w}": wave + k for name in MEANS for k, w in enumerate(("min", "mean", "max"))
+        f"{name}/{w}": partial_batch + k
+        for name in MEANS
+        for k, w in enumerate(("min", "mean", "max"))
     }
-    values |= {name: math.exp(-step / 80) * (1 + 0.1 * wave) for name in SCALARS}
+    values |= {name: math.exp(-step / 80) * (1 + 0.1 * partial_batch) for name in SCALARS}
     return values | {"timing_s/step": pace, "perf/total_num_tokens": 4096}
 
 

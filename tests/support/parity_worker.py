@@ -1,6 +1,6 @@
 """One step of configs/tiny.py on whatever devices and processes it finds; run by test_parity.py.
 
-    python tests/support/parity_worker.py --out=DIR --batch=recorded.pkl [--waves=5]
+    python tests/support/parity_worker.py --out=DIR --batch=recorded.pkl [--partial_batches=5]
         [--override=mesh.tensor=2]
 
 Samples, then updates on the recorded batch, which the first run writes. Process 0 writes
@@ -29,7 +29,7 @@ from distflow_jax.coordinator.batch_metrics import (
     image_metrics,
 )
 from distflow_jax.dag.plan_walker import make_runner, run_step
-from distflow_jax.data.step_columns import given_columns
+from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.environments.episodes import single_turn, turn_columns
 from distflow_jax.images.prompt_images import prompt_images, to_bytes
 from distflow_jax.observe.spans import Spans
@@ -51,8 +51,8 @@ from distflow_jax.training.update import (
     divide,
     empty,
 )
+from support.partial_batches import cut, of_rows
 from support.tiny_config import tiny_config
-from support.waves import cut, of_rows
 
 OVERRIDES = ["algorithm.kl_coef=0.05", "training.row_tokens=256", "eval.dataset="]
 
@@ -68,7 +68,12 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--batch", type=pathlib.Path, required=True)
     parser.add_argument("--override", action="append", default=[])
-    parser.add_argument("--waves", type=int, default=0, help="cut the gradient's step into waves")
+    parser.add_argument(
+        "--partial batches",
+        type=int,
+        default=0,
+        help="cut the gradient's step into partial batches",
+    )
     args = parser.parse_args()
     processes.initialize(job.find(os.environ))
     config = tiny_config(*OVERRIDES, *args.override)
@@ -116,7 +121,7 @@ def main():
     )
 
     objective = balanced(objective, config.training.balance_coef)
-    one, in_waves = jnp.float32(1.0), {}
+    one, in_partial_batches = jnp.float32(1.0), {}
 
     @jax.jit
     def gradient(params, batch):
@@ -124,7 +129,7 @@ def main():
             batch = jax.tree.map(lambda x: x[0], batch)
             return accumulate_gradients(params, batch, one, shape=shape, objective=objective)[0]
 
-    def gradient_in_waves(params, batch):
+    def gradient_in_partial_batches(params, batch):
         batch, given = jax.tree.map(lambda x: x[0], batch), {"shape": shape, "objective": objective}
         specs = accumulator_specs(params, batch, **given)
         layouts = jax.tree.map(lambda x: x.sharding, specs)
@@ -135,10 +140,10 @@ def main():
                 return accumulate(params, sums, of_rows(batch, part_R), one, **given)
 
         sums = jax.jit(lambda: empty(specs), out_shardings=layouts)()
-        for part_R in cut(0, batch.advantage.shape[0], waves=args.waves):
+        for part_R in cut(0, batch.advantage.shape[0], partial_batches=args.partial_batches):
             sums = add(params, sums, batch, part_R)
         grads, metrics = jax.jit(lambda sums: divide(sums, objective))(sums)
-        in_waves.update(metrics)
+        in_partial_batches.update(metrics)
         return grads
 
     def train(states, values):
@@ -151,16 +156,18 @@ def main():
             None,
             fields["ref_logp"],
         )
-        found = gradient_in_waves if args.waves else gradient
+        found = gradient_in_partial_batches if args.partial_batches else gradient
         gradients.update(found(states["actor"].params, batch))
         return update(states, values)
 
     made = {"rollout": rollout, "reward": reward}
     own = {name: make_runner(units[name], made) for name in made}
     runners = runtime.runners | own | {"actor_train": train}
-    runtime.coordinator.begin(given_columns(prompts, config.rollout.num_samples))
+    runtime.coordinator.begin(loader_columns(prompts, config.rollout.num_samples))
     _, metrics = run_step(prepared.plan, 1, runners, states, runtime.coordinator, Spans().span)
-    metrics = {name: float(x) for name, x in jax.device_get(dict(metrics) | in_waves).items()}
+    metrics = {
+        name: float(x) for name, x in jax.device_get(dict(metrics) | in_partial_batches).items()
+    }
     table = gather_table(runtime.coordinator.samples())
     metrics |= batch_metrics(table, runtime.coordinator.tokens_per_rank())
     if prepared.loader.sees:

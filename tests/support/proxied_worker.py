@@ -1,4 +1,5 @@
-"""scripts/worker.py, whose connections to the homes go through a proxy that the environment names.
+"""scripts/worker.py, whose connections to the task buffers go through a proxy that the environment
+names.
 
 A test can then cut this worker off the network, and no other process. http_proxy: the URL of a
 proxy that answers CONNECT.
@@ -9,7 +10,7 @@ import socket
 import time
 
 from distflow_jax.commands.main import run_script
-from distflow_jax.flow.wire import caller
+from distflow_jax.stream.wire import wire_client as client
 
 
 def connect_by_proxy(host: str, port: int, end: float) -> socket.socket:
@@ -27,5 +28,5 @@ def connect_by_proxy(host: str, port: int, end: float) -> socket.socket:
 
 
 if __name__ == "__main__":
-    caller._connect = connect_by_proxy
+    client._connect = connect_by_proxy
     run_script("worker")

@@ -20,9 +20,9 @@ class ScriptedEngine:
     name = "the scripted engine"
     longest_prompt = 0
 
-    def __init__(self, answer, *, slots=8, started=1.0, swaps_in_flight=True):
+    def __init__(self, answer, *, slots=8, started=1.0, updates_in_flight=True):
         """`answer(request)`: an Answer, a Failure, or None: not yet."""
-        self.slots, self.started, self.swaps_in_flight = slots, started, swaps_in_flight
+        self.slots, self.started, self.updates_in_flight = slots, started, updates_in_flight
         self._answer, self.running = answer, []
         self.loads, self.asked = [], collections.Counter()
 

@@ -12,7 +12,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving.access import Access
-from distflow_jax.serving.jetstream import door_config, prepare
+from distflow_jax.serving.jetstream import prepare, service_config
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
@@ -50,9 +50,9 @@ def engine():
 
 
 @functools.cache
-def door():
-    """The one of JetStream's door."""
-    return make(door_config(CONFIG))
+def service():
+    """The one of JetStream's service."""
+    return make(service_config(CONFIG))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ class Serving:
     def __init__(self, engines=None, load=None, tokenizer=TOKENIZER, seeing=None, **changes):
         changes = {"access": Access(load_folders=(".",))} | changes
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
-        first, second = engines or (engine(), door())
+        first, second = engines or (engine(), service())
         load = load or self.load
         self.weights = Weights(load("2")[0], 2)
         self.server = Server(*(config, first, second, self.weights, tokenizer, load), seeing=seeing)

@@ -1,7 +1,7 @@
 """Waits of tests: for an event, never for so many seconds.
 
-No verdict of a test may depend on the machine's speed. A deadline here only ends a test that would
-hang.
+No filter decision of a test may depend on the machine's speed. A deadline here only ends a test
+that would hang.
 """
 
 import contextlib

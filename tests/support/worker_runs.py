@@ -18,15 +18,15 @@ SMALL = (
     "eval.every=0",
     "observe.report_every=0",
     "checkpoint.every=1",
-    "flow.max_lag=1",
+    "stream.max_staleness=1",
 )
 WORKERS = (
-    "flow.workers=True",
-    "flow.save_seconds=0.3",
-    "flow.lease_seconds=4",
-    "flow.starved_seconds=200",
+    "stream.workers=True",
+    "stream.save_seconds=0.3",
+    "stream.lease_seconds=4",
+    "stream.no_workers_seconds=200",
 )
-BOUNDARY = ("flow.swap=boundary",)
+BOUNDARY = ("stream.weight_update=boundary",)
 
 
 def settings(flags):
@@ -46,7 +46,7 @@ def worker(
     started, folder, flags=(), *, orphan=200, devices=1, own=(), join=None, environment=None
 ):
     """A worker that joins once the trainers answer; `join`: by what, None: by the folder."""
-    await_doors(folder)
+    await_addresses(folder)
     command = ["scripts/worker.py", "--config=configs/tiny.py", f"--join={join or folder}"]
     log = folder.parent / f"worker{len(started)}.log"
     command += [f"--orphan_seconds={orphan}", *own, *settings(flags)]
@@ -54,10 +54,10 @@ def worker(
     return started[-1]
 
 
-def await_doors(folder):
+def await_addresses(folder):
     """Addresses of the trainers, once they have written them."""
-    until((folder / "doors.json").exists)
-    return json.loads((folder / "doors.json").read_text())["homes"]
+    until((folder / "task_buffers.json").exists)
+    return json.loads((folder / "task_buffers.json").read_text())["buffers"]
 
 
 def await_ready(one):
@@ -70,7 +70,7 @@ def await_ready(one):
     until(is_ready, one.output)
 
 
-def check_trained(folder, steps=STEPS, *, exact, lag=1):
+def check_trained(folder, steps=STEPS, *, exact, staleness=1):
     """Every prompt trained once, in its step, whole, by the versions that may answer it."""
     found = collections.Counter()
     for line in itertools.chain(*records(folder).values()):
@@ -79,14 +79,14 @@ def check_trained(folder, steps=STEPS, *, exact, lag=1):
         found.update((uid[0], uid[1]) for uid in line["uid"])
         for low, high in line["version"]:
             if exact:
-                assert low == high == max(0, line["step"] - 1 - lag)
+                assert low == high == max(0, line["step"] - 1 - staleness)
             else:
-                assert line["step"] - 1 - lag <= low <= high <= line["step"] - 1
+                assert line["step"] - 1 - staleness <= low <= high <= line["step"] - 1
     wanted = {(c, s) for c in range(PROMPTS * steps) for s in range(SAMPLES)}
     assert set(found) == wanted and set(found.values()) == {1}
 
 
-def check_ledger(folder):
+def check_account(folder):
     """All sampled tokens have an account."""
     last = read_metrics(folder / "metrics.jsonl")[-1]
     names = ("sampled", "trained", "filtered", "lost", "under_way")

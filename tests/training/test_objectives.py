@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from support import formulas
 from support.gradients import distance
+from support.partial_batches import cut, of_rows, step_in_partial_batches
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
-from support.waves import cut, of_rows, step_in_waves
 
 from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.algorithms.value import ValueConfig
@@ -187,15 +187,15 @@ def test_value_and_gradient_match_the_formulas(name):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_step_in_waves_is_the_step_at_once(name):
-    """Cut at random, some waves empty: gradient and metrics are the step's, in the same rows and in
-    others, with poison outside the mask."""
-    objective, run = OBJECTIVES[name], step_in_waves(OBJECTIVES[name])
+def test_a_step_in_partial_batches_is_the_step_at_once(name):
+    """Cut at random, some partial batches empty: gradient and metrics are the step's, in the same
+    rows and in others, with poison outside the mask."""
+    objective, run = OBJECTIVES[name], step_in_partial_batches(OBJECTIVES[name])
     batch = batch_of(name, 2, shared=False)
     loss, wanted, metrics = compiled(name)(PARAMS, batch, ALL_ROWS)
-    for seed, waves in enumerate((1, 3, 16)):
+    for seed, partial_batches in enumerate((1, 3, 16)):
         other = batch_of(name, 3, shared=True, poison=np.nan) if seed % 2 else batch
-        got, found = run(PARAMS, other, cut(seed, 7, waves=waves))
+        got, found = run(PARAMS, other, cut(seed, 7, partial_batches=partial_batches))
         assert distance(got, wanted) < (1e-5 if seed % 2 else 1e-6)
         assert_close(found.pop(f"{objective.name}/loss"), loss, "loss")
         assert found.keys() == metrics.keys()
@@ -225,8 +225,10 @@ def test_a_term_with_another_denominator_has_a_gradient_of_its_own():
     batch, denominators = objective.whole(batch_of("value", 2, shared=False))
     slope = jax.grad(objective.evaluate, has_aux=True)
     wanted, _ = slope(PARAMS, batch, denominators, jnp.float32(1))
-    for waves in (1, 5):
-        got, _ = step_in_waves(objective)(PARAMS, batch, cut(waves, 7, waves=waves))
+    for partial_batches in (1, 5):
+        got, _ = step_in_partial_batches(objective)(
+            PARAMS, batch, cut(partial_batches, 7, partial_batches=partial_batches)
+        )
         assert distance(got, wanted) < 1e-6
 
 

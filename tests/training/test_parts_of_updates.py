@@ -1,4 +1,5 @@
-"""An optimizer step in waves is the step at once: gradient, metrics and new state, on any mesh.
+"""An optimizer step in partial batches is the step at once: gradient, metrics and new state, on any
+mesh.
 
 The same of every entry of the algorithm's tables: test_policy_objective.py, test_objectives.py.
 """
@@ -20,8 +21,8 @@ from support.gradients import (
     distance,
     params_of,
 )
+from support.partial_batches import cut, of_rows
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
-from support.waves import cut, of_rows
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape, Samples
@@ -70,7 +71,7 @@ def batch_of(samples, ranks):
 
 
 class Step:
-    """Programs of one optimizer step, at once and in waves, without its optimizer."""
+    """Programs of one optimizer step, at once and in partial batches, without its optimizer."""
 
     def __init__(self, model, micro=1, **axes):
         self.mesh = mesh_of(**{"fsdp": 1, "tensor": 1, **axes})
@@ -102,7 +103,7 @@ class Step:
 
         return run
 
-    def in_waves(self, batches):
+    def in_partial_batches(self, batches):
         """(gradient, metrics) on the host."""
         sums = self.begin()
         for batch in batches:
@@ -126,21 +127,21 @@ class Step:
     ],
 )
 @pytest.mark.slow
-def test_waves_add_up_to_the_step(model, axes):
-    """Of rows that stay as they are within 1e-6; of groups, each wave packed by itself, within
-    1e-5. A mixture has a gradient for each of its two denominators."""
+def test_partial_batches_add_up_to_the_step(model, axes):
+    """Of rows that stay as they are within 1e-6; of groups, each partial batch packed by itself,
+    within 1e-5. A mixture has a gradient for each of its two denominators."""
     step = Step(MODELS[model], **axes)
     whole, ranks = step.batch, step.shape.ranks
     wanted = jax.device_get(step.at_once(step.params, whole))
     nothing = of_rows(whole, np.zeros(ROWS, bool))
-    for seed, waves in enumerate((1, 2, 5, 16)):
-        parts = cut(seed, ROWS, waves=waves)
-        found = step.in_waves([of_rows(whole, part_R) for part_R in parts])
+    for seed, partial_batches in enumerate((1, 2, 5, 16)):
+        parts = cut(seed, ROWS, partial_batches=partial_batches)
+        found = step.in_partial_batches([of_rows(whole, part_R) for part_R in parts])
         assert_same(found, wanted)
         assert distance(found[0], wanted[0]) < 1e-6
-        groups = cut(seed, GROUPS, waves=waves)
+        groups = cut(seed, GROUPS, partial_batches=partial_batches)
         packed = [batch_of(some(part), ranks) if part.any() else nothing for part in groups]
-        assert_same(step.in_waves(packed), wanted)
+        assert_same(step.in_partial_batches(packed), wanted)
     assert len(step.specs.gradients) == (2 if model == "mixture" else 1)
 
 
@@ -148,7 +149,7 @@ OPTIMIZER = OptimizerConfig(lr=3e-3, schedule="cosine", weight_decay=0.1)
 
 
 class Trainer:
-    """Whole optimizer steps of a small model: at once, and in waves."""
+    """Whole optimizer steps of a small model: at once, and in partial batches."""
 
     def __init__(self, fsdp=1):
         self.mesh = mesh_of(fsdp, 1)
@@ -185,7 +186,7 @@ class Trainer:
         whole = jax.tree.map(lambda x: x[None], self.batch)
         return self.update(state, whole, np.int32(0), TEMPERATURE)
 
-    def in_waves(self, state, batches):
+    def in_partial_batches(self, state, batches):
         sums = self.begin()
         for batch in batches:
             before, sums = sums, self.add(state.params, sums, batch)
@@ -198,8 +199,8 @@ def trainer():
     return Trainer()
 
 
-def waves_of(batch, seed, waves):
-    return [of_rows(batch, part_R) for part_R in cut(seed, ROWS, waves=waves)]
+def partial_batches_of(batch, seed, partial_batches):
+    return [of_rows(batch, part_R) for part_R in cut(seed, ROWS, partial_batches=partial_batches)]
 
 
 def host(tree):
@@ -207,15 +208,16 @@ def host(tree):
 
 
 def test_states_and_metrics_are_those_of_steps_at_once(trainer):
-    """Three steps, each with another number of waves; the programs of the first serve all."""
+    """Three steps, each with another number of partial batches; the programs of the first serve
+    all."""
     state, other = trainer.state(), trainer.state()
     counter = None
-    for seed, waves in enumerate((3, 1, 16)):
-        batches = waves_of(trainer.batch, seed, waves)
+    for seed, partial_batches in enumerate((3, 1, 16)):
+        batches = partial_batches_of(trainer.batch, seed, partial_batches)
         other, wanted = trainer.at_once(other)
         if seed == 1:
             counter = Compilations()
-        state, metrics = trainer.in_waves(state, batches)
+        state, metrics = trainer.in_partial_batches(state, batches)
         assert metrics.keys() == wanted.keys() and metrics["training/nonfinite"] == 0
         for name, value in wanted.items():
             np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -226,19 +228,19 @@ def test_states_and_metrics_are_those_of_steps_at_once(trainer):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_wave_that_is_not_finite_spoils_its_step(trainer, poison):
+def test_a_partial_batch_that_is_not_finite_spoils_its_step(trainer, poison):
     """And that step alone: the state is what it was, bit for bit, and the next one trains it."""
     state = trainer.state()
     before = host(state)
-    batches = waves_of(trainer.batch, 3, 4)
+    batches = partial_batches_of(trainer.batch, 3, 4)
     bad = max(range(4), key=lambda i: int(batches[i].rows.response_mask.sum()))
     place = tuple(np.argwhere(np.asarray(batches[bad].rows.response_mask))[2])
     batches[bad] = batches[bad]._replace(advantage=batches[bad].advantage.at[place].set(poison))
-    state, metrics = trainer.in_waves(state, batches)
+    state, metrics = trainer.in_partial_batches(state, batches)
     assert metrics["training/nonfinite"] == 1
     assert not np.isfinite(metrics["actor/grad_norm"] + metrics["actor/loss"])
     jax.tree.map(np.testing.assert_array_equal, host(state), before)
-    state, metrics = trainer.in_waves(state, waves_of(trainer.batch, 3, 4))
+    state, metrics = trainer.in_partial_batches(state, partial_batches_of(trainer.batch, 3, 4))
     assert metrics["training/nonfinite"] == 0 and int(state.count) == 1
 
 
@@ -246,7 +248,7 @@ def test_a_step_without_sequences_changes_nothing(trainer):
     state = trainer.state()
     before = host(state)
     nothing = of_rows(trainer.batch, np.zeros(ROWS, bool))
-    state, metrics = trainer.in_waves(state, [nothing, nothing])
+    state, metrics = trainer.in_partial_batches(state, [nothing, nothing])
     assert metrics["training/nonfinite"] == 0 and metrics["actor/loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, host(state), before)
 
@@ -280,5 +282,5 @@ def test_accumulators_are_as_large_as_the_plan_says():
 def test_objectives_that_see_the_whole_step_are_refused(options, reason):
     objective = policy_objective(TINY, AlgorithmConfig(**options), FORWARD, max_response=40)
     shape = UpdateShape(mesh_of(1, 1), 1, 40)
-    with pytest.raises(ValueError, match=f"{reason}.*; use flow.waves='off'"):
+    with pytest.raises(ValueError, match=f"{reason}.*; use stream.partial_batches='off'"):
         accumulator_specs(None, None, shape=shape, objective=objective)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from support import formulas
 from support.gradients import distance
+from support.partial_batches import cut, of_rows, step_in_partial_batches
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
-from support.waves import cut, of_rows, step_in_waves
 
 from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
@@ -380,7 +380,7 @@ def test_value_and_gradient_match_the_formulas(name):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
 
 
-IN_WAVES = {  # steps that may be cut; the default tests have one of each kind
+IN_PARTIAL_BATCHES = {  # steps that may be cut; the default tests have one of each kind
     **{name: ALGORITHMS[name] for name in ALGORITHMS if not loss_waits(config_of(name))},
     "fixed-budget": {"aggregation": "fixed-budget", "token_budget": BUDGET, "kl_coef": 0.1},
 }
@@ -388,21 +388,27 @@ OFTEN = ("fixed-budget", "gmpo, corrected", "a3po")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in IN_WAVES]
+    "name",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in IN_PARTIAL_BATCHES],
 )
-def test_a_step_in_waves_is_the_step_at_once(name):
-    """Cut at random into 1 to 16 waves, some of them empty: gradient and metrics are the step's,
-    in the same rows and in others, with poison outside the mask."""
-    f, config = fields(name == "gspo"), config_of(name, IN_WAVES)
+def test_a_step_in_partial_batches_is_the_step_at_once(name):
+    """Cut at random into 1 to 16 partial batches, some of them empty: gradient and metrics are the
+    step's, in the same rows and in others, with poison outside the mask."""
+    f, config = fields(name == "gspo"), config_of(name, IN_PARTIAL_BATCHES)
     objective = policy_objective(TINY, config, ForwardConfig(), max_response=MAX_RESPONSE)
-    params, run = params_of(f), step_in_waves(objective)
+    params, run = params_of(f), step_in_partial_batches(objective)
     whole, denominators = objective.whole(packed_batch(f, config, 2))
     evaluate = jax.jit(jax.grad(objective.evaluate, has_aux=True), compiler_options=QUICK)
     wanted, metrics = evaluate(params, whole, denominators, jnp.float32(1))
     metrics = objective.finish({**metrics["sum"], **metrics["max"]})
     other = packed_batch(f, config, 3, shared=True, poison=np.nan)
-    for seed, waves in enumerate((1, 2, 5, 16)):
-        parts = cut(seed, 5, waves=waves, ordered=config.loss_aggregation == "fixed-budget")
+    for seed, partial_batches in enumerate((1, 2, 5, 16)):
+        parts = cut(
+            seed,
+            5,
+            partial_batches=partial_batches,
+            ordered=config.loss_aggregation == "fixed-budget",
+        )
         batch, most = (other, 1e-5) if seed % 2 else (packed_batch(f, config, 2), 1e-6)
         got, found = run(params, batch, parts)
         assert distance(got, wanted) < most
@@ -520,7 +526,7 @@ def test_a_budget_is_filled_or_the_metric_says_how_far():
     tokens = sum(int(s.mask.sum()) for s in SEQUENCES)
     assert tokens > BUDGET
     assert metrics_of("everything")["actor/budget_share"] == 1.0
-    f, config = fields(False), config_of("fixed-budget", IN_WAVES)
+    f, config = fields(False), config_of("fixed-budget", IN_PARTIAL_BATCHES)
     large = dataclasses.replace(config, token_budget=2 * tokens)
     objective = policy_objective(TINY, large, ForwardConfig(), max_response=MAX_RESPONSE)
     batch, denominators = objective.whole(packed_batch(f, large, 2))
@@ -569,7 +575,7 @@ def test_the_gap_is_told_by_age():
     f, config, oldest = fields(False), config_of("everything"), 3
     ages = [np.arange(len(s.mask), dtype=np.float32) % (oldest + 1) for s in SEQUENCES]
     objective = policy_objective(
-        TINY, config, ForwardConfig(), max_response=MAX_RESPONSE, max_lag=oldest
+        TINY, config, ForwardConfig(), max_response=MAX_RESPONSE, max_staleness=oldest
     )
 
     @jax.jit

@@ -9,7 +9,7 @@ right to write there. For GPU nodes give --gpu=TYPE, --nodes and --gpus_per_node
 and --topology.
 When a pod exits with another code than 0, all are restarted, at most --max_restarts times: after a
 crash, and after a SIGTERM (75, with a checkpoint saved). A user error (2) ends the run.
---workers=N starts N workers of a run with flow.workers too, as a Job with nodes of their own. A
+--workers=N starts N workers of a run with stream.workers too, as a Job with nodes of their own. A
 worker that crashes, or finds no trainer, is started again by itself.
 The cluster needs JobSet 0.6 or later, and Kubernetes 1.29 for workers.
 """

@@ -30,7 +30,7 @@ from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.paths import named_path
 
 PROGRAM = "distflow launch local"
-DOORS = "doors.json"  # of a run's folder: where the trainers answer
+DOORS = "task_buffers.json"  # of a run's folder: where the trainers answer
 LOOK_SECONDS = 0.2
 LEAVE_SECONDS = 10.0  # after the run for workers to end by themselves, and again after SIGTERM
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -327,7 +327,7 @@ class LocalWorkers:
     ):
         """`start(label, command)`: starts a process. Create this before the trainers."""
         self._command, self._count, self._start, self._say = command, count, start, say
-        self._doors = named_path("--workdir", command[-1].partition("=")[2]) / DOORS
+        self._services = named_path("--workdir", command[-1].partition("=")[2]) / DOORS
         self._before = self._read()
         self._workers: list[subprocess.Popen] = []
         self._closing = threading.Event()
@@ -367,6 +367,6 @@ class LocalWorkers:
 
     def _read(self) -> str:
         try:
-            return self._doors.read_text()
+            return self._services.read_text()
         except OSError:
             return ""

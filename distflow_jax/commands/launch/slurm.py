@@ -9,7 +9,7 @@ mount.
 and exit with 75, and the job is requeued under its number and resumes.
 `scancel --signal=TERM JOB` does the same at any time; `scancel JOB` ends the run without a
 checkpoint.
---workers=N submits N workers of a run with flow.workers too, as an array of jobs with nodes of
+--workers=N submits N workers of a run with stream.workers too, as an array of jobs with nodes of
 their own. They begin after the trainers, and outlive a restart of these.
 """
 

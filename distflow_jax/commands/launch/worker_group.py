@@ -13,7 +13,7 @@ from distflow_jax.parallel import job
 
 _NOT_THEIRS = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
 JOIN_SECONDS = 1800  # for trainers that are started, or started again
-LISTEN = "config.flow.listen"
+LISTEN = "config.stream.listen"
 _LOOPBACK = ("", "127.0.0.1", "localhost", "[::1]")
 
 
@@ -43,7 +43,7 @@ def worker_command(command: Sequence[str]) -> list[str]:
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that says how large the second group is."""
-    what = "workers that sample, of a run with flow.workers (default 0)"
+    what = "workers that sample, of a run with stream.workers (default 0)"
     parser.add_argument("--workers", type=int, default=0, help=what)
 
 
@@ -77,8 +77,8 @@ def group_command(options: argparse.Namespace) -> list[str]:
             f"workers on other hosts cannot reach trainers at {listen or '127.0.0.1:0'}: give the "
             f"run --{LISTEN}=0.0.0.0:0, or an address of their network"
         )
-    if _value(command, "config.flow.workers").lower() not in ("true", "1"):
-        raise ValueError("--workers needs a run with --config.flow.workers=True")
+    if _value(command, "config.stream.workers").lower() not in ("true", "1"):
+        raise ValueError("--workers needs a run with --config.stream.workers=True")
     waits = [f"--{name}={JOIN_SECONDS}" for name in ("join_seconds", "orphan_seconds")]
     return [*command, *waits, *options.worker_flag]
 

@@ -9,79 +9,89 @@ from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ROWS = 48
 _WAITING = "waiting"  # the thread of times that no thread spends
-_MOST_PROMPTS = 12  # named in the title of a wave
+_LIGHTER = " In the row training every second partial batch is lighter."
+_MOST_PROMPTS = 12  # named in the title of a partial batch
 _INVISIBLE = 0.001  # share of the axis below which a gap between bars is not drawn
 _ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
 
 
-Record = Mapping[str, Any]  # of a wave, see flow/waves/wave_records.py
+Record = Mapping[str, Any]  # of a partial batch, see stream/batches/partial_batch_records.py
 
 
 def step_bars(
     plan: Sequence[PlannedNode],
     steps: Mapping[int, Sequence[Span]],
-    waves: Mapping[int, Sequence[Record]] = types.MappingProxyType({}),
+    partial_batches: Mapping[int, Sequence[Record]] = types.MappingProxyType({}),
 ) -> str:
-    """HTML of the times of steps, the last step first; "" without any. `waves`: by step."""
+    """HTML of the times of steps, the last step first; "" without any. `partial_batches`: by
+    step."""
     parts = []
     for step, spans in reversed(steps.items()):
         note = "the last" if step == max(steps) else "the first in trace.json"
         end = max([span.end for span in spans], default=0.0)
         near = end * _INVISIBLE
-        rows = _lanes(plan, spans, waves.get(step, ()), near) + [
+        rows = _lanes(plan, spans, partial_batches.get(step, ()), near) + [
             BarRow(name, _bars(name, bars, kind), sum_)
             for name, bars, kind, sum_ in _rows(plan, spans, near)
         ]
         parts.append(f"<h3>Step {step} <i>{note}</i></h3>{bars_html(rows, end)}")
     if not parts:
         return ""
-    in_waves = any(span.wave for spans in steps.values() for span in spans)
+    in_partial_batches = any(span.partial_batch for spans in steps.values() for span in spans)
     about = (
         "<p class='about'>Numbered rows are the plan's nodes in their planned order; grey rows are "
         "other work. Process 0; seconds on the right are sums."
-        f"{' In the row training every second wave is lighter.' if in_waves else ''}</p>"
+        f"{_LIGHTER if in_partial_batches else ''}</p>"
     )
     return about + "".join(parts)
 
 
 def _lanes(
-    plan: Sequence[PlannedNode], spans: Sequence[Span], waves: Sequence[Record], near: float
+    plan: Sequence[PlannedNode],
+    spans: Sequence[Span],
+    partial_batches: Sequence[Record],
+    near: float,
 ) -> list[BarRow]:
     """Sampling and training, a row each, where samplers run in a thread beside the training, or a
-    step is trained in waves."""
+    step is trained in partial batches."""
     roles = {node.id: node.role for node in plan}
     beside = [s for s in spans if s.thread and roles.get(s.name) == "ROLLOUT"]
     threads = {span.thread for span in beside}
     lanes = [("sampling", [s for s in spans if s.thread in threads])] if beside else []
     training = [s for s in spans if not s.thread and s.name in roles]
-    count = max((span.wave for span in training), default=0)
+    count = max((span.partial_batch for span in training), default=0)
     if beside or count:
         lanes.append(("training", training))
-    records = {found: record for record in waves if isinstance(found := record.get("wave"), int)}
+    records = {
+        found: record
+        for record in partial_batches
+        if isinstance(found := record.get("partial_batch"), int)
+    }
     rows = []
     for label, here in lanes:
         found: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for span in here:
-            key = (span.name, span.wave)
+            key = (span.name, span.partial_batch)
             found.setdefault(key, []).append((max(0.0, span.start), span.end))
         bars = [
             bar
-            for (name, wave), times in found.items()
+            for (name, partial_batch), times in found.items()
             for bar in _bars(
-                _title(name, wave, count, records.get(wave, {})),
+                _title(name, partial_batch, count, records.get(partial_batch, {})),
                 _merged(times, near),
-                _kind(roles.get(name, "")) + (" second" if wave and wave % 2 == 0 else ""),
+                _kind(roles.get(name, ""))
+                + (" second" if partial_batch and partial_batch % 2 == 0 else ""),
             )
         ]
         busy = [time for times in found.values() for time in times]
-        remark = f" in {count} waves" if count and label == "training" else ""
+        remark = f" in {count} partial batches" if count and label == "training" else ""
         rows.append(BarRow(label, bars, f"{_sum(busy)}{remark}"))
     return rows
 
 
-def _title(name: str, wave: int, waves: int, record: Record) -> str:
-    """A bar's title, with the facts of its wave."""
-    if not wave:
+def _title(name: str, partial_batch: int, partial_batches: int, record: Record) -> str:
+    """A bar's title, with the facts of its partial batch."""
+    if not partial_batch:
         return name
     counters = record.get("counters")
     facts = []
@@ -94,7 +104,7 @@ def _title(name: str, wave: int, waves: int, record: Record) -> str:
     if isinstance(waited := record.get("waited"), int | float):
         facts.append(f"waited {waited:.3f} s")
     about = f" ({'; '.join(facts)})" if facts else ""
-    return f"wave {wave} of {waves}{about}, {name}"
+    return f"partial batch {partial_batch} of {partial_batches}{about}, {name}"
 
 
 def _bars(name: str, times: Sequence[tuple[float, float]], kind: str) -> list[Bar]:

@@ -64,14 +64,14 @@ class ForeignEngine(Protocol):
 
     Attributes:
       name: for messages.
-      swaps_in_flight: whether `load` may be called while requests run. Their answers then say the
+      updates_in_flight: whether `load` may be called while requests run. Their answers then say the
         version of each token.
       slots: responses that it is given at a time.
       longest_prompt: tokens that it reads at most; 0: it does not say.
     """
 
     name: str
-    swaps_in_flight: bool
+    updates_in_flight: bool
     slots: int
     longest_prompt: int
 

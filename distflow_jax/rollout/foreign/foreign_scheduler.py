@@ -219,7 +219,7 @@ class ForeignScheduler:
         """
         if cache not in ("keep", "recompute"):
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
-        while (self._running or self._adrift) and not self.engine.swaps_in_flight:
+        while (self._running or self._adrift) and not self.engine.updates_in_flight:
             self._collect()
         self.params, self.version = params, version
         self._lost.load(params, version, cache)

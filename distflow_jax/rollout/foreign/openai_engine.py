@@ -102,7 +102,7 @@ class OpenAIEngine:
     It is drained before a load: its answers do not say which weights sampled a token.
     """
 
-    swaps_in_flight = False
+    updates_in_flight = False
     longest_prompt = 0
 
     def __init__(

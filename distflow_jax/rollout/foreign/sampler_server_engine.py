@@ -42,13 +42,13 @@ class SamplerConnection(Protocol):
         """Ends the connection."""
 
 
-class SamplerServerEngine:
+class SamplerServiceEngine:
     """A server of distflow.Sampler, which swaps weights in flight and reads them from folders.
 
     What is drawn depends on the server's seed and on (counter, sample, place), as in a run.
     """
 
-    swaps_in_flight = True
+    updates_in_flight = True
 
     def __init__(
         self,

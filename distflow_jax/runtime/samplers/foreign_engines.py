@@ -22,7 +22,7 @@ from distflow_jax.rollout.foreign.openai_engine import (
     check_sampling,
     read_steps,
 )
-from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServerEngine
+from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServiceEngine
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.client import SamplerClient
@@ -92,7 +92,7 @@ class EngineChoice:
         )
         if self.kind == "distflow":
             client = SamplerClient(self.address, token=self._key, ca_file=settings.ca_file or None)
-            return SamplerServerEngine(
+            return SamplerServiceEngine(
                 self.address,
                 client,
                 folders,

@@ -12,33 +12,11 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.budgets.deadline_rule import Deadlines, begun_by_steps
-from distflow_jax.flow.budgets.rollout_budget import RolloutBudget
-from distflow_jax.flow.budgets.rollout_taker import RolloutTaker
-from distflow_jax.flow.evaluations import Evaluator
-from distflow_jax.flow.flow import Flow, Observer
-from distflow_jax.flow.flow_checks import sampling_tasks
-from distflow_jax.flow.flow_config import FlowConfig
-from distflow_jax.flow.group_records import GroupRecords
-from distflow_jax.flow.homes.home_producer import HomeProducer
-from distflow_jax.flow.homes.refills import Refills
-from distflow_jax.flow.host_nodes import NodesAhead, units_ahead
-from distflow_jax.flow.lag_rule import Admission
-from distflow_jax.flow.ledger import Ledger
-from distflow_jax.flow.producer import Producer, SamplingNode
-from distflow_jax.flow.publishing.delivery import make_delivery
-from distflow_jax.flow.sample_saver import SampleSaver
-from distflow_jax.flow.saved_samples import SavedSamples
-from distflow_jax.flow.waves.wave_planner import WavePlanner
-from distflow_jax.flow.waves.wave_records import WaveRecords
-from distflow_jax.flow.waves.wave_room import WaveRoom
-from distflow_jax.flow.waves.wave_source import WaveSource
-from distflow_jax.flow.waves.wave_taker import WaveTaker
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
-from distflow_jax.planning.plan_run import PreparedRun, flow_rule, sampler_layout
+from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_rule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.evaluating import EvaluateNow
@@ -50,9 +28,31 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous
 from distflow_jax.runtime.samplers.ahead import Ahead, EvaluateAhead
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
-from distflow_jax.runtime.samplers.run_homes import deliver_to_workers, make_home_sampler
+from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers, make_buffer_sampler
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
+from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
+from distflow_jax.stream.batches.partial_batch_source import PartialBatchSource
+from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
+from distflow_jax.stream.batches.rollout_budget import RolloutBudget
+from distflow_jax.stream.batches.rollout_taker import RolloutTaker
+from distflow_jax.stream.buffer_producer import BufferProducer
+from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
+from distflow_jax.stream.delivery import make_delivery
+from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.group_records import GroupRecords
+from distflow_jax.stream.group_stream import GroupStream, Observer
+from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
+from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.refills import Refills
+from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.saved_samples import SavedSamples
+from distflow_jax.stream.schedule import Admission
+from distflow_jax.stream.stream_checks import sampling_tasks
+from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.token_account import TokenAccount
 
 log = logging.getLogger("distflow_jax")
 
@@ -72,7 +72,7 @@ def make_source(
     A source whose samplers run ahead takes the sampler's state out of `state`, and the samples of
     the checkpoint that the run goes on from. The samplers must have been started.
     """
-    config, phases = prepared.config.flow, instruments.phases
+    config, phases = prepared.config.stream, instruments.phases
 
     def now(
         source: Synchronous | Recorded | Ahead,
@@ -83,10 +83,10 @@ def make_source(
         folder = checkpointer.folder.parent
         return now(make_replay(prepared, prepared.recording, folder, state, place))
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
-    _tell_of_lag(added, config, state.step)
+    _tell_of_staleness(added, config, state.step)
     if not config.ahead:
-        if added or place.ledger is not None:  # for a run that goes on with samplers ahead
-            place.ledger = _account(checkpointer, state, place, added)[1].to_dict()
+        if added or place.account is not None:  # for a run that goes on with samplers ahead
+            place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
     evaluates = _evaluates(config, schedule, recorder, state.step)
     ahead = Ahead(prepared, runtime, state, place, phases, schedule, checkpointer)
@@ -94,20 +94,20 @@ def make_source(
         on_failure.callback(ahead.close)
         _open(ahead, prepared, runtime, state, instruments, checkpointer, added, evaluates)
         on_failure.pop_all()
-    if config.swap == "boundary":
+    if config.weight_update == "boundary":
         return ahead, EvaluateAhead(prepared, ahead, recorder, schedule, phases)
     return now(ahead)
 
 
 def _evaluates(
-    config: FlowConfig, schedule: StepSchedule, recorder: Recorder, step: int
+    config: StreamConfig, schedule: StepSchedule, recorder: Recorder, step: int
 ) -> Callable[[int], bool] | None:
     """Says whether samplers evaluate a version when they take it; None: the training does it.
 
-    Collective. With swaps at boundaries samplers do, of a run that begins after `step` steps. An
-    evaluation of that step whose metrics were not written yet is made again.
+    Collective. With weight updates at boundaries samplers do, of a run that begins after `step`
+    steps. An evaluation of that step whose metrics were not written yet is made again.
     """
-    if config.swap != "boundary" or schedule.eval_every is None:
+    if config.weight_update != "boundary" or schedule.eval_every is None:
         return None
     known = bool(step) and recorder.has_evaluation(step)
     evaluates = schedule.evaluates_version
@@ -130,7 +130,7 @@ def _open(
     tasks = sampling_tasks(plan)
     sampled = frozenset(task.node.id for task in tasks)
     producer = _producer(prepared, runtime, state, place, tasks, added)
-    if config.flow.workers:
+    if config.stream.workers:
         delivery = deliver_to_workers(
             prepared,
             state,
@@ -141,48 +141,48 @@ def _open(
         )
     else:
         delivery = make_delivery(
-            config.flow,
+            config.stream,
             producer,
             runtime.sync,
             source.update_weights,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
-    flow = Flow(
+    stream = GroupStream(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
         BackgroundGather(processes.second_exchange()),
-        config.flow,
+        config.stream,
         observer=Observer(
             instruments.spans.span,
             instruments.phases.note,
             evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
         ),
-        saver=_saver(producer, config.flow, checkpointer, state, place, added, evaluates),
+        saver=_saver(producer, config.stream, checkpointer, state, place, added, evaluates),
     )
-    source.open(flow)
-    if config.flow.in_waves:
-        source.take_by(make_waves(prepared, flow, checkpointer.folder.parent, state))
-    elif config.flow.round_tokens:
-        source.take_by(make_rollouts(prepared, flow))
+    source.open(stream)
+    if config.stream.in_partial_batches:
+        source.take_by(make_partial_batches(prepared, stream, checkpointer.folder.parent, state))
+    elif config.stream.round_tokens:
+        source.take_by(make_rollouts(prepared, stream))
 
 
-def make_waves(
-    prepared: PreparedRun, flow: Flow, folder: pathlib.Path, state: RunState
-) -> WaveTaker:
-    """Hands a step's groups to the training wave by wave. Collective."""
+def make_partial_batches(
+    prepared: PreparedRun, stream: GroupStream, folder: pathlib.Path, state: RunState
+) -> PartialBatchTaker:
+    """Hands a step's groups to the training partial batch by partial batch. Collective."""
     config = prepared.config
-    producer, region = flow.producer, prepared.plan.region is not None
-    ready = config.flow.waves == "ready"
+    producer, region = stream.producer, prepared.plan.region is not None
+    ready = config.stream.partial_batches == "ready"
     room = None
     if ready:
-        packing = prepared.sizes.wave
+        packing = prepared.sizes.partial_batch
         rows = packing.rows[packing.primary] * data_ranks(packing.primary)
-        room = WaveRoom(rows, packing.limits)
-    planner = WavePlanner(
+        room = PartialBatchRoom(rows, packing.limits)
+    planner = PartialBatchPlanner(
         _admission(prepared, producer.admission.finished, producer.admission.position),
         mini_batches=config.training.mini_batches,
-        prompts=None if ready else config.flow.wave_prompts,
+        prompts=None if ready else config.stream.partial_batch_prompts,
         room=room,
     )
     index, count = processes.process_index(), processes.process_count()
@@ -191,23 +191,23 @@ def make_waves(
         with producer.lock:
             producer.lock.notify_all()
 
-    source = WaveSource(
+    source = PartialBatchSource(
         planner,
         producer,
         BackgroundGather(processes.second_exchange()),
         Peers(processes.second_exchange() if ready else None, index, count, heard),
-        # with swaps at boundaries rounds bring verdicts to the samplers' rule
-        judges=region and config.flow.swap != "boundary",
-        publications=flow.publications,
+        # with weight updates at boundaries rounds bring filter decisions to the samplers' rule
+        judges=region and config.stream.weight_update != "boundary",
+        publications=stream.publications,
     )
-    records = WaveRecords(folder, state.step)
-    return WaveTaker(flow, source, records, make_record_writer(prepared, folder, state))
+    records = PartialBatchRecords(folder, state.step)
+    return PartialBatchTaker(stream, source, records, make_record_writer(prepared, folder, state))
 
 
-def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:
+def make_rollouts(prepared: PreparedRun, stream: GroupStream) -> RolloutTaker:
     """Hands a step's groups to the training where rollouts have a budget of tokens. Collective."""
-    tokens = prepared.config.flow.round_tokens
-    producer, count = flow.producer, processes.process_count()
+    tokens = prepared.config.stream.round_tokens
+    producer, count = stream.producer, processes.process_count()
     assert isinstance(producer.admission, Deadlines), "made by `_deadlines`"
 
     def heard() -> None:
@@ -221,26 +221,27 @@ def make_rollouts(prepared: PreparedRun, flow: Flow) -> RolloutTaker:
         Peers(processes.second_exchange(), processes.process_index(), count, heard),
         tokens=tokens,
     )
-    return RolloutTaker(flow, budget, tokens=tokens)
+    return RolloutTaker(stream, budget, tokens=tokens)
 
 
-def _tell_of_lag(added: Sequence[Addition], config: FlowConfig, step: int) -> None:
-    """Warns of samples in a checkpoint that a larger max_lag began."""
-    before = max((addition.facts["max_lag"] for addition in added), default=0)
-    if before <= config.max_lag or processes.process_index():
+def _tell_of_staleness(added: Sequence[Addition], config: StreamConfig, step: int) -> None:
+    """Warns of samples in a checkpoint that a larger max_staleness began."""
+    before = max((addition.facts["max_staleness"] for addition in added), default=0)
+    if before <= config.max_staleness or processes.process_index():
         return
     if config.ahead:
         log.warning(
-            "the checkpoint of step %d holds samples that flow.max_lag=%d began: they are trained "
-            "on in their steps, some of them older than flow.max_lag=%d",
+            "the checkpoint of step %d holds samples that stream.max_staleness=%d began: they are "
+            "trained on in their steps, some of them older than stream.max_staleness=%d",
             step,
             before,
-            config.max_lag,
+            config.max_staleness,
         )
         return
     log.warning(
-        "the checkpoint of step %d holds samples that flow.max_lag=%d began: with flow.max_lag=0 "
-        "they are dropped, and sampled again; give a flow.max_lag to train on them",
+        "the checkpoint of step %d holds samples that stream.max_staleness=%d began: with "
+        "stream.max_staleness=0 they are dropped, and sampled again; give a stream.max_staleness "
+        "to train on them",
         step,
         before,
     )
@@ -264,13 +265,13 @@ def _producer(
             c.node,
             node_sampling(c),
             c.prefix if in_turns else None,
-            ORDERS[config.flow.order],
+            ORDERS[config.stream.order],
         )
         for c in contexts
     ]
     lock = threading.Condition()
-    if config.flow.workers:
-        sampler = make_home_sampler(prepared, state, lock, contexts[0].on_response)
+    if config.stream.workers:
+        sampler = make_buffer_sampler(prepared, state, lock, contexts[0].on_response)
     else:
         sampler = EpisodeSampler(
             runtime.engine,
@@ -279,12 +280,12 @@ def _producer(
             contexts[0].on_response,
         )
     admission = _admission(prepared, state.step, place.position)
-    if config.flow.round_tokens:
+    if config.stream.round_tokens:
         admission = _deadlines(prepared, state, place, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
     kind: Callable[..., Producer] = Producer
-    if config.flow.workers:
-        kind = functools.partial(HomeProducer, given_up=given_up)
+    if config.stream.workers:
+        kind = functools.partial(BufferProducer, given_up=given_up)
     return kind(
         sampler,
         admission,
@@ -300,10 +301,10 @@ def _producer(
 def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
     """The rule of a run after `step` steps, which did not look at `counter`."""
     config, batches = prepared.config, prepared.loader.num_steps
-    refills = config.flow.workers and prepared.plan.region is None
+    refills = config.stream.workers and prepared.plan.region is None
     kind = Refills if refills else Admission
     return kind(
-        flow_rule(config, prepared.plan),
+        stream_rule(config, prepared.plan),
         step=step,
         counter=counter,
         last=None if batches is None else batches * config.data.prompts_per_step,
@@ -317,7 +318,7 @@ def _deadlines(
 ) -> Deadlines:
     """The rule of a run whose rollouts have a budget of tokens, which goes on from `state`."""
     config, batches = prepared.config, prepared.loader.num_steps
-    rule, position = flow_rule(config, prepared.plan), place.position
+    rule, position = stream_rule(config, prepared.plan), place.position
     return Deadlines(
         rule,
         step=state.step,
@@ -331,7 +332,7 @@ def _deadlines(
 
 def _saver(
     producer: Producer,
-    config: FlowConfig,
+    config: StreamConfig,
     checkpointer: Checkpointer,
     state: RunState,
     place: Place,
@@ -339,28 +340,28 @@ def _saver(
     evaluates: Callable[[int], bool] | None,
 ) -> SampleSaver:
     """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
-    records, ledger = _account(checkpointer, state, place, added)
+    records, account = _account(checkpointer, state, place, added)
     return SampleSaver(
         producer,
         checkpointer.additions,
         records,
-        ledger if processes.process_index() == 0 else Ledger(),
+        account if processes.process_index() == 0 else TokenAccount(),
         # samples of older weights, which a restart does not have
-        steps=config.max_lag if config.swap == "boundary" else None,
+        steps=config.max_staleness if config.weight_update == "boundary" else None,
         evaluates=evaluates or (lambda version: False),
     )
 
 
 def _account(
     checkpointer: Checkpointer, state: RunState, place: Place, added: Sequence[Addition]
-) -> tuple[GroupRecords, Ledger]:
-    """The records of a run that goes on from `state`, and the ledger of all that came before: of
-    the checkpoint's samples, or its own. Collective."""
+) -> tuple[GroupRecords, TokenAccount]:
+    """The records of a run that goes on from `state`, and the token account of all that came
+    before: of the checkpoint's samples, or its own. Collective."""
     records = GroupRecords(pathlib.Path(checkpointer.folder).parent, state.step)
-    saved = [addition.facts["ledger"] for addition in added]
-    if not saved and place.ledger is not None:
-        saved = [place.ledger]
-    return records, Ledger.restored(saved, records.known)
+    saved = [addition.facts["account"] for addition in added]
+    if not saved and place.account is not None:
+        saved = [place.account]
+    return records, TokenAccount.restored(saved, records.known)
 
 
 def _evaluator(

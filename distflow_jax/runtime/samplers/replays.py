@@ -1,4 +1,5 @@
-"""Recordings of a run in waves, and replays, which train on a recording without a sampler."""
+"""Recordings of a run in partial batches, and replays, which train on a recording without a
+sampler."""
 
 import os
 import pathlib
@@ -8,18 +9,18 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.coordinator.batch_metrics import staleness_metrics
-from distflow_jax.flow.flow_checks import nodes_ahead
-from distflow_jax.flow.waves.recordings import Recording, RecordWriter, drop_later
-from distflow_jax.flow.waves.wave_records import WaveRecords
-from distflow_jax.flow.waves.wave_replay import WaveReplay
 from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import named_path
+from distflow_jax.planning.partial_batches.replayed_run import start_of_run
 from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
-from distflow_jax.planning.waves.replayed_run import start_of_run
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Still
+from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.batches.recordings import Recording, RecordWriter, drop_later
+from distflow_jax.stream.batches.replay import PartialBatchReplay
+from distflow_jax.stream.stream_checks import nodes_ahead
 
 
 def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -> Recording:
@@ -42,12 +43,12 @@ def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -
 def make_record_writer(
     prepared: PreparedRun, folder: pathlib.Path, state: RunState
 ) -> RecordWriter | None:
-    """The writer of a run with flow.record; None for others. Collective.
+    """The writer of a run with stream.record; None for others. Collective.
 
     Records of steps that are trained again are dropped.
     """
     drop_later(folder, state.step)
-    if not prepared.config.flow.record:
+    if not prepared.config.stream.record:
         return None
     settings, digest = config_table(prepared.config), prepared.plan.digest
     start = start_of_run(settings, digest, state.starting_weights, jax.device_count())
@@ -55,15 +56,15 @@ def make_record_writer(
 
 
 class Recorded(Still):
-    """The samples of another run, wave by wave; see runtime/sample_source.py.
+    """The samples of another run, partial batch by partial batch; see runtime/sample_source.py.
 
     Attributes:
       taker: hands the groups of a step over.
     """
 
-    def __init__(self, prepared: PreparedRun, place: Place, taker: WaveReplay):
+    def __init__(self, prepared: PreparedRun, place: Place, taker: PartialBatchReplay):
         super().__init__(place)
-        self._max_lag, self.taker = prepared.config.flow.max_lag, taker
+        self._max_staleness, self.taker = prepared.config.stream.max_staleness, taker
 
     def begin(self, step: int) -> None:
         """Nothing: no sampler needs weights."""
@@ -80,7 +81,7 @@ class Recorded(Still):
 
     def observe(self, samples: Samples, step: int) -> Metrics:
         """Ages of the samples of a step."""
-        return staleness_metrics(samples, step, self._max_lag)
+        return staleness_metrics(samples, step, self._max_staleness)
 
     def close(self) -> None:
         """Ends the replay."""
@@ -92,9 +93,9 @@ def make_replay(
 ) -> Recorded:
     """The groups of a recording, for the training of a run in `folder`."""
     plan = prepared.plan
-    replay = WaveReplay(
+    replay = PartialBatchReplay(
         recording,
-        WaveRecords(folder, state.step),
+        PartialBatchRecords(folder, state.step),
         nodes={node.id for node in nodes_ahead(plan)},
         writers={task.node.id: task.layout for task in plan.tasks}
         | {None: sampler_layout(prepared.sizes)},

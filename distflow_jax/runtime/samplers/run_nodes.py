@@ -8,10 +8,6 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import make_runner
-from distflow_jax.flow.flow_checks import sampling_tasks
-from distflow_jax.flow.host_nodes import NodesAhead
-from distflow_jax.flow.node_checks import check_nodes
-from distflow_jax.flow.workers.node_runner import NodeRunner, ServedUnit
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
@@ -20,6 +16,10 @@ from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.runtime.contexts import ContextFactory
+from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
+from distflow_jax.stream.stream_checks import sampling_tasks
+from distflow_jax.stream.worker_checks import check_nodes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A worker's side of a run: an engine on this machine's devices, fed by the trainers' homes."""
+"""A worker's side of a run: an engine on this machine's devices, fed by the trainers' task
+buffers."""
 
 import collections
 import contextlib
@@ -18,15 +19,6 @@ from jax.sharding import Mesh
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.flow.homes.home_door import NODE_TABLE
-from distflow_jax.flow.wire.calls import Refused, Unreachable
-from distflow_jax.flow.workers.agreement import node_table, shared_tables
-from distflow_jax.flow.workers.doors import addresses
-from distflow_jax.flow.workers.home_links import Joining, Links, NobodyAnswers, Patience
-from distflow_jax.flow.workers.node_runner import NodeRunner
-from distflow_jax.flow.workers.weight_pull import WeightPull, pull_target
-from distflow_jax.flow.workers.worker import Pull, Worker
-from distflow_jax.flow.workers.worker_talk import Pace, Shared, Talk
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
@@ -41,6 +33,15 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.run_nodes import own_sizes, read_nodes
+from distflow_jax.stream.links.agreement import node_table, shared_tables
+from distflow_jax.stream.links.buffer_addresses import addresses
+from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
+from distflow_jax.stream.links.buffer_service import NODE_TABLE
+from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.wire.calls import Refused, Unreachable
+from distflow_jax.stream.worker import Pull, Worker
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
@@ -70,10 +71,10 @@ def run_worker(
     if not addresses(join) and os.path.exists(join := str(named_path("--join", join))):
         checked_path("folder", "--join", join)
     config, graph = settle(config, chosen)
-    if not config.flow.workers:
+    if not config.stream.workers:
         raise ValueError(
-            "a worker samples for trainers with flow.workers=True: give --config.flow.workers=True "
-            "to both"
+            "a worker samples for trainers with stream.workers=True: give "
+            "--config.stream.workers=True to both"
         )
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
@@ -122,15 +123,15 @@ def _run_nodes(
     links = _join(joining, asked.patience, stopped)
     if links is None:
         return EXIT_DONE
-    print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.callers)} trainers", flush=True)
-    talk = Talk(links, joining, Shared(), Pace(0.0, asked.patience.orphan), nodes)
+    print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.clients)} trainers", flush=True)
+    talk = BufferClient(links, joining, WorkerState(), Pace(0.0, asked.patience.orphan), nodes)
     finished = talk.serve(stopped)
     print(f"ended after {nodes.served} nodes of groups", flush=True)
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
 
 def _join(joining: Joining, patience: Patience, stopped: Callable[[], bool]) -> Links | None:
-    """Links to the homes; None if the run has ended."""
+    """Links to the task buffers; None if the run has ended."""
     links = joining.first(patience.join, stopped)
     if links is None:
         log.info("the run has ended")
@@ -179,8 +180,8 @@ def _first_weights(
             again = joining.first(seconds)
             if again is None:
                 return None
-            before = (links.incarnation, links.first_version)
-            if (again.incarnation, again.first_version) == before:
+            before = (links.attempt, links.first_version)
+            if (again.attempt, again.first_version) == before:
                 again.close()
                 kind = NobodyAnswers if isinstance(error, Unreachable) else ValueError
                 raise kind(f"the weights did not come: {error}") from error
@@ -213,20 +214,20 @@ def _make_worker(
     ended: collections.deque[Response] = collections.deque()
     worker = Worker(
         opened.sampler(weights, links.first_version, ended.append),
-        Talk(
+        BufferClient(
             links,
             joining,
-            Shared(version=links.first_version, newest=links.newest, slots=opened.slots),
-            Pace(config.flow.save_seconds, patience.orphan),
+            WorkerState(version=links.first_version, newest=links.newest, slots=opened.slots),
+            Pace(config.stream.save_seconds, patience.orphan),
             nodes,
         ),
         opened.pull,
-        cache=config.flow.cache,
+        cache=config.stream.cache,
         ended=ended,
     )
     print(
         f"ready: {opened.slots} slots, version {links.first_version}, for "
-        f"{len(links.callers)} trainers",
+        f"{len(links.clients)} trainers",
         flush=True,
     )
     return worker
@@ -296,7 +297,7 @@ def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
     target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def pull(links: Links, version: int) -> Any:
-        weights = WeightPull(links.callers)
-        return weights.pull(version, target, PULL_SECONDS, links.incarnation)
+        weights = WeightPull(links.clients)
+        return weights.pull(version, target, PULL_SECONDS, links.attempt)
 
     return pull

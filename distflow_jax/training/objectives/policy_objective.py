@@ -69,16 +69,17 @@ def policy_objective(
     forward: ForwardConfig,
     *,
     max_response: int,
-    max_lag: int = 0,
+    max_staleness: int = 0,
 ) -> Objective:
-    """The objective that `algorithm` configures; `max_response` in tokens, `max_lag` in steps."""
+    """The objective that `algorithm` configures; `max_response` in tokens, `max_staleness` in
+    steps."""
     return Objective(
         "actor",
         model,
         functools.partial(prepare, algorithm=algorithm),
         functools.partial(denominators_of, algorithm=algorithm, max_response=max_response),
         functools.partial(
-            evaluate, model=model, algorithm=algorithm, forward=forward, max_lag=max_lag
+            evaluate, model=model, algorithm=algorithm, forward=forward, max_staleness=max_staleness
         ),
         _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
@@ -102,7 +103,7 @@ def _preview(model: DecoderConfig, algorithm: AlgorithmConfig, forward: ForwardC
 def prepare(
     batch: PolicyBatch, before: Counts | None = None, *, algorithm: AlgorithmConfig
 ) -> tuple[PolicyBatch, Counts]:
-    """Counts of an optimizer step or of a wave, and selections among all of its tokens."""
+    """Counts of an optimizer step or of a partial batch, and selections among all of its tokens."""
     rows = batch.rows
     tokens = rows.response_mask.sum(dtype=jnp.int32)
     sequences = (rows.length > 0).sum(dtype=jnp.int32)  # fully masked ones do not count
@@ -148,7 +149,7 @@ def evaluate(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
-    max_lag: int = 0,
+    max_staleness: int = 0,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
@@ -174,7 +175,7 @@ def evaluate(
         sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
         if batch.age is not None:
             gaps = {name: terms.tokens[name] for name in GAPS}
-            sums |= _by_age(gaps, batch.age, max_lag, mean)
+            sums |= _by_age(gaps, batch.age, max_staleness, mean)
         sums |= {
             f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
             for name, x in terms.sequences.items()
@@ -205,7 +206,7 @@ def evaluate(
 def _by_age(
     terms: dict[str, jax.Array],
     age: jax.Array,
-    max_lag: int,
+    max_staleness: int,
     mean: Callable[[jax.Array], jax.Array],
 ) -> dict[str, jax.Array]:
     """Parts that tokens of each age have of the means of terms [R, L], and their share of tokens.
@@ -213,7 +214,7 @@ def _by_age(
     The means by age are those sums over the shares (coordinator/batch_metrics.py).
     """
     found = {}
-    for number in range(max_lag + 1):
+    for number in range(max_staleness + 1):
         here = age == number
         found[f"rollout_corr/{SHARE}/{number}"] = mean(here.astype(jnp.float32))
         for name, x in terms.items():

@@ -1,1 +1,0 @@
-"""Asynchronous steps: groups are sampled ahead of the training, within a bound."""

@@ -1,1 +1,0 @@
-"""Rollouts that end by a budget of tokens, and steps that train what is complete by then."""

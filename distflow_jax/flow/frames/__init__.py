@@ -1,1 +1,0 @@
-"""Groups, samples and images as bytes, between homes and workers."""

@@ -1,1 +1,0 @@
-"""Homes: where the groups of a process lie that workers answer."""

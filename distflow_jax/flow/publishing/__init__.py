@@ -1,1 +1,0 @@
-"""Which versions of the weights are published, and how they reach the samplers."""

@@ -1,1 +1,0 @@
-"""Waves: a step's groups go through its nodes on devices as they become complete."""

@@ -1,1 +1,0 @@
-"""Samplers as jobs of their own: workers, their talk with the trainers, and weights."""

@@ -1,0 +1,1 @@
+"""Plans of steps in partial batches."""

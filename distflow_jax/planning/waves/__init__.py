@@ -1,1 +1,0 @@
-"""Plans of steps in waves."""

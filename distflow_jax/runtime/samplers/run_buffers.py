@@ -1,0 +1,162 @@
+"""The task buffers of a run whose groups workers sample: one in each process, with its server."""
+
+import dataclasses
+import functools
+import pathlib
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.models import lora
+from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import PreparedRun, config_table, stream_rule
+from distflow_jax.rollout.requests import Response
+from distflow_jax.runtime.host_offload import Offload
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stream.buffer_producer import BufferProducer
+from distflow_jax.stream.buffer_sampler import BufferSampler, differs
+from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.frames.frames import FRAME_BYTES
+from distflow_jax.stream.host_nodes import HostThread
+from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.leased_nodes import LeasedNodes
+from distflow_jax.stream.links.agreement import node_table, shared_tables
+from distflow_jax.stream.links.buffer_addresses import (
+    BufferAddresses,
+    announced,
+    own_address,
+    start_before,
+)
+from distflow_jax.stream.links.buffer_service import QUICK, BufferService
+from distflow_jax.stream.links.run_token import make_run_token
+from distflow_jax.stream.node_tasks import NodeTasks
+from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
+from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.wire.wire_server import WireServer
+
+END_SECONDS = 3.0  # in which workers hear that the run is over
+
+
+def make_buffer_sampler(
+    prepared: PreparedRun,
+    state: RunState,
+    lock: threading.Condition,
+    on_response: Callable[[Response], None],
+) -> BufferSampler:
+    """The sampler of a process whose groups workers answer; `lock` guards it."""
+    config = prepared.config.stream
+    buffer = TaskBuffer(
+        stream_rule(prepared.config, prepared.plan),
+        exact=config.weight_update == "boundary",
+        version=state.step,
+        lease_seconds=config.lease_seconds,
+        max_tries=config.max_tries,
+        differs=differs,
+    )
+    ahead = {node.id for node in nodes_ahead(prepared.plan)}
+    sampled = {task.node.id for task in sampling_tasks(prepared.plan)}
+    tasks = NodeTasks(buffer.leases, (ahead - sampled) & set(config.worker_nodes))
+    return BufferSampler(buffer, lock, on_response, tasks)
+
+
+def deliver_to_workers(
+    prepared: PreparedRun,
+    state: RunState,
+    producer: BufferProducer,
+    offload: Offload,
+    checkpoints: pathlib.Path,
+    publish: Callable[[int], None],
+) -> Delivery:
+    """The delivery of a run with workers, who may join from now on. Collective.
+
+    Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
+    `publish(version)` as of Publications.
+    """
+    config, workdir = prepared.config, pathlib.Path(checkpoints).parent
+    said = [secrets.token_hex(8), start_before(workdir)]
+    attempt, before = processes.all_gather_json(said)[0]
+    merged = functools.partial(lora.merged, scale=config.lora.scale)
+    weights = WeightStore(attempt, merged, prepared.sizes.engine.dtype)
+    sync, kept = _Leaving(), config.stream.buffers
+
+    def store(left: _Left, version: int) -> None:
+        weights.put(version, left.params)
+        for older in [v for v in weights.versions if v <= version - kept]:
+            weights.forget(older)
+
+    (policy, *_) = prepared.sampled.values()
+    with offload.staying(UPDATE_WEIGHTS, state.models):
+        store(sync.leave(state.policy_params(policy)), state.step)
+    producer.admit()  # before workers bring what they had for an earlier start
+    whole = config_table(config)
+    tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
+    facts = {"attempt": attempt, "after": before, "began": state.step}
+    facts["exact"] = config.stream.weight_update == "boundary"
+    answers = BufferService(producer.sampler, producer.lock, tables, facts, node_table(whole))
+    server = WireServer(
+        own_address(config.stream.listen),
+        make_run_token(workdir),
+        answers.methods() | weights.methods(),
+        quick=QUICK,
+        limit_bytes=FRAME_BYTES,
+    )
+    buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
+    addresses = BufferAddresses(attempt, tuple(buffers))
+    answers.meet(buffers)
+    first = processes.process_index() == 0
+    if first:
+        addresses.write(workdir)
+
+    def leave() -> None:
+        admission = producer.admission
+        if not admission.has_step(admission.finished + 1):
+            if first:
+                BufferAddresses(attempt, tuple(buffers), ended=True).write(workdir)
+            answers.end(END_SECONDS)
+        server.close()
+
+    tasks = producer.sampler.tasks
+    thread = functools.partial(
+        LeaseMonitor,
+        producer,
+        store=store,
+        no_workers_seconds=config.stream.no_workers_seconds,
+        how=f"distflow worker --config=... --join={workdir}",
+        leave=leave,
+    )
+    return Delivery(
+        sync,
+        True,
+        Publications(PublishRule(0.0, config.stream.max_staleness), producer, None, publish),
+        thread,
+        functools.partial(LeasedNodes, tasks=tasks) if tasks.served else HostThread,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """Weights that are about to be copied to the weight store."""
+
+    params: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this process's part of them."""
+        arrays = jax.tree.leaves(self.params)
+        blocks = [{str(s.index): s.data.nbytes for s in x.addressable_shards} for x in arrays]
+        return sum(size for of_array in blocks for size in of_array.values())
+
+
+class _Leaving:
+    """Leaves weights to the weight store, in the place of a sync to a sampler of this process."""
+
+    def leave(self, params: Any) -> _Left:
+        """The weights, to be copied before they change."""
+        return _Left(params)

@@ -1,0 +1,1 @@
+"""Samples that run ahead of the training: schedule, task buffer, workers, sources."""

@@ -1,0 +1,1 @@
+"""Groups as steps take them: partial batches, rollouts with a budget, records of both."""

@@ -1,0 +1,1 @@
+"""Groups, samples and images as bytes, between task buffers and workers."""

@@ -1,0 +1,278 @@
+"""Frames of nodes that workers run: the columns that a node reads, and what it writes.
+
+A frame has one node of one group. A column is an array with an entry for each response, a list of
+entries, or the group's prompt once for all of them. P tokens of a prompt.
+"""
+
+import base64
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.column_codec import decode, encode
+from distflow_jax.dag.plan import Unit
+from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stream.frames.frames import Frame, checked
+from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
+from distflow_jax.stream.saved_samples import Key
+
+QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next
+_TAG = "__is__"  # of what JSON has no form for
+_TOKENS = "prompt"  # of the arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeWork:
+    """A node that a worker is to run on a group."""
+
+    key: Key
+    values: Sequence[Any]  # in the order of Unit.inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeResult:
+    """Values of a node in the order of Unit.outputs, and its metrics."""
+
+    values: Sequence[Any]
+    numbers: Mapping[str, float]
+    parts: Mapping[str, Sequence[Any]]  # values of layout.Parts
+
+
+def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
+    """A frame with what a node reads of one group.
+
+    Images go to functions of the user alone: no built-in stage on the host looks at them.
+    ValueError, which names field and node, for a value that cannot be sent.
+    """
+    sent, arrays, columns = SentImages(), {}, []
+    prompts: list[Prompt] = []
+    for place, (edge, value) in enumerate(zip(unit.inputs, values, strict=True)):
+        fact = {"source": edge.source, "field": edge.field, "count": len(value)}
+        if len(value) and all(isinstance(entry, Prompt) for entry in value):
+            prompts = prompts or [value[0]]
+            columns.append(fact | {"kind": "prompts"})
+            continue
+        kind, arrays[f"column{place}"] = _sent(value, f"{edge.field}, which {unit.name} reads,")
+        columns.append(fact | {"kind": kind})
+    facts: dict[str, Any] = {"task": list(key), "columns": columns}
+    for prompt in prompts:
+        own = sent.add(0, prompt) if _is_users(unit) else []
+        facts |= {"prompt": {**prompt_facts(prompt), "images": own}, "images": sent.facts}
+        arrays |= {_TOKENS: np.asarray(prompt.tokens, np.int32), **sent.arrays}
+    return Frame(facts, arrays)
+
+
+def prompt_facts(prompt: Prompt) -> dict[str, Any]:
+    """The values of a prompt beside its tokens and images, as JSON values.
+
+    ValueError for a value of its row that cannot be sent.
+    """
+    row = f"row {prompt.row} of the data"
+    return {
+        "counter": prompt.counter,
+        "row": prompt.row,
+        "text": prompt.text,
+        "data_source": prompt.data_source,
+        "ground_truth": to_plain(prompt.ground_truth, f"the ground truth of {row}"),
+        "extra_info": to_plain(dict(prompt.extra_info), f"extra_info of {row}"),
+        "expected": [prompt.expected_length, prompt.expected_spread],
+    }
+
+
+def work_of_task(frame: Frame, inputs: Mapping[str, Sequence[tuple[str | None, str]]]) -> NodeWork:
+    """The work of a frame; `inputs`: what each node reads, by its id, in the order of Unit.inputs.
+
+    ValueError for a frame that is none, or that has other columns.
+    """
+
+    def read() -> NodeWork:
+        counter, node = frame.facts["task"]
+        columns = frame.facts["columns"]
+        named = [(column["source"], column["field"]) for column in columns]
+        if node not in inputs or named != list(inputs[node]):
+            raise ValueError(f"a frame has {named} for node {node!r}, which reads other fields")
+        prompt = _prompt_of(frame) if "prompt" in frame.facts else None
+        values = []
+        for place, column in enumerate(columns):
+            if column["kind"] == "prompts":
+                if prompt is None:
+                    raise ValueError("a frame has no prompt")
+                values.append([prompt] * _count(column))
+            else:
+                values.append(_received(frame, f"column{place}", column))
+        return NodeWork((int(counter), str(node)), values)
+
+    return checked(read)
+
+
+def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics) -> Frame:
+    """A frame with what a node wrote and measured. ValueError for what cannot be sent."""
+    arrays, columns, numbers, parts = {}, [], {}, {}
+    for place, ((_, field), value) in enumerate(zip(unit.outputs, written, strict=True)):
+        kind, arrays[f"column{place}"] = _sent(value, f"{field}, which {unit.name} writes,")
+        columns.append({"field": field, "kind": kind, "count": len(value)})
+    for name, value in measured.items():
+        if not isinstance(value, Parts):
+            numbers[name] = np.asarray(value).item()
+        elif _is_users(unit):
+            raise ValueError(
+                f"node {unit.name!r} measures {name!r} in parts, and a worker sends numbers: let "
+                "the function return a float, or leave the node to the trainers"
+            )
+        else:
+            parts[name] = list(value.values)
+    facts = {"keys": [list(key)], "columns": columns, "numbers": numbers, "parts": parts}
+    return Frame(facts, arrays)
+
+
+def read_result(frame: Frame, unit: Unit, count: int) -> NodeResult:
+    """The result of a node for a group of `count` responses. ValueError for another frame."""
+
+    def read() -> NodeResult:
+        columns = frame.facts["columns"]
+        named = [str(column["field"]) for column in columns]
+        if named != [field for _, field in unit.outputs]:
+            raise ValueError(f"a result of node {unit.name!r} has the fields {named}")
+        values = [_received(frame, f"column{i}", column) for i, column in enumerate(columns)]
+        for field, value in zip(named, values, strict=True):
+            if len(value) != count:
+                raise ValueError(
+                    f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
+                    f"is {count}"
+                )
+        numbers = {str(name): value + 0 for name, value in frame.facts["numbers"].items()}
+        parts = {str(name): list(values) for name, values in frame.facts["parts"].items()}
+        return NodeResult(values, numbers, parts)
+
+    return checked(read)
+
+
+def _is_users(unit: Unit) -> bool:
+    """Whether a node has a function of the user."""
+    return any(":" in (task.node.fn or "") for task in unit.tasks)
+
+
+def _sent(value: Any, what: str) -> tuple[str, np.ndarray]:
+    """(kind of a column, the array that goes for it)."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "array", value
+    if any(isinstance(entry, dict | list | tuple | Prompt) or entry is None for entry in value):
+        kind = next(type(x).__name__ for x in value if not isinstance(x, np.ndarray))
+        raise ValueError(
+            f"{what} has a {kind}, which cannot be sent to a worker: let it have arrays or "
+            "numbers, or leave the node to the trainers"
+        )
+    return "list", np.frombuffer(encode(value, what), np.uint8)
+
+
+def _received(frame: Frame, name: str, column: Mapping[str, Any]) -> Any:
+    """A column of a frame, which may be written to."""
+    array, count = np.array(frame.arrays[name]), _count(column)
+    if column["kind"] == "list":
+        entries = decode(array.tobytes())
+        value: Any = [np.array(x) if isinstance(x, np.ndarray) else x for x in entries]
+    elif column["kind"] == "array":
+        value = array
+    else:
+        raise ValueError(f"a frame has a column of kind {column['kind']!r}")
+    if np.ndim(array) < 1 or len(value) != count:
+        raise ValueError(f"a frame's {name} does not have {count} entries")
+    return value
+
+
+def _count(column: Mapping[str, Any]) -> int:
+    return int(column["count"])
+
+
+def _prompt_of(frame: Frame) -> Prompt:
+    facts, tokens = frame.facts["prompt"], frame.arrays[_TOKENS]
+    if tokens.dtype != np.int32 or tokens.ndim != 1:
+        raise ValueError(f"a frame's prompt is {tokens.dtype}{list(tokens.shape)}")
+    images = images_of(frame.facts, frame.arrays)
+    own = tuple(images[number] for number in facts["images"])
+    length, spread = facts["expected"]
+    return Prompt(
+        counter=int(facts["counter"]),
+        row=int(facts["row"]),
+        tokens=tokens,
+        text=str(facts["text"]),
+        data_source=str(facts["data_source"]),
+        ground_truth=of_plain(facts["ground_truth"]),
+        extra_info=dict(of_plain(facts["extra_info"])),
+        expected_length=float(length),
+        expected_spread=float(spread),
+        images=own,
+        patch=patch_of(0, len(tokens), own, frame.arrays),
+    )
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """A JSON value. ValueError, which names `what`, for one that cannot be sent."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _array(value, what)
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list):
+        return [to_plain(entry, what) for entry in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "of": [to_plain(entry, what) for entry in value]}
+    if isinstance(value, dict):
+        pairs = [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return dict(pairs)
+        return {_TAG: "dict", "of": pairs}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
+    raise ValueError(
+        f"{what} has a value of type {type(value).__name__}, which cannot be sent to a worker: let "
+        "the data have text, numbers, lists or dicts there, or leave the node to the trainers"
+    )
+
+
+def of_plain(value: Any) -> Any:
+    """Inverse of to_plain."""
+    if isinstance(value, list):
+        return [of_plain(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: of_plain(entry) for key, entry in value.items()}
+    if kind == "tuple":
+        return tuple(of_plain(entry) for entry in value["of"])
+    if kind == "dict":
+        return {of_plain(key): of_plain(entry) for key, entry in value["of"]}
+    if kind == "bytes":
+        return base64.b64decode(value["of"])
+    if kind == "objects":
+        found = np.empty(len(value["of"]), object)
+        for place, entry in enumerate(value["of"]):
+            found[place] = of_plain(entry)
+        return found
+    data = base64.b64decode(value["of"])
+    array = np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+    return array if value["kind"] == "array" else array[()]
+
+
+def _array(value: Any, what: str) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        if array.ndim != 1:
+            raise ValueError(
+                f"{what} has an array of objects with {array.ndim} dimensions, which cannot be "
+                "sent to a worker: use lists"
+            )
+        return {_TAG: "objects", "of": [to_plain(entry, what) for entry in array]}
+    return {
+        _TAG: "array",
+        "kind": "array" if isinstance(value, np.ndarray) else "number",
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "of": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+    }

@@ -1,0 +1,204 @@
+"""Nodes that need the fields of one group alone: they run as soon as these are there."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import Until
+from distflow_jax.dag.plan import Plan, Unit
+from distflow_jax.dag.plan_walker import COUNTS, Runner
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.layout import STEP, Metrics, Parts
+
+T = TypeVar("T")
+Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The responses to one prompt, from their first token to the step that trains them."""
+
+    counter: int  # of the prompt
+    store: FieldStore
+    sampling: set[str]  # ids of the nodes whose samples are not complete
+    # responses of the nodes whose samples are complete, by the node's id
+    samples: dict[str, list[Episode]] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    done: bool = False  # all nodes that run ahead have run
+    keep: bool = True  # the filter decision of a region, once it is done
+    running: Future[None] | None = None  # of the nodes that run ahead, once samples are complete
+    node: str = ""  # the last of them that has begun
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were sampled, of nodes whose samples are complete."""
+        return sum(e.num_sampled for episodes in self.samples.values() for e in episodes)
+
+
+def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
+    """The units that can run on each group by itself, in the order of the plan.
+
+    These are nodes on the host of scope "sample" or "group" that run in every step and read nothing
+    but the loader's fields, those of `sampled` (ids of sampling nodes) and each other's. The number
+    of the step is not known before the step.
+    """
+    known: set[str | None] = {None, *sampled}
+    found = []
+    for unit in plan.units:
+        (task, *others) = unit.tasks
+        node = task.node
+        if node.id in known or others or unit.layout.kind != "host" or node.scope == "batch":
+            continue
+        always = node.condition.active(1) and node.condition.every == 1
+        known_early = (
+            e.source in known and e.move == "stay" and (e.source, e.field) != (None, STEP)
+            for e in unit.inputs
+        )
+        if always and all(known_early):
+            known.add(node.id)
+            found.append(unit)
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodesAhead:
+    """The nodes that run ahead: samplers, and units that run on each group by themselves."""
+
+    sampled: frozenset[str]  # ids of sampling nodes
+    units: tuple[Unit, ...]
+    runners: Mapping[str, Runner]  # by the unit's name
+    until: Until | None = None  # filter decision on a group; of a region
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """The ids of all of them."""
+        return self.sampled | {unit.tasks[0].node.id for unit in self.units}
+
+    def run(
+        self,
+        group: Group,
+        span: Span = contextlib.nullcontext,
+    ) -> None:
+        """Runs all units on a group whose samples are complete, and judges it.
+
+        `span(name)`: a block that times the unit of that name.
+        """
+        for unit in self.units:
+            self.run_unit(unit, group, span)
+        self.judge(group)
+
+    def judge(self, group: Group) -> None:
+        """Notes a region's filter decision on a group, all of whose nodes have run."""
+        if self.until is None:
+            return
+        decisions = np.asarray(self.until(group.store.columns), bool)
+        responses = len(group.store.own)  # a node may have dropped some
+        if decisions.shape != (responses,):
+            raise ValueError(
+                f"the region's `until` gave {decisions.shape} filter decisions for {responses} "
+                "responses: one bool for each is needed"
+            )
+        group.keep = bool(decisions.all())
+
+    def run_unit(self, unit: Unit, group: Group, span: Span = contextlib.nullcontext) -> None:
+        """Runs one unit on a group; `span` as of `run`."""
+        group.node = unit.name
+        with span(unit.name):
+            values = [group.store.values[edge.source, edge.field] for edge in unit.inputs]
+            self.put(unit, group, *self.results(unit, values))
+
+    def results(self, unit: Unit, values: Sequence[Any]) -> tuple[Sequence[Any], Metrics]:
+        """(values that a unit writes, its metrics) for the values of one group that it reads."""
+        kept, written, measured = self.runners[unit.name]({}, values)
+        if kept:
+            raise ValueError(
+                f"node {unit.name!r} keeps a state, and with stream.max_staleness above 0 its "
+                "groups come in any order: give it scope batch"
+            )
+        return written, measured
+
+    def put(self, unit: Unit, group: Group, written: Sequence[Any], measured: Metrics) -> None:
+        """Gives a group what a unit wrote and measured for it."""
+        for (source, field), value in zip(unit.outputs, written, strict=True):
+            group.store.put(source, field, value)
+        for name, value in measured.items():
+            group.metrics.setdefault(name, []).append(value)
+
+
+class HostThread:
+    """Runs the nodes on one group after the other: one thread calls functions of the user."""
+
+    def __init__(self, nodes: NodesAhead, span: Span, lock: threading.Condition):
+        """`lock` guards the groups' marks."""
+        self._nodes, self._span, self._lock = nodes, span, lock
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
+        self._at_work: Group | str | None = None
+
+    def submit(self, group: Group, done: Callable[[], object]) -> None:
+        """Begins the nodes of a group; calls `done` after them, in the thread."""
+        group.running = self.executor.submit(self._run, group, done)
+
+    def call(self, what: str, function: Callable[[], T]) -> Future[T]:
+        """Calls a function in the thread; `what` names it where a group waits for it."""
+
+        def run() -> T:
+            with self.at_work(what):
+                return function()
+
+        return self.executor.submit(run)
+
+    def waits_for(self, group: Group) -> str:
+        """The node and the prompt that hold up a group whose samples are complete, or else what the
+        thread is at."""
+        late = self._at_work or group  # one after the other
+        if isinstance(late, str):
+            return late
+        first = next((unit.name for unit in self._nodes.units), "until")  # before it has begun
+        return f"{late.node or first} of prompt {late.counter}"
+
+    def close(self) -> None:
+        """Ends the thread after the node that runs."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    @contextlib.contextmanager
+    def at_work(self, work: Group | str) -> Iterator[None]:
+        """A block of the thread that works on a group, or on something else that has a name."""
+        self._at_work = work
+        try:
+            yield
+        finally:
+            self._at_work = None
+
+    def _run(self, group: Group, done: Callable[[], object]) -> None:
+        with self.at_work(group):
+            self._nodes.run(group, self._span)
+        self._end(group, done)
+
+    def _end(self, group: Group, done: Callable[[], object]) -> None:
+        with self._lock:
+            group.done = True
+            self._lock.notify_all()
+        done()
+
+
+def step_metrics(groups: Sequence[Group]) -> Metrics:
+    """Metrics of the nodes that ran on these groups: Parts together, counts added, others' mean."""
+    found: dict[str, list[Any]] = {}
+    for group in groups:
+        for name, values in group.metrics.items():
+            found.setdefault(name, []).extend(values)
+    merged: Metrics = {}
+    for name, values in found.items():
+        if isinstance(values[0], Parts):
+            merged[name] = sum(values[1:], start=values[0])
+        elif name.endswith(COUNTS):
+            merged[name] = sum(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged

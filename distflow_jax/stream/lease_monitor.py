@@ -1,0 +1,149 @@
+"""The thread of a process whose groups workers answer: it begins groups and hands them on."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.buffer_producer import BufferProducer
+
+IDLE_SECONDS = 0.05  # between two looks at leases
+JOIN_SECONDS = 60.0
+TELL_SECONDS = 60.0  # between two words on a missing worker
+STALLED = (
+    "it brought nothing of its groups for a lease, which are for others now; until it brings "
+    "something it gets one at a time"
+)
+
+log = logging.getLogger("distflow_jax")
+
+
+class LeaseMonitor:
+    """Begins groups by the rule and takes what workers bring, until it is closed.
+
+    It has the calls of SamplingThread that the training makes.
+    """
+
+    def __init__(
+        self,
+        producer: BufferProducer,
+        round: Callable[[], None],
+        store: Callable[[Any, int], None],
+        *,
+        no_workers_seconds: float,
+        how: str,
+        leave: Callable[[], None],
+    ):
+        """`round()`: hands complete groups on. `store(params, version)`: copies weights to where
+        workers get them. `how`: to start a worker, for the log. `leave()`: closes the server at the
+        end. The thread begins at once."""
+        self._leave = leave
+        self._producer, self._round, self._store = producer, round, store
+        self._lock, self._buffer = producer.lock, producer.sampler.buffer
+        self._tasks, self._leases = producer.sampler.tasks, self._buffer.leases
+        self._no_workers_seconds, self._how = no_workers_seconds, how
+        self._alone_since = self._told = time.monotonic()
+        self._at_work = threading.Lock()
+        self._closing = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="buffer")
+        self._end = self._executor.submit(self._serve)
+
+    @property
+    def missing_workers(self) -> list[str]:
+        """Nodes that groups wait for, once a worker was missing for `no_workers_seconds`."""
+        if time.monotonic() - self._alone_since < self._no_workers_seconds:
+            return []
+        with self._lock:
+            return self._unserved()
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread, if anything has."""
+        if self._end.done():
+            self._end.result()
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
+        left = sync.leave(params)
+        self._store(left, version)  # they are copied before this returns
+        with self._lock:
+            self._buffer.publish(version)
+            self._lock.notify_all()
+        return left.nbytes
+
+    def round(self) -> bool:
+        """Nothing: workers sample."""
+        return False
+
+    def rest(self) -> None:
+        """Nothing: the trainer shares no devices with workers."""
+
+    def end_with(self, version: int) -> None:
+        """Nothing: workers evaluate no version."""
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[None]:
+        """A block in which no group begins or is handed on."""
+        with self._at_work:
+            yield
+
+    def close(self) -> bool:
+        """Ends the thread; whether it has ended in time."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        wait([self._end], JOIN_SECONDS)
+        self._executor.shutdown(wait=False)
+        self._leave()
+        return self._end.done()
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closing:
+            with self._at_work:
+                self._producer.admit()
+                with self._lock:
+                    stalled = self._leases.expire(time.monotonic())
+                    news = self._producer.sampler.has_news
+                for worker in stalled:
+                    log.warning("worker %s is stalled: %s", worker, STALLED)
+                if news:
+                    self._round()
+            self._look_for_workers()
+            with self._lock:
+                if not self._producer.sampler.has_news and not self._closing:
+                    self._lock.wait(IDLE_SECONDS)
+
+    def _unserved(self) -> list[str]:
+        """Nodes that groups wait for, and no worker at work runs; under the lock.
+
+        Groups whose prompts are missing wait too: nobody is there who would put them.
+        """
+        waiting = self._buffer.num_open > 0 or self._producer.lacks_prompts
+        sampling = waiting and not self._leases.at_work()
+        return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
+
+    def _look_for_workers(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            missing = self._unserved()
+            served = bool(missing) and missing[0] in self._tasks.served
+            groups = self._tasks.num_open(missing[0]) if served else self._buffer.num_open
+            lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
+        if not missing:
+            self._alone_since = self._told = now
+        elif now - self._told >= TELL_SECONDS:
+            self._told = now
+            log.warning(
+                "no worker%s was at work for %.0f s, and %d groups wait for one%s; start one: %s%s",
+                f" that runs node {missing[0]!r}" if served else "",
+                now - self._alone_since,
+                groups,
+                lacking,
+                self._how,
+                f" --nodes={missing[0]}" if served else "",
+            )

@@ -1,0 +1,1 @@
+"""Links between task buffers and workers of other jobs."""

@@ -1,0 +1,195 @@
+"""A worker's links to the task buffers of a run: how it joins, and joins again after a restart."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
+from distflow_jax.stream.links.buffer_addresses import addresses, read_addresses
+from distflow_jax.stream.links.run_token import find_run_token
+from distflow_jax.stream.wire.calls import Refused, Unreachable
+from distflow_jax.stream.wire.wire_client import WireClient
+
+START_THEM = (
+    "start the trainers first, with stream.workers=True; if they run on another host, check "
+    "stream.listen, its port and the firewall"
+)
+JOIN_SECONDS = 9.0  # for the trainers' first answer
+ANSWER_SECONDS = 9.0  # of one task buffer
+TELL_SECONDS = 60.0  # between two words on trainers that do not answer
+CALL_SECONDS = 30.0
+TRY_SECONDS = 0.5  # between two tries
+
+log = logging.getLogger("distflow_jax")
+
+
+class NobodyAnswers(ValueError):
+    """No trainer answers in time: a wrong address, or trainers that are not there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Seconds for which a worker waits for trainers.
+
+    Attributes:
+      join: for their first answer.
+      orphan: for one of trainers that answered before.
+    """
+
+    join: float
+    orphan: float
+
+
+@dataclasses.dataclass
+class Links:
+    """Callers of all task buffers of one start of a run, in the order of the processes."""
+
+    attempt: str
+    after: str  # attempt of the start before; "": there is none
+    began: int  # version of the checkpoint that this start goes on from
+    exact: bool
+    newest: int  # version that all task buffers have
+    first_version: int  # that a worker which joins should hold
+    clients: Sequence[WireClient]
+
+    def kept_of(self, attempt: str) -> int:
+        """The newest version that this start has in common with an earlier one; -1: none is known.
+
+        Later versions of the earlier one are other weights, though their numbers come again.
+        """
+        return self.began if attempt == self.after else -1
+
+    def buffer_of(self, counter: int) -> WireClient:
+        """The task buffer of a prompt's group."""
+        return self.clients[counter % len(self.clients)]
+
+    def call(self, client: WireClient, method: str, frame: Frame) -> Frame:
+        """The answer of one task buffer; Refused or Unreachable."""
+        facts = {**frame.facts, "attempt": self.attempt}
+        sent = Frame(facts, frame.arrays).to_bytes()
+        return Frame.of_bytes(client.call(method, sent, CALL_SECONDS))
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for client in self.clients:
+            client.close()
+
+
+class Joining:
+    """How a worker finds the task buffers of a run.
+
+    `join`: HOST:PORT[,HOST:PORT] or the run's folder. `name`: of this worker. `tables`: what it
+    must have alike with the trainers. Raises ValueError where the run's token is not known.
+    """
+
+    def __init__(
+        self,
+        join: str,
+        name: str,
+        tables: Mapping[str, Mapping[str, str]],
+        nodes: Sequence[str] = (),
+    ):
+        """`nodes`: that the worker serves; () for one that samples."""
+        self._join, self._name = join, name
+        self._tables: Mapping[str, Any] = {**tables, **({"nodes": list(nodes)} if nodes else {})}
+        self._given = addresses(join)
+
+    def first(
+        self, seconds: float = JOIN_SECONDS, stopped: Callable[[], bool] = lambda: False
+    ) -> Links | None:
+        """Links to the task buffers; None if the run has ended. NobodyAnswers, with its address,
+        where a task buffer does not answer in time, or before `stopped()`; ValueError with the
+        reason for which it refuses."""
+        links, why = self._joined(seconds, stopped)
+        if why:
+            raise NobodyAnswers(f"{why}; {START_THEM}")
+        return links
+
+    def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
+        """Links to the task buffers of a run that was started again, or answers again.
+
+        None after `stopped()`, or if the run has ended. NobodyAnswers if none answers in time.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            links, why = self._joined(min(ANSWER_SECONDS, max(left, TRY_SECONDS)))
+            if not why:
+                return links
+            if stopped():
+                return None
+            if left <= 0:
+                raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+
+    def _joined(
+        self, seconds: float, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Links | None, str]:
+        """(links or None after the end of the run, "" or why there are none)."""
+        end, why = time.monotonic() + seconds, ""
+        told = time.monotonic()
+        while True:
+            addresses = None if self._given else read_addresses(self._join)
+            if addresses is not None and addresses.ended:
+                return None, ""
+            buffers = self._given or (addresses.buffers if addresses else ())
+            if not buffers:
+                why = f"{self._join!r} has no task_buffers.json"
+            for place, address in enumerate(buffers):
+                left = (end - time.monotonic()) / (len(buffers) - place)
+                try:
+                    return self._meet(address, max(TRY_SECONDS, min(ANSWER_SECONDS, left))), ""
+                except Unreachable as error:
+                    why = f"no trainer answers at {error}"
+            if time.monotonic() >= end - TRY_SECONDS or stopped():
+                return None, why
+            if time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                log.warning("%s; waiting for %.0f s more", why, end - told)
+            time.sleep(TRY_SECONDS)
+
+    def _meet(self, address: str, seconds: float) -> Links:
+        """Links to all task buffers, whose addresses that of `address` names."""
+        token = find_run_token(None if self._given else self._join)
+        end = time.monotonic() + seconds
+        with contextlib.ExitStack() as on_failure:
+
+            def client(buffer: str) -> WireClient:
+                made = WireClient(buffer, token, self._name, limit_bytes=FRAME_BYTES)
+                return on_failure.enter_context(contextlib.closing(made))
+
+            with contextlib.closing(WireClient(address, token, self._name)) as first:
+                facts = self._hello(first, end)
+            buffers = checked(lambda: [str(one) for one in facts["buffers"]])
+            clients = [client(buffer) for buffer in buffers]
+            told = [self._hello(one, end) for one in clients]
+            on_failure.pop_all()
+        return Links(
+            str(facts["attempt"]),
+            str(facts["after"]),
+            int(facts["began"]),
+            bool(facts["exact"]),
+            min(int(one["newest"]) for one in told),
+            min(int(one["wanted"][0]) for one in told),
+            clients,
+        )
+
+    def _hello(self, client: WireClient, end: float) -> Mapping[str, Any]:
+        sent = Frame(self._tables).to_bytes()
+        try:
+            answer = client.call("hello", sent, max(TRY_SECONDS, end - time.monotonic()))
+        except Refused as error:
+            raise ValueError(f"{client.address}: {error}") from error
+        facts = Frame.of_bytes(answer).facts
+        if "buffers" not in facts:
+            raise Unreachable(f"{client.address}: the trainers are starting")
+        return facts
+
+
+def leave(links: Links) -> None:
+    """Tells all task buffers that this worker goes."""
+    for client in links.clients:
+        with contextlib.suppress(Refused, Unreachable, ValueError):
+            client.call("leave", Frame({}).to_bytes(), 2.0)

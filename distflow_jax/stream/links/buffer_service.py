@@ -1,0 +1,206 @@
+"""Calls of workers at a task buffer: the methods of its server.
+
+`hello` compares configs and tells what a worker needs to know; `ask` gives groups, `ask_node` one
+of the nodes that a worker serves; `bring` takes samples, whole or under way; `give` takes what a
+node wrote; `fail` and `leave` put both back. Every answer has the attempt of the run and the
+versions that workers can get. A frame of another attempt changes nothing.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.did_you_mean import hint
+from distflow_jax.stream.buffer_sampler import BufferSampler
+from distflow_jax.stream.frames.frames import (
+    Frame,
+    checked,
+    keys_of,
+    nodes_of,
+    samples_of,
+    work_frame,
+)
+from distflow_jax.stream.leases import SAMPLING
+from distflow_jax.stream.wire.calls import Bytes, Method, Refused
+
+NODE_TABLE = "node_config"  # of a hello
+QUICK = ("ask", "ask_node", "bring", "give", "fail", "leave")  # methods that wait for nobody
+Table = Mapping[str, str]
+
+
+class BufferService:
+    """The methods of one task buffer, called from the threads of the wire.
+
+    Attributes:
+      ended: whether workers are told that the run is over.
+    """
+
+    def __init__(
+        self,
+        sampler: BufferSampler,
+        lock: threading.Condition,
+        tables: Mapping[str, Table],
+        facts: Mapping[str, Any],
+        node_table: Table | None = None,
+    ):
+        """`tables`: what workers must have alike, by name and key. `facts`: told to each that says
+        hello, `attempt` among them. `node_table`: keys of the config that workers which serve
+        nodes must have alike too."""
+        self._sampler, self._lock, self._tables = sampler, lock, tables
+        self._leases = sampler.buffer.leases
+        self._node_table = node_table or {}
+        self._facts, self.ended = dict(facts), False
+        self._told: set[str] = set()  # workers that know of the end
+
+    def methods(self) -> dict[str, Method]:
+        """The methods by name."""
+        found = {
+            "hello": self._hello,
+            "ask": self._ask,
+            "ask_node": self._ask_node,
+            "bring": self._bring,
+            "give": self._give,
+            "fail": self._fail,
+            "leave": self._leave,
+        }
+        return {name: _framed(method) for name, method in found.items()}
+
+    def meet(self, buffers: Sequence[str]) -> None:
+        """Notes where all task buffers answer: from now on workers may join."""
+        with self._lock:
+            self._facts["buffers"] = list(buffers)
+
+    def end(self, seconds: float) -> None:
+        """Tells workers that the run is over; waits for them, at most so long."""
+        with self._lock:
+            self.ended = True
+            end = time.monotonic() + seconds
+            while (left := end - time.monotonic()) > 0:
+                if self._told >= self._leases.workers.keys():
+                    return
+                self._lock.wait(left)
+
+    def _hello(self, worker: str, frame: Frame) -> Frame:
+        for name, ours in self._tables.items():
+            theirs = frame.facts.get(name, {})
+            if text := difference(name, ours, theirs):
+                raise Refused(text)
+        nodes = nodes_of(frame)
+        self._check_nodes(nodes, frame)
+        with self._lock:
+            # an answer without the task buffers means that the trainers are starting: try again
+            self._leases.heard(worker, time.monotonic(), nodes or [SAMPLING])
+            return Frame({**self._facts, **self._state(worker)})
+
+    def _ask(self, worker: str, frame: Frame) -> Frame:
+        held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
+        slots = checked(lambda: int(frame.facts.get("slots", 0)))
+        with self._lock:
+            if self._foreign(frame) or self.ended:
+                return Frame(self._state(worker))
+            given = self._sampler.ask(worker, held, room, slots)
+            return work_frame(self._state(worker), given)
+
+    def _ask_node(self, worker: str, frame: Frame) -> Frame:
+        room, now = checked(lambda: int(frame.facts["room"])), time.monotonic()
+        nodes, tasks = nodes_of(frame), self._sampler.tasks
+        with self._lock:
+            state = self._state(worker)
+            if self._foreign(frame) or self.ended:
+                return Frame(state)
+            self._leases.heard(worker, now, nodes)
+            task = tasks.ask(worker, nodes, now) if room > 0 else None
+        return Frame(state) if task is None else task.content.joined(state)
+
+    def _give(self, worker: str, frame: Frame) -> Frame:
+        (key,) = keys_of(frame)
+        tasks = self._sampler.tasks
+        with self._lock:
+            if self._foreign(frame):
+                return Frame(self._state(worker))
+            task = tasks.find(key)
+        result = None if task is None else task.read(frame)
+        with self._lock:
+            tasks.bring(worker, key, result)
+            self._lock.notify_all()
+            return Frame(self._state(worker))
+
+    def _bring(self, worker: str, frame: Frame) -> Frame:
+        keys, calls = keys_of(frame), checked(lambda: int(frame.facts["calls"]))
+        goes_on = bool(frame.facts.get("goes_on"))
+        with self._lock:
+            if self._foreign(frame):
+                return Frame(self._state(worker))
+            requests = self._sampler.requests(keys)
+        found = samples_of(frame, requests)
+        with self._lock:
+            dropped = self._sampler.bring(worker, keys, found, calls=calls, goes_on=goes_on)
+            self._lock.notify_all()
+            return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})
+
+    def _fail(self, worker: str, frame: Frame) -> Frame:
+        keys = keys_of(frame)
+        with self._lock:
+            if not self._foreign(frame):
+                for key in keys:
+                    why = f"{worker}: {str(frame.facts.get('why', ''))[:500]}"
+                    if key[1] in self._sampler.tasks.served:
+                        self._sampler.tasks.fail(worker, key, why)
+                    else:
+                        self._sampler.buffer.fail(worker, key, why, time.monotonic())
+                self._lock.notify_all()
+            return Frame(self._state(worker))
+
+    def _leave(self, worker: str, frame: Frame) -> Frame:
+        with self._lock:
+            self._leases.leave(worker)
+            self._lock.notify_all()
+            return Frame(self._state(worker))
+
+    def _check_nodes(self, nodes: list[str], frame: Frame) -> None:
+        """Refuses a worker that would run what the trainers run, or by other settings."""
+        served = self._sampler.tasks.served
+        if not nodes:
+            return
+        if own := [node for node in nodes if node not in served]:
+            raise Refused(
+                f"the trainers run node {own[0]!r} themselves ({hint(own[0], served)}): start them "
+                "with its name in stream.worker_nodes, or take it out of --nodes"
+            )
+        if text := difference("config", self._node_table, frame.facts.get(NODE_TABLE, {})):
+            raise Refused(text)
+
+    def _foreign(self, frame: Frame) -> bool:
+        return frame.facts.get("attempt") != self._facts["attempt"]
+
+    def _state(self, worker: str) -> dict[str, Any]:
+        """Values that every answer has; under the lock."""
+        if self.ended:
+            self._told.add(worker)
+            self._lock.notify_all()
+        buffer = self._sampler.buffer
+        state = {"newest": buffer.newest, "wanted": buffer.wanted(), "ended": self.ended}
+        return {"attempt": self._facts["attempt"], **state}
+
+
+def difference(name: str, ours: Table, theirs: Table) -> str:
+    """A sentence on the first key in which two tables differ; "": they are alike."""
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            here, there = (one.get(key, "missing") for one in (ours, theirs))
+            return (
+                f"{name} {key} is {there} at this worker and {here} at the trainers: start the "
+                "worker with the trainers' config and code"
+            )
+    return ""
+
+
+def _framed(method: Callable[[str, Frame], Frame]) -> Method:
+    def call(worker: str, payload: Bytes) -> bytes:
+        try:
+            return method(worker, Frame.of_bytes(payload)).to_bytes()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    return call

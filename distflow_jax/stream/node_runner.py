@@ -1,0 +1,94 @@
+"""A worker's host nodes: it runs tasks of task buffers in a thread, one after the other.
+
+Functions of the user are called from that thread alone. While one runs the next one is there
+already. A lease of a node is not prolonged: one that runs for longer is given to another worker
+too, and the first result counts.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from distflow_jax.dag.plan import Unit
+from distflow_jax.layout import Metrics
+from distflow_jax.stream.frames.frames import Frame
+from distflow_jax.stream.frames.node_frames import QUOTA, NodeWork, result_frame, work_of_task
+from distflow_jax.stream.saved_samples import Key
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedUnit:
+    """A node that a worker runs."""
+
+    unit: Unit
+    # values in the order of Unit.inputs -> those in the order of Unit.outputs, and metrics
+    run: Callable[[Sequence[Any]], tuple[Sequence[Any], Metrics]]
+
+    def answer(self, work: NodeWork) -> Frame:
+        """The result of a task, as a frame."""
+        return result_frame(work.key, self.unit, *self.run(work.values))
+
+
+class NodeRunner:
+    """Runs the tasks that one thread begins, and hands it their results; none without a unit.
+
+    Attributes:
+      nodes: ids of the nodes that it runs.
+      served: results that task buffers have.
+    """
+
+    def __init__(self, units: Mapping[str, ServedUnit]):
+        """`units`: by the node's id."""
+        self.nodes, self._units = sorted(units), dict(units)
+        self._inputs = {
+            name: [(edge.source, edge.field) for edge in one.unit.inputs]
+            for name, one in units.items()
+        }
+        self._running: dict[Key, Future[Frame]] = {}
+        self._runs = ThreadPoolExecutor(1, thread_name_prefix="served-nodes")
+        self.served = 0
+
+    @property
+    def room(self) -> int:
+        """Tasks that it would take."""
+        return QUOTA - len(self._running)
+
+    def begin(self, answer: Frame, done: Callable[[], object]) -> None:
+        """Begins the task of a frame; `done` is called in the thread once it has ended."""
+        work = work_of_task(answer, self._inputs)
+        if work.key not in self._running:  # otherwise its lease has ended, and it runs still
+            future = self._runs.submit(self._units[work.key[1]].answer, work)
+            self._running[work.key] = future
+            future.add_done_callback(lambda _: done())
+
+    def ready(self) -> list[tuple[Key, Frame | str]]:
+        """Tasks that have ended: their results, or why there are none."""
+        ended = [(key, future) for key, future in self._running.items() if future.done()]
+        return [(key, _result(key, future)) for key, future in ended]
+
+    def forget(self, key: Key) -> None:
+        """Forgets a task whose result a task buffer has."""
+        self.served += self._running.pop(key).exception() is None
+
+    def drop(self) -> None:
+        """Forgets all tasks: those of a start of the run that is over."""
+        for future in self._running.values():
+            future.cancel()
+        self._running.clear()
+
+    def close(self) -> None:
+        """Ends the thread after the task that runs."""
+        self._runs.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(key: Key, future: Future[Frame]) -> Frame | str:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    why = f"node {key[1]!r} failed with {type(error).__name__}: {error}"
+    log.warning("prompt %d: %s", key[0], why)
+    return why

@@ -1,0 +1,222 @@
+"""The sampling side of asynchronous steps: it begins groups by the rule, and hands them on."""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from distflow_jax.batch import Prompt
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.dag.graph import Node
+from distflow_jax.data.step_columns import group_numbers, loader_columns
+from distflow_jax.environments.episode_sampler import Counts, EpisodeSampler, Progress
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.layout import Layout
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.scheduling.sampling_order import Order, longest
+from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns
+from distflow_jax.stream.host_nodes import Group
+from distflow_jax.stream.saved_samples import Key, SavedSamples
+from distflow_jax.stream.schedule import Admission
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingNode:
+    """A node whose samples run ahead, and how it samples."""
+
+    node: Node
+    sampling: SamplingParams
+    environment_prefix: str | None  # of the environment's metrics; None: no environment
+    order: Order = longest  # of its requests that wait for slots
+
+
+# a request by counter and node, and what an earlier run has sampled of it
+_Beginning = tuple[Key, GroupRequest, Progress | None]
+
+
+class Producer:
+    """The groups of one process: begun, sampled, and complete.
+
+    `admission` and the groups are shared with the thread that trains, under `lock`.
+    """
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        admission: Admission,
+        nodes: Sequence[SamplingNode],
+        draw: Callable[[], list[Prompt] | None],
+        *,
+        writers: Mapping[str | None, Layout],
+        num_samples: int,
+        lock: threading.Condition,
+        saved: SavedSamples,
+    ):
+        """`draw()`: this process's prompts of the next batch, None at the end of the data. `saved`:
+        samples of a checkpoint, which the groups go on with."""
+        self.sampler, self.admission, self.lock = sampler, admission, lock
+        self._nodes, self._draw = tuple(nodes), draw
+        self._writers, self._num_samples = dict(writers), num_samples
+        self.saved = saved
+        self._counts = sampler.counts  # after the last round
+        batch = admission.rule.groups
+        self._drawn = admission.position // batch * batch  # counters of all batches that are drawn
+        self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
+        self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
+
+    @property
+    def name(self) -> str:
+        """The id of the node that samples; of several the first."""
+        return self._nodes[0].node.id
+
+    def admit(self, up_to: int | None = None) -> bool:
+        """Begins all groups that may begin with the weights that the sampler holds.
+
+        `up_to`: none of later steps. Returns whether any began.
+        """
+        with self.lock:
+            end = self.admission.end(self.sampler.version)
+            if up_to is not None:
+                end = min(end, self.admission.cut(up_to).end)
+        while self._drawn < max(end, self.saved.end):
+            batch = self._draw()
+            if batch is None:
+                break
+            with self.lock:
+                wanted = [p for p in batch if self.wants(p.counter)]
+                self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
+                self._drawn += self.admission.rule.groups
+        if self._drawn >= self.saved.end:  # the rest are prompts of other processes
+            self.saved.keep({prompt.counter for prompt in self._waiting})
+        # what an earlier run has begun goes on, even if this one's max_staleness is smaller
+        ready = [p for p in self._waiting if p.counter < end or p.counter in self.saved]
+        beginning = []
+        for prompt in ready:
+            beginning += self._begin(prompt)
+            with self.lock:  # until then it is waiting or begun to every thread, or both
+                self._waiting.remove(prompt)
+        # those that go on come before all others, the last one first
+        for key, request, progress in sorted(beginning, key=lambda entry: -entry[0][0]):
+            if progress is not None:
+                self.sampler.submit(key, request, progress)
+        for key, request, progress in beginning:
+            if progress is None:
+                self.sampler.submit(key, request)
+        return bool(beginning)
+
+    @property
+    def starving(self) -> bool:
+        """Whether nothing is under way after `admit`, and the run has groups that newer weights
+        than those of the sampler may begin."""
+        if self.sampler.busy:
+            return False
+        with self.lock:
+            newest = self.admission.rule.newest_step(self.sampler.version)
+            return self.admission.has_step(max(newest, self.admission.finished) + 1)
+
+    def round(self) -> list[Group]:
+        """One round of the sampler; returns groups whose samples are complete now."""
+        ended = [
+            (self.groups[counter], node_id, episodes)
+            for (counter, node_id), episodes in self.sampler.round()
+        ]
+        for group, node_id, episodes in ended:
+            self._take(group, node_id, episodes)
+        with self.lock:
+            for group, node_id, episodes in ended:
+                group.samples[node_id] = episodes
+                group.sampling.remove(node_id)
+            self._counts = self.sampler.counts
+        groups = dict.fromkeys(group for group, _, _ in ended)
+        return [group for group in groups if not group.sampling]
+
+    def counts(self) -> Counts:
+        """Numbers of all that was sampled so far; groups that wait are under way. Under `lock`."""
+        waiting = sum(group.tokens for group in self.groups.values())
+        return self._counts._replace(under_way=self._counts.under_way + waiting)
+
+    def progress(self) -> dict[Key, Progress]:
+        """Samples of all groups, by counter and node; while no round runs."""
+        return self.sampler.progress() | complete_samples(self.groups.values())
+
+    @property
+    def oldest(self) -> str:
+        """The node and the prompt of the oldest group that is being sampled; "": none is."""
+        with self.lock:
+            sampling = [group for group in self.groups.values() if group.sampling]
+        oldest = min(sampling, key=lambda group: group.counter, default=None)
+        return "" if oldest is None else f"{min(oldest.sampling)} of prompt {oldest.counter}"
+
+    def begun_up_to(self, end: int) -> bool:
+        """Whether all groups below a counter have begun that are this process's."""
+        return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
+
+    @property
+    def lacks_prompts(self) -> bool:
+        """Whether prompts of groups that may begin were not there after `admit`; under `lock`."""
+        return self._drawn < self.admission.end(self.sampler.version)
+
+    def wants(self, counter: int) -> bool:
+        """Whether the group of a prompt that is drawn is to begin; under `lock`."""
+        return self.admission.untrained(counter)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON values for checkpoints, which this process's samples need; under `lock`."""
+        return {}
+
+    def measured(self) -> dict[str, float]:
+        """Metrics of what samples for this process; under `lock`."""
+        return {}
+
+    def given_up(self) -> list[int]:
+        """Prompts that no sampler can answer, of which not all processes have heard; under
+        `lock`."""
+        return []
+
+    def judge(self, counter: int, keep: bool) -> bool:
+        """Notes the filter decision of any process on a group; whether another group takes the
+        place of one that was given up. Under `lock`."""
+        self.admission.judge(counter, keep)
+        return False
+
+    def forget(self, counters: Sequence[int]) -> list[Group]:
+        """Takes groups out, those of a finished step; under `lock`."""
+        return [self.groups.pop(counter) for counter in counters if counter in self.groups]
+
+    def _begin(self, prompt: Prompt) -> list[_Beginning]:
+        """Makes the group of a prompt; returns its requests."""
+        given = loader_columns([prompt], self._num_samples)
+        store = FieldStore.of_step(self._writers, given)
+        group = Group(prompt.counter, store, {n.node.id for n in self._nodes})
+        with self.lock:
+            turn = self.admission.step_of(prompt.counter)
+            self.groups[prompt.counter] = group
+        requests = {n.node.id: self._request(n, prompt, turn) for n in self._nodes}
+        found = self.saved.take(prompt.counter, requests)
+        return [((prompt.counter, node), r, found.get(node)) for node, r in requests.items()]
+
+    def _request(self, node: SamplingNode, prompt: Prompt, turn: int) -> GroupRequest:
+        request = GroupRequest(prompt, node.sampling, turn=turn)
+        return dataclasses.replace(request, rank=node.order(request))
+
+    def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> None:
+        (found,) = (n for n in self._nodes if n.node.id == node_id)
+        node = found.node
+        if is_greedy(node):  # one answer for all entries of a prompt
+            episodes = [episodes[i] for i in group_numbers(group.store.uid)]
+        columns: dict[str, Any] = written_columns(node, episodes)
+        for name, field in node.writes.items():
+            group.store.put(node.id, field, columns[name])
+        if found.environment_prefix is not None:
+            parts = environment_parts(episodes, found.environment_prefix)
+            group.metrics.setdefault(node.id, []).append(parts)
+
+
+def complete_samples(groups: Iterable[Group]) -> dict[Key, Progress]:
+    """The samples of groups, by counter and node; of nodes whose samples are complete."""
+    return {
+        (group.counter, node): Progress(dict(enumerate(episodes)))
+        for group in groups
+        for node, episodes in list(group.samples.items())
+    }

@@ -1,0 +1,92 @@
+"""Publications of weights: the versions that go to the samplers, agreed on by all processes.
+
+The rule is publish_rule.py's. What differs between processes, whether one has heard of a sampler
+that starves, enters by a gather: at the end of a step by one of its own, and while the training
+waits by the gather that the wait ends with, which a starving sampler brings forward.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.peers import Peers
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.publish_rule import PublishRule, divergence_of, divergences
+
+STARVING = 0  # kind of: 1 + the newest version with which a sampler has nothing to do
+
+
+class Publications:
+    """The publications of a run. Only the thread that trains uses it, but for `note_idle`.
+
+    Attributes:
+      newest: the version that was published last.
+    """
+
+    def __init__(
+        self,
+        rule: PublishRule,
+        producer: Producer,
+        peers: Peers | None,
+        publish: Callable[[int], None],
+    ):
+        """`peers`: nothing else uses them; None only where the rule skips nothing.
+        `publish(version)`: brings the weights to all samplers, and sets `newest`; collective."""
+        self._rule, self._producer, self._peers = rule, producer, peers
+        self._publish = publish
+        self.newest = self._offered = producer.sampler.version
+
+    def offer(
+        self, version: int, metrics: Mapping[str, float], *, needed: bool
+    ) -> dict[str, float]:
+        """Publishes the weights after a step that has finished, or not; returns metrics of that.
+        Collective.
+
+        `metrics`: the step's; `needed`: whether an evaluation needs these weights.
+        """
+        self._offered = version
+        if not self._rule.skips:
+            self._publish(version)
+            return {}
+        found = divergence_of(divergences(metrics), version - 1 - self.newest)
+        mine = self._rule.publishes(version, self.newest, found, starving=self._starving())
+        mine = needed or (mine and self._has_step(version + 1))
+        publishes = bool(processes.all_gather_ints(np.int32(mine)).any())
+        if publishes:
+            self._publish(version)
+        told = {} if found is None else {"training/off_policy/divergence": found}
+        return told | {"perf/weight_update/skipped": float(not publishes)}
+
+    def passed_over(self, version: int) -> bool:
+        """Whether a version was offered and not published."""
+        return self.newest < version <= self._offered
+
+    def asked_for(self, version: int) -> bool:
+        """Whether the weights of all finished steps, which were not published, are wanted by a
+        sampler, as far as this process has heard. It stays true until they are published."""
+        return self._rule.skips and self.newest < version and self._starving()
+
+    def agree(self, version: int, asked: Iterable[bool]) -> None:
+        """Publishes these weights if a process has heard of such a sampler; `asked`: what all
+        processes have said, by `asked_for`. Collective."""
+        if any(asked) and self.newest < version:
+            self._publish(version)
+
+    def note_idle(self) -> None:
+        """Tells that the sampler has nothing to do, after all that may begin has begun, where newer
+        weights would help. From any thread, under the producer's lock."""
+        if self._peers is not None and self._producer.starving:
+            self._peers.raise_to(STARVING, self._producer.sampler.version + 1)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        if self._peers is not None:
+            self._peers.close()
+
+    def _starving(self) -> bool:
+        return self._peers is not None and self._peers.seen(STARVING) > self.newest
+
+    def _has_step(self, step: int) -> bool:
+        with self._producer.lock:
+            return self._producer.admission.has_step(step)

@@ -1,0 +1,194 @@
+"""The rule of asynchronous steps: which group belongs to which step, and when it may begin.
+
+B groups make a step, v training steps are finished, and `max_staleness` steps is the oldest that a
+token may be when it is trained on. The group of prompt counter c belongs to step s(c) = c // B + 1,
+whatever ends first, and may begin once its sampler holds a version v >= s(c) - 1 - max_staleness.
+From this follows, without a counter anywhere:
+
+- No token is older than max_staleness steps when it is trained on, the time that it waits included.
+- At most (max_staleness + 1) B groups have begun and are not trained on yet.
+- The batches are those of a synchronous run: no step prefers short responses.
+- A restart has nothing to count: the rule is a function of c and v alone.
+
+With a region each group gets a filter decision, and filter decisions cut the counters into steps:
+step s takes groups in their order from where step s - 1 ended, until B are kept or max_rounds x B
+were looked at. A group without a filter decision counts as kept, so that s(c) falls, and never
+rises, as filter decisions come: the bounds hold meanwhile.
+
+Nothing here communicates. Fu et al. 2025 (AReaL, arxiv.org/abs/2505.24298), sec. 5.1, bound the
+same staleness by counters in one process.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The constants of the rule.
+
+    Raises ValueError for a number of groups or rounds below 1 and a negative staleness.
+    """
+
+    groups: int  # B, of a step, over all processes
+    max_staleness: int  # steps
+    max_rounds: int = 1  # of a region: a step looks at no more than so many times B groups
+
+    def __post_init__(self):
+        for name, least in (("groups", 1), ("max_staleness", 0), ("max_rounds", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def newest_step(self, held: int) -> int:
+        """The last step whose groups may begin with the weights of `held` finished steps."""
+        return held + 1 + self.max_staleness
+
+    def exact_version(self, step: int) -> int:
+        """The version that answers a step's groups where each version has its own steps."""
+        return max(0, step - 1 - self.max_staleness)
+
+    @property
+    def observed_staleness(self) -> int:
+        """Batches of B counters between one that is dealt to samplers and the newest whose response
+        lengths all processes know by then."""
+        return (self.max_staleness + 1) * self.max_rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The counters of one step: `start` <= c < `end`, of which `kept` are trained on.
+
+    `final`: whether all filter decisions that decide it are known. Until then `end` may grow, and
+    `kept` has the groups without a filter decision too.
+    """
+
+    step: int
+    start: int
+    end: int
+    kept: tuple[int, ...]
+    final: bool
+
+    @property
+    def counters(self) -> Sequence[int]:
+        """The counters that the step looks at."""
+        return range(self.start, self.end)
+
+
+class Admission:
+    """The rule with the filter decisions that a process knows.
+
+    Args:
+      rule: the constants.
+      step: finished steps, 0 at the start of a run.
+      counter: the first one that these steps did not look at.
+      last: the first counter that the data do not have; None: they never end.
+      steps: the last step of the run, beyond which nothing begins; None: there is none.
+      judged: whether groups get filter decisions, as in a region; otherwise all are kept.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        *,
+        step: int = 0,
+        counter: int = 0,
+        last: int | None = None,
+        steps: int | None = None,
+        judged: bool = False,
+    ):
+        self.rule, self.finished, self.position = rule, step, counter
+        self._last, self._steps, self._judged = last, steps, judged
+        self._decisions: dict[int, bool] = {}  # of counters from `position` on
+
+    @property
+    def begun(self) -> dict[str, Any] | None:
+        """Groups that have begun, for a checkpoint; None: the rule says which."""
+        return None
+
+    def judge(self, counter: int, keep: bool) -> None:
+        """Notes a filter decision. One that is known already must be the same; ValueError
+        otherwise."""
+        if counter < self.position:
+            return
+        if self._decisions.setdefault(counter, keep) != keep:
+            raise ValueError(f"the group of prompt {counter} was judged twice, and differently")
+
+    def cut(self, step: int) -> Cut:
+        """The counters of a step that is not finished, as far as filter decisions say."""
+        if step <= self.finished:
+            raise ValueError(f"step {step} is finished: {self.finished} steps are")
+        return next(found for found in self._cuts() if found.step == step)
+
+    def step_of(self, counter: int) -> int:
+        """The step of a counter at or above `position`: s(c), which may fall as filter decisions
+        come."""
+        if counter < self.position:
+            raise ValueError(f"prompt {counter} was looked at in a finished step")
+        if self._last is not None and counter >= self._last:
+            raise ValueError(f"prompt {counter} is beyond the end of the data, {self._last}")
+        if not self._judged:
+            return self.finished + 1 + (counter - self.position) // self.rule.groups
+        return next(found.step for found in self._cuts() if counter < found.end)
+
+    def untrained(self, counter: int) -> bool:
+        """Whether no finished step has looked at a counter."""
+        return counter >= self.position
+
+    def end(self, held: int) -> int:
+        """The first counter that may not begin with the weights of `held` finished steps."""
+        step = self.rule.newest_step(held)
+        step = step if self._steps is None else min(step, self._steps)
+        return self.position if step <= self.finished else self.cut(step).end
+
+    def end_of(self, step: int) -> int | None:
+        """The first counter after those of a step, or of the run's last; None: not known yet."""
+        step = step if self._steps is None else min(step, self._steps)
+        if step <= self.finished:
+            return self.position
+        cut = self.cut(step)
+        return cut.end if cut.final else None
+
+    def has_step(self, step: int) -> bool:
+        """Whether a step is one of the run, and has a group as far as is known."""
+        if self._steps is not None and step > self._steps:
+            return False
+        cut = self.cut(step) if step > self.finished else None
+        return cut is not None and cut.start < cut.end
+
+    def finish(self, step: int) -> Cut:
+        """Ends a step, of which the cut must be final. Its filter decisions are forgotten."""
+        cut = self.cut(step)
+        if step != self.finished + 1 or not cut.final:
+            raise ValueError(f"step {step} cannot end after {self.finished} finished ones: {cut}")
+        self.finished, self.position = step, cut.end
+        for counter in [c for c in self._decisions if c < cut.end]:
+            del self._decisions[counter]
+        return cut
+
+    def _cuts(self) -> Iterator[Cut]:
+        """The cuts of all steps that are not finished, without end."""
+        step, start = self.finished, self.position
+        while True:
+            step += 1
+            cut = self._next_cut(step, start)
+            yield cut
+            start = cut.end
+
+    def _next_cut(self, step: int, start: int) -> Cut:
+        groups = self.rule.groups
+        if not self._judged:
+            end = self._bounded(start + groups)
+            return Cut(step, start, end, tuple(range(start, end)), final=True)
+        limit = self._bounded(start + groups * self.rule.max_rounds)
+        kept, final, counter = [], True, start
+        while counter < limit and len(kept) < groups:
+            decision = self._decisions.get(counter)
+            final &= decision is not None
+            if decision is not False:
+                kept.append(counter)
+            counter += 1
+        return Cut(step, start, counter, tuple(kept), final)
+
+    def _bounded(self, counter: int) -> int:
+        return counter if self._last is None else min(counter, self._last)

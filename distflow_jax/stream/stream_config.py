@@ -1,0 +1,205 @@
+"""Settings of asynchronous steps: the section `stream` of a config."""
+
+import dataclasses
+import math
+
+from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.addresses import checked_address
+from distflow_jax.parsing.setting_checks import check_least, check_one_of
+from distflow_jax.rollout.scheduling.sampling_order import ORDERS
+
+WEIGHT_UPDATES = ("in_flight", "boundary")
+CACHES = ("keep", "recompute")
+PARTIAL_BATCHES = ("off", "counter", "ready")
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """How far samplers run ahead of the training, and how they take new weights."""
+
+    # steps that a token may be old when it is trained on: samplers begin with the prompts of that
+    # many steps more; 0: each step samples, then trains
+    max_staleness: int = 0
+    # when samplers take new weights: in_flight, at once, between two tokens of a response; or
+    # boundary, when all responses of a step are done, which is reproducible
+    weight_update: str = "in_flight"
+    # keys and values of tokens that older weights read: keep them, or recompute them after a weight
+    # update
+    cache: str = "keep"
+    # with weight_update=in_flight: new weights go to samplers if those that they have differ by
+    # more than so many nats per token (k3), or if a sampler has nothing to do; 0: after every step
+    divergence: float = 0.0
+    # whether a step trains on its groups as they become complete, partial batch by partial batch:
+    # off, all at once; counter, the next partial_batch_prompts groups by their counters, which is
+    # reproducible with weight_update=boundary; or ready, the oldest complete groups that fill
+    # partial_batch_rows
+    partial_batches: str = "off"
+    partial_batch_prompts: int = 0  # groups of a partial batch, with partial_batches=counter
+    # rows of a partial batch over all data ranks, with partial_batches=ready
+    partial_batch_rows: int = 0
+    # which of the groups that may begin take slots first: longest expected response, counter, or
+    # informative, those whose last scores differed most. Never changes what a step trains on
+    order: str = "longest"
+    # on the trainer's devices: a rollout ends once that many tokens were sampled in it, over all
+    # processes, or prompts_per_step groups are complete, whichever these are, and those that the
+    # step must train are among them; steps then differ in size. 0: it ends with its step's groups
+    round_tokens: int = 0
+    # keep the groups of each partial batch in the run's folder, with which train --replay=FOLDER
+    # repeats the training without a sampler
+    record: bool = False
+    # whether workers sample, programs of their own that join the run (distflow worker): the
+    # trainers have no sampler then
+    workers: bool = False
+    # nodes that workers run on each group beside those that sample, by their ids, such as reward:
+    # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them
+    worker_nodes: tuple[str, ...] = ()
+    listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
+    save_seconds: float = 5.0  # between two times that a worker sends tokens under way
+    # a group of which a worker sends nothing for so long is given to another one
+    lease_seconds: float = 60.0
+    # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
+    no_workers_seconds: float = 600.0
+    max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
+
+    def __post_init__(self):
+        if self.max_staleness < 0:
+            raise ValueError(
+                f"stream.max_staleness must not be negative, got {self.max_staleness}; 0: samplers "
+                "do not run ahead"
+            )
+        for name, known in (
+            ("weight_update", WEIGHT_UPDATES),
+            ("cache", CACHES),
+            ("partial_batches", PARTIAL_BATCHES),
+        ):
+            check_one_of(f"stream.{name}", getattr(self, name), known)
+        if self.weight_update == "boundary" and self.cache == "recompute":
+            raise ValueError(
+                "stream.cache='recompute' has no effect with stream.weight_update='boundary': no "
+                "response is under way when the weights change; use cache='keep'"
+            )
+        if self.order not in ORDERS:
+            raise ValueError(f"stream.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
+        self._check_publishing()
+        defaults = {
+            "weight_update": WEIGHT_UPDATES[0],
+            "cache": CACHES[0],
+            "partial_batches": PARTIAL_BATCHES[0],
+            "order": "longest",
+        }
+        defaults["divergence"] = 0.0
+        for name, default in defaults.items():
+            if not self.max_staleness and getattr(self, name) != default:
+                raise ValueError(
+                    f"stream.{name}={getattr(self, name)!r} has no effect with "
+                    "stream.max_staleness=0; raise that, or take it out"
+                )
+        if self.round_tokens < 0 or (self.round_tokens and not self.max_staleness):
+            raise ValueError(
+                f"stream.round_tokens={self.round_tokens} "
+                + (
+                    "must not be negative; 0: rollouts have no budget"
+                    if self.round_tokens < 0
+                    else "lets max_staleness x prompts_per_step groups begin, none with "
+                    "stream.max_staleness=0: raise that, or use round_tokens=0"
+                )
+            )
+        self._check_partial_batches()
+        self._check_workers()
+
+    def _check_publishing(self) -> None:
+        """Raises ValueError for numbers that cannot be, and for what boundaries have no use of."""
+        if not 0 <= self.divergence < math.inf:
+            raise ValueError(
+                f"stream.divergence must be finite and not negative, got {self.divergence}; 0: "
+                "weights go to the samplers after every step"
+            )
+        if self.divergence and self.round_tokens:
+            raise ValueError(
+                f"stream.divergence={self.divergence:g} keeps older weights in the samplers, and "
+                f"stream.round_tokens={self.round_tokens} gives groups a deadline by the newest; "
+                "use divergence=0 or round_tokens=0"
+            )
+        if self.divergence and self.weight_update == "boundary":
+            raise ValueError(
+                f"stream.divergence={self.divergence!r} says when samplers take new weights, and "
+                "with stream.weight_update='boundary' each step's version is fixed; use "
+                "weight_update='in_flight', or take it out"
+            )
+
+    def _check_partial_batches(self) -> None:
+        """Raises ValueError unless a partial batch has the one size that its kind takes."""
+        for name, kind in (("partial_batch_prompts", "counter"), ("partial_batch_rows", "ready")):
+            value = getattr(self, name)
+            if self.partial_batches == kind and value < 1:
+                raise ValueError(
+                    f"stream.partial_batches={kind!r} needs stream.{name} of at least 1, got "
+                    f"{value}"
+                )
+            if self.partial_batches != kind and value:
+                raise ValueError(
+                    f"stream.{name}={value} has no effect with "
+                    f"stream.partial_batches={self.partial_batches!r}; use "
+                    f"partial_batches={kind!r}, or take it out"
+                )
+        if self.record and not self.in_partial_batches:
+            raise ValueError(
+                "stream.record=True keeps the groups of partial batches, and "
+                "stream.partial_batches='off' makes none; use another one, or take it out"
+            )
+
+    def _check_workers(self) -> None:
+        """Raises ValueError for numbers that workers cannot have."""
+        for name in ("save_seconds", "lease_seconds", "no_workers_seconds"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"stream.{name} must be finite and above 0, got {value}")
+        if self.lease_seconds < 2 * self.save_seconds:
+            raise ValueError(
+                f"stream.lease_seconds={self.lease_seconds:g} would end between two words of a "
+                f"worker: use at least {2 * self.save_seconds:g}, twice stream.save_seconds"
+            )
+        check_least("stream", self, 1, "max_tries")
+        checked_address("stream.listen", self.listen, least_port=0)
+        if self.worker_nodes and not self.workers:
+            raise ValueError(
+                f"stream.worker_nodes={self.worker_nodes!r} has no effect with "
+                "stream.workers=False; set workers=True, or take it out"
+            )
+        if not self.workers:
+            return
+        if not self.max_staleness:
+            raise ValueError(
+                "stream.workers=True samples beside the training, and with stream.max_staleness=0 "
+                "neither could begin before the other ends: use at least 1, or workers=False"
+            )
+        taken = {"partial_batches": self.in_partial_batches, "round_tokens": self.round_tokens > 0}
+        taken["divergence"] = self.divergence > 0
+        for name, chosen in taken.items():
+            if chosen:
+                raise ValueError(
+                    f"stream.{name}={getattr(self, name)!r} is for samplers of the trainers' own "
+                    "processes; take it out, or use stream.workers=False"
+                )
+
+    @property
+    def buffers(self) -> int:
+        """Weights of the trainer that may lie in a host's memory on their way to its sampler.
+
+        With `boundary` a sampler at step s still has to take versions s - max_staleness .. s - 1.
+        Workers that join, or answer a group of one that has ended, take the version before these
+        too.
+        """
+        if self.workers and self.weight_update == "boundary":
+            return self.max_staleness + 1
+        return max(2, self.max_staleness) if self.weight_update == "boundary" else 2
+
+    @property
+    def ahead(self) -> bool:
+        """Whether samplers run ahead of the training."""
+        return self.max_staleness > 0
+
+    @property
+    def in_partial_batches(self) -> bool:
+        """Whether a step trains on its groups partial batch by partial batch."""
+        return self.partial_batches != "off"

@@ -1,0 +1,24 @@
+"""Calls of the wire: what both sides know of them."""
+
+from collections.abc import Callable
+
+LIMIT_BYTES = 64 << 20  # of an answer, and by default of a frame
+TEXT_BYTES = 4096  # of a refusal
+# before what a server says to a caller without a session
+WELCOME, TURNED_AWAY = b"\1", b"\0"
+
+Bytes = bytes | bytearray  # large ones come as they were received
+Method = Callable[[str, Bytes], bytes]  # (name of the caller, bytes) -> bytes
+
+
+class Refused(Exception):
+    """A call that the other side has refused; the text is its own."""
+
+
+class Unreachable(Exception):
+    """A call without an answer; the text has address and reason."""
+
+
+def too_large(size: int, limit: int) -> str:
+    """A sentence on a frame that a server does not take."""
+    return f"a frame of {size} bytes is above the limit of {limit}"

@@ -1,0 +1,77 @@
+"""No token is forgotten, and none is counted twice, over restarts too."""
+
+import dataclasses
+import random
+
+from distflow_jax.layout import Parts
+from distflow_jax.stream.token_account import ACCOUNT, TokenAccount
+
+
+def balance(account):
+    return account.sampled - account.trained - account.filtered - account.lost - account.under_way
+
+
+def test_restarts_lose_what_was_sampled_after_the_checkpoint():
+    saved = [TokenAccount(100, 60, 10, 0, 30), TokenAccount(50, 20, 0, 5, 25)]
+    assert [balance(account) for account in saved] == [0, 0]
+    found = TokenAccount.restored([account.to_dict() for account in saved], known=190)
+    # 40 more were sampled by the last records, and 55 of the checkpoint go on
+    assert found == TokenAccount(190, 80, 10, 5 + 40, 0)
+    assert balance(dataclasses.replace(found, under_way=55)) == 0
+
+
+def test_what_a_checkpoint_has_no_room_for_is_lost():
+    """Responses in turns are not saved: they were sampled, and are under way no longer."""
+    saved = TokenAccount(100, 60, 0, 0, 40).saved(under_way=15)
+    assert saved == TokenAccount(100, 60, 0, 0, 15)
+    found = TokenAccount.restored([saved.to_dict()], known=0)
+    assert found.lost == 25 and found.sampled == 100
+
+
+def test_what_came_after_the_checkpoint_began_counts_as_sampled():
+    saved = TokenAccount(100, 60, 0, 0, 40).saved(under_way=70)
+    assert saved.sampled == 130 and balance(saved) == 0
+    assert TokenAccount.restored([saved.to_dict()], known=120).lost == 0
+
+
+def test_a_run_without_a_checkpoint():
+    found = TokenAccount.restored([], known=70)
+    assert found == TokenAccount(sampled=70, lost=70) and balance(found) == 0
+
+
+def test_any_number_of_restarts():
+    draw = random.Random(0)
+    for _ in range(200):
+        account = TokenAccount()
+        for _ in range(5):
+            trained, filtered, open_tokens = (draw.randrange(100) for _ in range(3))
+            new = trained + filtered + open_tokens - account.under_way
+            if new < 0:
+                continue
+            account = TokenAccount(
+                account.sampled + new,
+                account.trained + trained,
+                account.filtered + filtered,
+                account.lost,
+                open_tokens,
+            )
+            assert balance(account) == 0
+            saved = account.saved(under_way=draw.randint(0, open_tokens))
+            known = account.sampled + draw.randrange(50)
+            goes_on = TokenAccount.restored([saved.to_dict()], known)
+            account = dataclasses.replace(goes_on, under_way=saved.under_way)
+            assert balance(account) == 0 and account.sampled == known
+
+
+def test_metrics_add_up_over_processes():
+    accounts = [TokenAccount(10, 4, 3, 2, 1), TokenAccount(5, 5, 0, 0, 0)]
+    parts = [account.metrics()[ACCOUNT] for account in accounts]
+    whole = sum(parts[1:], start=parts[0])
+    assert isinstance(whole, Parts)
+    assert whole.merge(whole.values) == {
+        "perf/tokens/sampled": 15,
+        "perf/tokens/trained": 9,
+        "perf/tokens/filtered": 3,
+        "perf/tokens/lost": 2,
+        "perf/tokens/under_way": 1,
+    }

@@ -1,0 +1,218 @@
+"""Rounds of a worker, one by one: what it keeps, drops and takes, without task buffers."""
+
+import collections
+import dataclasses
+import functools
+import threading
+import types
+
+import pytest
+from support.counted_buffers import Sampler, length_of, request_of, response_of
+from support.waiting import until
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episodes import single_turn
+from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.stream import worker
+from distflow_jax.stream.frames.frames import Frame, progress_bytes, samples_of, work_frame
+from distflow_jax.stream.links import buffer_client
+from distflow_jax.stream.links.buffer_client import Assignment, BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.worker import Worker
+
+NODE = "gen"
+FACTS = {"attempt": "one", "ended": False, "newest": 3, "wanted": [3]}
+
+
+def links_of(attempt, *, after="", began=0, newest=0):
+    return Links(attempt, after, began, False, newest, newest, ())
+
+
+class Rounds:
+    """A worker whose rounds the test makes. `again`: links to which it joins again."""
+
+    def __init__(self, links, again=None, slots=64):
+        ended, self.pulled = collections.deque(), []
+        self.sampler = Sampler(links.newest, ended)
+        self.worker = Worker(
+            self.sampler,
+            BufferClient(
+                links,
+                types.SimpleNamespace(again=lambda seconds, stopped: again),
+                WorkerState(version=links.newest, newest=links.newest, slots=slots),
+                Pace(1e9, 1.0),
+                NodeRunner({}),
+            ),
+            self._pull,
+            cache="keep",
+            ended=ended,
+        )
+        self.shared, self.talk = self.worker._shared, self.worker._talk
+        self.round = self.worker._round
+
+    def _pull(self, links, version):
+        self.pulled.append((links.attempt, version))
+        return f"weights {version}"
+
+    def come(self, counter, progress=None):
+        progress = progress or Progress()
+        came = Assignment(self.shared.version, (counter, NODE), request_of(counter), progress)
+        self.shared.came.append(came)
+
+    def until(self, done):
+        def is_done():
+            self.round()
+            return done()
+
+        until(lambda: done() or is_done(), pause=0.0)
+
+
+def versions_of(progress):
+    found = [e.response.version for e in progress.episodes.values()]
+    found += [chunk[3] for partial in progress.partials for chunk in partial.chunks]
+    return {int(version) for array in found for version in array}
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"), [("one", {3}), ("an older one", set())], ids=["next start", "later start"]
+)
+def test_samples_of_weights_that_a_restart_has_undone_are_dropped(before, kept):
+    """The next start began with 3 and has a version 5 of its own, which is other weights."""
+    again = links_of("two", after=before, began=3, newest=5)
+    rounds = Rounds(links_of("one", newest=3), again)
+    rounds.come(2)
+    rounds.round()
+    (work,) = rounds.sampler._open
+    known = rounds.sampler.progress()[work]
+    rounds.shared.goes[9, NODE] = Progress()  # of no weights
+    rounds.shared.goes[5, NODE] = known  # by version 3
+    rounds.sampler.load("weights 5", 5, cache="keep")
+    rounds.shared.version = rounds.shared.newest = 5
+    rounds.come(4)
+    rounds.round()
+    joins = threading.Thread(target=rounds.talk._rejoin)
+    joins.start()
+    rounds.until(lambda: not joins.is_alive())
+    found = {key[0]: versions_of(progress) for key, progress in rounds.shared.goes.items()}
+    assert found == {9: set()} | ({5: kept} if kept else {})
+    rounds.until(lambda: rounds.shared.version == 5)
+    assert rounds.pulled == [("two", 5)] and rounds.sampler.version == 5
+
+
+def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
+    rounds = Rounds(links_of("one", newest=3), links_of("two", after="one", began=3, newest=3))
+    rounds.come(2)
+    rounds.round()
+    seen = []
+    suspend = functools.partial(rounds.sampler.suspend)
+
+    def slow(dropping):
+        seen.append(rounds.shared.rejoined)
+        return suspend(dropping)
+
+    rounds.sampler.suspend = slow
+    joins = threading.Thread(target=rounds.talk._rejoin)
+    joins.start()
+    rounds.until(lambda: not joins.is_alive())
+    assert seen == [True] and not rounds.shared.rejoined
+
+
+def test_samples_go_to_their_buffers_in_frames_of_bounded_size(monkeypatch):
+    found = {}
+    for counter in range(12):
+        episode = single_turn(response_of(request_of(counter), 0, [0] * (1 + counter)))
+        found[counter, NODE] = Progress({0: episode})
+    most = progress_bytes(found[9, NODE])
+    monkeypatch.setattr(buffer_client, "BRING_BYTES", most)
+    frames = buffer_client._by_buffers(found, 2)
+    assert not any(more for _, _, more in frames)
+    sent = [key for _, samples, _ in frames for key in samples]
+    assert sorted(sent) == sorted(found) and len(frames) > 4
+    for place, samples, _ in frames:
+        assert {key[0] % 2 for key in samples} == {place}
+        assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most
+
+
+def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monkeypatch):
+    """The task buffer knows response 1; 0, 2 and 3 end here one after the other."""
+    links = dataclasses.replace(links_of("one", newest=3), clients=(None,))
+    rounds, key = Rounds(links), (2, NODE)
+    request = request_of(2)
+    ended = {s: single_turn(response_of(request, s, [3] * 10)) for s in range(4)}
+    monkeypatch.setattr(buffer_client, "BRING_BYTES", progress_bytes(Progress({0: ended[0]})))
+    brought, answers = [], []
+
+    def call(client, method, frame):
+        if method == "ask":
+            return work_frame(FACTS, [(key, request, Progress({1: ended[1]}))])
+        requests = {key: dataclasses.replace(request, sampling=SamplingParams(4, 16))}
+        found = samples_of(frame, requests).get(key, Progress())
+        brought.append((sorted(found.episodes), frame.facts["goes_on"]))
+        return Frame(FACTS | {"dropped": answers.pop() if answers else []})
+
+    monkeypatch.setattr(rounds.talk, "_call", call)
+    rounds.shared.room = 8
+    rounds.talk._ask()
+    saves = {key: Progress({1: ended[1], 0: ended[0]})}
+    for _ in range(2):
+        rounds.talk._bring(saves, whole=False)
+    assert brought == [([0], True), ([], True)]
+    rounds.shared.goes[key] = Progress(ended)
+    rounds.talk._bring({key: Progress(ended)}, whole=True)
+    assert brought[2:] == [([2], True), ([3], False)]
+    assert not rounds.shared.goes and not rounds.talk._told
+    rounds.talk._bring(saves, whole=False)
+    answers.append([list(key)])  # the task buffer has given the group to another worker
+    rounds.talk._bring(saves, whole=False)
+    assert rounds.shared.dropped == {key} and not rounds.talk._told
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
+def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
+    seconds, kept, monkeypatch
+):
+    monkeypatch.setattr(worker, "LOAD_SECONDS", seconds)
+    rounds = Rounds(links_of("one", newest=3))
+    shared, weight_update, seen = rounds.shared, rounds.sampler.load, []
+
+    def saves():
+        with shared.lock:
+            rounds.talk._keep_open()
+            found, shared.saves = shared.saves or {}, None
+        assert all(progress == Progress() for progress in found.values())
+        return {key[0] for key in found}
+
+    def load(params, version, *, cache):
+        rounds.come(6)  # the other thread goes on to ask
+        seen.append(saves())
+        weight_update(params, version, cache=cache)
+
+    rounds.sampler.load = load
+    rounds.come(2)
+    rounds.round()
+    shared.saves = None
+    assert saves() == set()
+    shared.newest = 4
+    rounds.until(lambda: seen)
+    shared.saves = None
+    assert seen == [kept] and saves() == set()
+
+
+def test_responses_that_ended_elsewhere_take_no_slots():
+    """Of two responses to prompt 4 one came with its group; none of prompt 2."""
+    rounds = Rounds(links_of("one", newest=3), slots=8)
+    episode = single_turn(response_of(request_of(4), 0, [3] * length_of(4, 0)))
+    rounds.come(4, Progress({0: episode}))
+    assert rounds.shared.came[0].lacks == 1
+    rounds.round()
+    assert rounds.shared.room == 7
+    rounds.come(2)
+    rounds.round()
+    assert rounds.shared.room == 5
+    rounds.shared.dropped.add((4, NODE))
+    rounds.come(4, Progress({0: episode}))
+    rounds.round()
+    assert rounds.shared.room == 8 - rounds.worker._under_way()
+    rounds.until(lambda: not rounds.sampler.busy)
+    assert rounds.shared.room == 8

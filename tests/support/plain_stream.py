@@ -1,0 +1,177 @@
+"""A flow of one process with a sampler that only counts: its own code, without models."""
+
+import contextlib
+import pathlib
+import threading
+
+import numpy as np
+from etils import epath
+
+from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.dag.graph import Node
+from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episodes import single_turn
+from distflow_jax.layout import Layout
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.rollout.requests import Response, SamplingParams
+from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.group_records import GroupRecords
+from distflow_jax.stream.group_stream import GroupStream, Observer
+from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.saved_samples import SavedSamples
+from distflow_jax.stream.schedule import Admission, Rule
+from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.token_account import TokenAccount
+from support.tiny_model import prompt_of
+
+SAMPLES, TOKENS, BATCH = 2, 3, 8
+NODE = Node(
+    *("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"]), ["response", "response_mask"]
+)
+
+
+class PlainSampler:
+    """Has the calls of an EpisodeSampler: a round answers the request that was submitted first."""
+
+    in_turns = False
+
+    def __init__(self, version=0):
+        self.version, self._open, self._tokens = version, {}, 0
+
+    @property
+    def busy(self):
+        return bool(self._open)
+
+    @property
+    def counts(self):
+        return Counts(tokens=self._tokens)
+
+    def submit(self, key, request, progress=None):
+        self._open[key] = request, progress or Progress()
+
+    def round(self):
+        key = next(iter(self._open))
+        request, progress = self._open.pop(key)
+        new = [s for s in request.samples if s not in progress.episodes]
+        self._tokens += TOKENS * len(new)
+        found = progress.episodes | {s: self._answer(request, s) for s in new}
+        return [(key, [found[s] for s in sorted(found)])]
+
+    def progress(self):
+        return {key: Progress(dict(found.episodes)) for key, (_, found) in self._open.items()}
+
+    def suspend(self):
+        return None, []
+
+    def resume(self, state, partials):
+        """Nothing was suspended."""
+
+    def drain(self):
+        """Nothing is in flight."""
+
+    def free_weights(self):
+        """There are none."""
+
+    def load(self, params, version, *, cache):
+        self.version = version
+
+    def close(self):
+        self._open.clear()
+
+    def _answer(self, request, sample):
+        tokens = np.arange(TOKENS, dtype=np.int32)
+        ones, version = np.ones(TOKENS, np.float32), np.full(TOKENS, self.version, np.int32)
+        return single_turn(Response(request.prompt, sample, tokens, -ones, ones, True, version))
+
+
+class PlainSync:
+    """Weights that are a number."""
+
+    def __call__(self, params):
+        return params
+
+    def leave(self, params):
+        return Left()
+
+    def arrive(self, left):
+        return np.zeros(1)
+
+
+class Left:
+    """Weights that have left the trainer."""
+
+    ready, nbytes = True, 8
+
+
+def owned(*, first=0, mine=lambda counter: True, last=None):
+    """Draws of a process: of each batch from that of `first` on the prompts that are `mine`."""
+    starts = iter(range(first // BATCH * BATCH, 10_000 if last is None else last, BATCH))
+
+    def draw():
+        start = next(starts, None)
+        if start is None:
+            return None
+        counters = [c for c in range(start, start + BATCH) if mine(c)]
+        return [prompt_of(c, [1, 2, 3]) for c in counters]
+
+    return draw
+
+
+def plain_stream(
+    folder,
+    draw,
+    *,
+    until=None,
+    own_devices=False,
+    evaluator=None,
+    weight_update="in_flight",
+    staleness=1,
+    max_rounds=1,
+    note=lambda text: None,
+    **bounds,
+):
+    """A flow of a run in `folder`; `bounds`: of its Admission, whose `judged` follows `until`."""
+    folder, step = pathlib.Path(folder), bounds.get("step", 0)
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    rule = Rule(BATCH, staleness, max_rounds)
+    producer = Producer(
+        PlainSampler(step),
+        Admission(rule, judged=until is not None, **bounds),
+        [SamplingNode(NODE, SamplingParams(SAMPLES, 8), None)],
+        draw,
+        writers={None: Layout("host"), "gen": Layout("host")},
+        num_samples=SAMPLES,
+        lock=threading.Condition(),
+        saved=SavedSamples(),
+    )
+    additions = AdditionWriter(epath.Path(folder / "checkpoints"))
+    publications = Publications(PublishRule(0.0, staleness), producer, None, lambda version: None)
+    saver = SampleSaver(
+        producer,
+        additions,
+        GroupRecords(folder, step),
+        TokenAccount(),
+        steps=staleness if weight_update == "boundary" else None,
+        evaluates=evaluator.due if evaluator else lambda version: False,
+    )
+    stream = GroupStream(
+        producer,
+        NodesAhead(frozenset({"gen"}), (), {}, until),
+        Delivery(PlainSync(), own_devices, publications),
+        BackgroundGather(None),
+        StreamConfig(max_staleness=staleness, weight_update=weight_update),
+        observer=Observer(lambda name: contextlib.nullcontext(), note, evaluator),
+        saver=saver,
+    )
+    close = stream.close
+
+    def close_all():
+        additions.close()  # as a run's checkpointer does: what has no checkpoint waits for it
+        return close()
+
+    stream.close = close_all
+    return stream
