@@ -16,8 +16,8 @@ from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
-from distflow_jax.stream.links.buffer_links import Links, leave
-from distflow_jax.stream.task_buffer import Key
+from distflow_jax.stream.links.buffer_links import Links, deregister
+from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.weight_client import WeightPull, pull_target
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 
@@ -57,7 +57,7 @@ class OutsideSampler:
         """Takes groups for so many responses by a version; returns the newest version."""
         self._held, newest = held, []
         for client in self._links.clients:
-            answer = self._call(client, "ask", Frame({"version": held, "room": room}))
+            answer = self._call(client, "lease", Frame({"version": held, "capacity": room}))
             if self.ended:
                 return held
             work = work_of(answer)
@@ -101,7 +101,7 @@ class OutsideSampler:
         """Ends the connections; groups that are not complete are for others."""
         self._closing.set()
         self._beat.join()
-        leave(self._links)
+        deregister(self._links)
         self._links.close()
 
     def _bring(self, found: Mapping[Key, Progress], *, goes_on: bool, calls: int) -> None:
@@ -109,7 +109,7 @@ class OutsideSampler:
             own = {k: p for k, p in found.items() if k[0] % len(self._links.clients) == place}
             if own and not self.ended:
                 frame = samples_frame({"calls": calls, "goes_on": goes_on}, own)
-                answer = self._call(client, "bring", frame)
+                answer = self._call(client, "submit", frame)
                 with self._lock:
                     for counter, node in answer.facts.get("dropped", []) if goes_on else []:
                         self._open.pop((int(counter), str(node)), None)

@@ -1,14 +1,20 @@
-"""Delivery: how new weights reach the sampler of one process."""
+"""Delivery: how new weights reach what samples for one process, and what that is."""
 
+import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
+from typing import Any
 
+from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.evaluations import Evaluations
+from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
-from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.links.local import InlineLink, Sampling, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
@@ -16,27 +22,44 @@ from distflow_jax.stream.stream_config import StreamConfig
 
 
 @dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Calls of what samples to the training, from its own thread.
+
+    Attributes:
+      hand_on: takes complete groups on.
+      arrive: a block with weights on the sampler's devices, of those that have left the trainer.
+      span: times a decode call.
+      order: of the work, with weight updates at boundaries; `evaluations`: that it has.
+    """
+
+    hand_on: Callable[[], None]
+    arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
+    span: Callable[[], contextlib.AbstractContextManager[Any]]
+    order: ExactOrder | None = None
+    evaluations: Evaluations | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Delivery:
     """The parts that bring weights from the trainer to a sampler that runs ahead."""
 
     sync: WeightSync
-    own_devices: bool  # whether the sampler has devices that no trainer uses
     publications: Publications
-    # makes the thread of a process whose groups workers sample, of a call that hands groups on
-    thread: Callable[[Callable[[], None]], LeaseMonitor] | None = None
+    start: Callable[[Hooks], Sampling]  # starts what samples
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
 
 def make_delivery(
     config: StreamConfig,
+    sampler: EpisodeSampler,
     producer: Producer,
     sync: WeightSync,
     publish: Callable[[int], None],
     *,
     own_devices: bool,
 ) -> Delivery:
-    """The delivery of a run whose samplers run ahead; `publish(version)` as of Publications.
+    """The delivery of a run whose own processes sample; `publish(version)` as of Publications.
 
     Collective. Only publishing by divergence has connections.
     """
@@ -50,4 +73,46 @@ def make_delivery(
 
         index, count = processes.process_index(), processes.process_count()
         peers = Peers(processes.second_exchange(), index, count, heard)
-    return Delivery(sync, own_devices, Publications(rule, producer, peers, publish))
+    publications = Publications(rule, producer, peers, publish)
+    start = _start_thread if own_devices else _start_inline
+    return Delivery(
+        sync, publications, functools.partial(start, config, sampler, producer, publications)
+    )
+
+
+def _start_inline(
+    config: StreamConfig,
+    sampler: EpisodeSampler,
+    producer: Producer,
+    publications: Publications,
+    hooks: Hooks,
+) -> Sampling:
+    return InlineLink(
+        sampler,
+        producer,
+        hooks.hand_on,
+        idle=publications.note_idle,
+        cache=config.cache,
+        span=hooks.span,
+    )
+
+
+def _start_thread(
+    config: StreamConfig,
+    sampler: EpisodeSampler,
+    producer: Producer,
+    publications: Publications,
+    hooks: Hooks,
+) -> Sampling:
+    return ThreadLink(
+        sampler,
+        producer,
+        hooks.hand_on,
+        arrive=hooks.arrive,
+        order=hooks.order,
+        evaluations=hooks.evaluations,
+        buffers=config.buffers,
+        idle=publications.note_idle,
+        cache=config.cache,
+        span=hooks.span,
+    )

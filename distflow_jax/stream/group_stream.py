@@ -26,15 +26,13 @@ from distflow_jax.layout import Metrics, Parts
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.delivery import Delivery, Hooks
 from distflow_jax.stream.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
-from distflow_jax.stream.inline_sampling import InlineSampling
-from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.links.local import Sampling
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_saver import SampleSaver
-from distflow_jax.stream.sampling_thread import SamplingThread
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
 from distflow_jax.stream.stream_config import StreamConfig
@@ -99,30 +97,19 @@ class GroupStream:
         if observer.evaluator is not None:
             held = self.publications.newest
             self._evaluations = Evaluations(observer.evaluator, self._host, held=held)
-        self._sampling: SamplingThread | LeaseMonitor | InlineSampling
-        # with these filter decisions reach all processes after each round, without `take`
-        self._rounds = config.weight_update == "boundary" and nodes.until is not None
-        if delivery.thread is not None:
-            self._sampling = delivery.thread(self._round)
-        elif delivery.own_devices:
-            order = None
-            if config.weight_update == "boundary":
-                decisions = gather if self._rounds else None
-                order = _exact_order(producer, decisions, self._evaluations)
-            self._sampling = SamplingThread(
-                producer,
+        boundary = config.weight_update == "boundary"
+        # with these decisions reach all processes after each round, without `take`
+        self._rounds = boundary and nodes.until is not None
+        decisions = gather if self._rounds else None
+        self._sampling = delivery.start(
+            Hooks(
+                self._hand_on,
                 self._arrive,
-                self._round,
-                order=order,
-                evaluations=self._evaluations,
-                cache=config.cache,
-                buffers=config.buffers,
-                idle=self.publications.note_idle,
+                functools.partial(observer.span, producer.name),
+                _exact_order(producer, decisions, self._evaluations) if boundary else None,
+                self._evaluations,
             )
-        else:
-            self._sampling = InlineSampling(
-                producer, self._round, cache=config.cache, idle=self.publications.note_idle
-            )
+        )
         self.at_rest = functools.partial(_held, self._sampling, observer, producer)
 
     def publish(self, params: Any, version: int) -> None:
@@ -204,6 +191,10 @@ class GroupStream:
         with self._lock:
             return self.producer.admission.finish(step).end
 
+    def rest(self) -> None:
+        """Leaves devices that samplers share to the training."""
+        self._sampling.rest()
+
     def wait(self) -> None:
         """Returns once records of the steps so far are written: there are none."""
 
@@ -253,23 +244,17 @@ class GroupStream:
         afterwards; responses in turns end first. The block is given a list with the sampler's
         state, and leaves the state in it.
         """
-        sampler = self.producer.sampler
-        with self.at_rest(self.publications.newest):
-            while sampler.in_turns and sampler.busy:
-                self._round()
-            state, partials = sampler.suspend()
-            held = [state]
+        self._observer.note(self.producer.oldest)
+        with self._sampling.suspended(self.publications.newest) as held:
+            self._observer.note("")
             yield held
-            sampler.resume(held[0], partials)
 
     def close(self) -> None:
         """Drops what is under way, unless a sampler's thread is still at it."""
-        at_rest = self._sampling.close()
+        self._sampling.close()
         self._host.close()
         self._gather.close()
         self.publications.close()
-        if at_rest:
-            self.producer.sampler.close()
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -292,10 +277,8 @@ class GroupStream:
         with self._lock:
             self._lock.notify_all()
 
-    def _round(self) -> None:
-        with self._observer.span(self.producer.name):
-            groups = self.producer.round()
-        for group in groups:
+    def _hand_on(self) -> None:
+        for group in self.producer.round():
             self._host.submit(group, self.saver.settle)
 
     @contextlib.contextmanager
@@ -361,7 +344,7 @@ def _starved(config: StreamConfig, nodes: Sequence[str]) -> Ended:
 
 @contextlib.contextmanager
 def _held(
-    sampling: SamplingThread | LeaseMonitor | InlineSampling,
+    sampling: Sampling,
     observer: Observer,
     producer: Producer,
     version: int,
@@ -401,7 +384,7 @@ def _exact_order(
     rounds = None if gather is None else RegionRounds(producer, gather)
     return ExactOrder(
         producer.admission,
-        held=producer.sampler.version,
+        held=producer.version,
         known=rounds.known if rounds else lambda end: True,
         due=evaluations.due if evaluations else lambda version: False,
     )

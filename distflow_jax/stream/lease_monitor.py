@@ -1,4 +1,8 @@
-"""The thread of a process whose groups workers answer: it begins groups and hands them on."""
+"""The lease monitor of a process whose groups workers of other jobs answer.
+
+Its thread begins groups by the rule, hands complete ones on, ends leases whose time is over, and
+tells of workers that are missing.
+"""
 
 import contextlib
 import logging
@@ -9,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.stream.buffer_producer import BufferProducer
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.tasks import SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 JOIN_SECONDS = 60.0
 TELL_SECONDS = 60.0  # between two words on a missing worker
 STALLED = (
-    "it brought nothing of its groups for a lease, which are for others now; until it brings "
+    "it submitted nothing of its groups for a lease, which are for others now; until it submits "
     "something it gets one at a time"
 )
 
@@ -23,33 +28,28 @@ log = logging.getLogger("distflow_jax")
 
 
 class LeaseMonitor:
-    """Begins groups by the rule and takes what workers bring, until it is closed.
-
-    It has the calls of SamplingThread that the training makes.
-    """
+    """Watches over leases until it is closed. It has the calls of links.local.Sampling."""
 
     def __init__(
         self,
-        producer: BufferProducer,
-        round: Callable[[], None],
+        producer: Producer,
+        hand_on: Callable[[], None],
         store: Callable[[Any, int], None],
         *,
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
-        """`round()`: hands complete groups on. `store(params, version)`: copies weights to where
+        """`hand_on()`: takes complete groups on. `store(params, version)`: copies weights to where
         workers get them. `how`: to start a worker, for the log. `leave()`: closes the server at the
         end. The thread begins at once."""
-        self._leave = leave
-        self._producer, self._round, self._store = producer, round, store
-        self._lock, self._buffer = producer.lock, producer.sampler.buffer
-        self._tasks, self._leases = producer.sampler.tasks, self._buffer.leases
+        self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
+        self._lock, self._buffer = producer.lock, producer.buffer
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="buffer")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._end = self._executor.submit(self._serve)
 
     @property
@@ -84,21 +84,24 @@ class LeaseMonitor:
     def end_with(self, version: int) -> None:
         """Nothing: workers evaluate no version."""
 
+    def suspended(self, version: int) -> contextlib.AbstractContextManager[Any]:
+        """ValueError: no sampler of this process could evaluate."""
+        raise ValueError("workers of other jobs sample: this process has no sampler to evaluate")
+
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:
         """A block in which no group begins or is handed on."""
         with self._at_work:
             yield
 
-    def close(self) -> bool:
-        """Ends the thread; whether it has ended in time."""
+    def close(self) -> None:
+        """Ends the thread."""
         with self._lock:
             self._closing = True
             self._lock.notify_all()
         wait([self._end], JOIN_SECONDS)
         self._executor.shutdown(wait=False)
         self._leave()
-        return self._end.done()
 
     # -- in the thread ----------------------------------------------------------------------------
 
@@ -107,15 +110,15 @@ class LeaseMonitor:
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = self._leases.expire(time.monotonic())
-                    news = self._producer.sampler.has_news
+                    stalled = self._buffer.expire(time.monotonic())
+                    news = self._producer.requests.has_news
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
-                    self._round()
+                    self._hand_on()
             self._look_for_workers()
             with self._lock:
-                if not self._producer.sampler.has_news and not self._closing:
+                if not self._producer.requests.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
 
     def _unserved(self) -> list[str]:
@@ -123,16 +126,17 @@ class LeaseMonitor:
 
         Groups whose prompts are missing wait too: nobody is there who would put them.
         """
-        waiting = self._buffer.num_open > 0 or self._producer.lacks_prompts
-        sampling = waiting and not self._leases.at_work()
-        return [*([self._producer.name] if sampling else []), *self._tasks.unserved()]
+        buffer, producer = self._buffer, self._producer
+        waiting = buffer.num_open(SAMPLING) > 0 or producer.lacks_prompts
+        sampling = [producer.name] if waiting and not buffer.at_work() else []
+        return sampling + buffer.unserved()
 
     def _look_for_workers(self) -> None:
         now = time.monotonic()
         with self._lock:
             missing = self._unserved()
-            served = bool(missing) and missing[0] in self._tasks.served
-            groups = self._tasks.num_open(missing[0]) if served else self._buffer.num_open
+            served = bool(missing) and missing[0] in self._buffer.served
+            groups = self._buffer.num_open(missing[0] if served else SAMPLING)
             lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
         if not missing:
             self._alone_since = self._told = now

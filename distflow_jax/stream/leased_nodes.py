@@ -1,6 +1,7 @@
 """The nodes that run ahead in a process whose workers run some of them."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping
 
@@ -8,7 +9,8 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stream.frames.node_frames import NodeResult, read_result, task_frame
 from distflow_jax.stream.host_nodes import Group, HostThread, NodesAhead, Span
-from distflow_jax.stream.node_tasks import NodeTask, NodeTasks
+from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import NodeTask
 
 
 class LeasedNodes(HostThread):
@@ -18,25 +20,29 @@ class LeasedNodes(HostThread):
     once the result is there; meanwhile the thread runs nodes of other groups.
     """
 
-    def __init__(self, nodes: NodesAhead, span: Span, lock: threading.Condition, tasks: NodeTasks):
+    def __init__(
+        self, nodes: NodesAhead, span: Span, lock: threading.Condition, buffer: TaskBuffer
+    ):
         """`lock` guards the groups' marks and the tasks."""
         super().__init__(nodes, span, lock)
-        self._tasks = tasks
+        self._buffer = buffer
         self._parts: dict[str, dict[str, Parts]] = {}  # without responses, by the unit's name
 
     def waits_for(self, group: Group) -> str:
         """The node and the prompt that hold up a group whose samples are complete."""
-        if group.node in self._tasks.served:
+        if group.node in self._buffer.served:
             return f"{group.node} of prompt {group.counter}, which a worker runs"
         return super().waits_for(group)
 
     def _run(self, group: Group, done: Callable[[], object], place: int = 0) -> None:
         units = self._nodes.units
-        while place < len(units) and units[place].name not in self._tasks.served:
+        while place < len(units) and units[place].name not in self._buffer.served:
             with self.at_work(group):
                 self._nodes.run_unit(units[place], group, self._span)
             place += 1
         if place == len(units):
+            with self.at_work(group):
+                self._nodes.judge(group)
             self._end(group, done)
         else:
             self._hand_over(units[place], group, done, place)
@@ -51,9 +57,10 @@ class LeasedNodes(HostThread):
             group.running = self.executor.submit(self._go_on, group, done, place, result)
 
         count = len(store.own)
-        task = NodeTask(key, content, lambda frame: read_result(frame, unit, count), then)
+        read = functools.partial(read_result, unit=unit, count=count)
+        task = NodeTask(key=key, content=content, read=read, then=then)
         with self._lock:
-            self._tasks.begin(task)
+            self._buffer.begin(task)
 
     def _go_on(
         self, group: Group, done: Callable[[], object], place: int, result: NodeResult

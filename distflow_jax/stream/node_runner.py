@@ -14,8 +14,8 @@ from typing import Any
 from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics
 from distflow_jax.stream.frames.frames import Frame
-from distflow_jax.stream.frames.node_frames import QUOTA, NodeWork, result_frame, work_of_task
-from distflow_jax.stream.saved_samples import Key
+from distflow_jax.stream.frames.node_frames import NodeWork, result_frame, work_of_task
+from distflow_jax.stream.tasks import NODE_QUOTA, Key
 
 log = logging.getLogger("distflow_jax")
 
@@ -53,9 +53,9 @@ class NodeRunner:
         self.served = 0
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tasks that it would take."""
-        return QUOTA - len(self._running)
+        return NODE_QUOTA - len(self._running)
 
     def begin(self, answer: Frame, done: Callable[[], object]) -> None:
         """Begins the task of a frame; `done` is called in the thread once it has ended."""

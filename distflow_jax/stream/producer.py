@@ -1,24 +1,30 @@
-"""The sampling side of asynchronous steps: it begins groups by the rule, and hands them on."""
+"""The groups of a process from their prompts on: begun by the rule, answered, and handed on."""
 
 import collections
 import dataclasses
+import logging
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import group_numbers, loader_columns
-from distflow_jax.environments.episode_sampler import Counts, EpisodeSampler, Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.sampling_order import Order, longest
 from distflow_jax.stages.rollout import environment_parts, is_greedy, written_columns
 from distflow_jax.stream.host_nodes import Group
-from distflow_jax.stream.saved_samples import Key, SavedSamples
+from distflow_jax.stream.sample_requests import SampleRequests
+from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
+from distflow_jax.stream.tasks import Key
+
+log = logging.getLogger("distflow_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +37,17 @@ class SamplingNode:
     order: Order = longest  # of its requests that wait for slots
 
 
-# a request by counter and node, and what an earlier run has sampled of it
-_Beginning = tuple[Key, GroupRequest, Progress | None]
-
-
 class Producer:
     """The groups of one process: begun, sampled, and complete.
 
-    `admission` and the groups are shared with the thread that trains, under `lock`.
+    A prompt that workers cannot answer is given up once all processes have heard of it. Until then
+    its group is there and never done. `admission` and the groups are shared with the thread that
+    trains, under `lock`.
     """
 
     def __init__(
         self,
-        sampler: EpisodeSampler,
+        requests: SampleRequests,
         admission: Admission,
         nodes: Sequence[SamplingNode],
         draw: Callable[[], list[Prompt] | None],
@@ -52,31 +56,44 @@ class Producer:
         num_samples: int,
         lock: threading.Condition,
         saved: SavedSamples,
+        given_up: Collection[int] = (),
+        size: Callable[[Prompt], int] = lambda prompt: 0,
     ):
         """`draw()`: this process's prompts of the next batch, None at the end of the data. `saved`:
-        samples of a checkpoint, which the groups go on with."""
-        self.sampler, self.admission, self.lock = sampler, admission, lock
+        samples of a checkpoint, which the groups go on with. `given_up`: prompts before that
+        checkpoint. They stay so: otherwise groups that exist would belong to later steps. `size`:
+        bytes of a prompt that is sent; ValueError for one that is too large."""
+        self.requests, self.admission, self.lock = requests, admission, lock
+        self.buffer = requests.buffer
         self._nodes, self._draw = tuple(nodes), draw
-        self._writers, self._num_samples = dict(writers), num_samples
+        self._writers, self._num_samples, self._size = dict(writers), num_samples, size
         self.saved = saved
-        self._counts = sampler.counts  # after the last round
         batch = admission.rule.groups
         self._drawn = admission.position // batch * batch  # counters of all batches that are drawn
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
         self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
+        self._given_up: set[int] = set()  # not known to all processes
+        self._lost = set(given_up)  # known to all
+        for counter in sorted(self._lost):
+            admission.judge(counter, False)
 
     @property
     def name(self) -> str:
         """The id of the node that samples; of several the first."""
         return self._nodes[0].node.id
 
+    @property
+    def version(self) -> int:
+        """The newest version of the weights that workers can get."""
+        return self.buffer.newest
+
     def admit(self, up_to: int | None = None) -> bool:
-        """Begins all groups that may begin with the weights that the sampler holds.
+        """Begins all groups that may begin with the newest weights.
 
         `up_to`: none of later steps. Returns whether any began.
         """
         with self.lock:
-            end = self.admission.end(self.sampler.version)
+            end = self.admission.end(self.version)
             if up_to is not None:
                 end = min(end, self.admission.cut(up_to).end)
         while self._drawn < max(end, self.saved.end):
@@ -84,42 +101,39 @@ class Producer:
             if batch is None:
                 break
             with self.lock:
-                wanted = [p for p in batch if self.wants(p.counter)]
+                untrained = [p for p in batch if self.admission.untrained(p.counter)]
+                wanted = [p for p in untrained if p.counter not in self._lost]
                 self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
                 self._drawn += self.admission.rule.groups
         if self._drawn >= self.saved.end:  # the rest are prompts of other processes
             self.saved.keep({prompt.counter for prompt in self._waiting})
         # what an earlier run has begun goes on, even if this one's max_staleness is smaller
         ready = [p for p in self._waiting if p.counter < end or p.counter in self.saved]
-        beginning = []
         for prompt in ready:
-            beginning += self._begin(prompt)
+            self._begin(prompt)
             with self.lock:  # until then it is waiting or begun to every thread, or both
                 self._waiting.remove(prompt)
-        # those that go on come before all others, the last one first
-        for key, request, progress in sorted(beginning, key=lambda entry: -entry[0][0]):
-            if progress is not None:
-                self.sampler.submit(key, request, progress)
-        for key, request, progress in beginning:
-            if progress is None:
-                self.sampler.submit(key, request)
-        return bool(beginning)
+        return bool(ready)
 
     @property
     def starving(self) -> bool:
-        """Whether nothing is under way after `admit`, and the run has groups that newer weights
-        than those of the sampler may begin."""
-        if self.sampler.busy:
+        """Whether nothing is under way after `admit`, and the run has groups that newer weights may
+        begin."""
+        if self.requests.busy:
             return False
         with self.lock:
-            newest = self.admission.rule.newest_step(self.sampler.version)
+            newest = self.admission.rule.newest_step(self.version)
             return self.admission.has_step(max(newest, self.admission.finished) + 1)
 
     def round(self) -> list[Group]:
-        """One round of the sampler; returns groups whose samples are complete now."""
+        """Takes what workers have submitted; returns groups whose samples are complete now."""
+        with self.lock:
+            for counter, why in self.requests.give_up().items():
+                log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
+                self._given_up.add(counter)
         ended = [
             (self.groups[counter], node_id, episodes)
-            for (counter, node_id), episodes in self.sampler.round()
+            for (counter, node_id), episodes in self.requests.round()
         ]
         for group, node_id, episodes in ended:
             self._take(group, node_id, episodes)
@@ -127,18 +141,18 @@ class Producer:
             for group, node_id, episodes in ended:
                 group.samples[node_id] = episodes
                 group.sampling.remove(node_id)
-            self._counts = self.sampler.counts
+            self.requests.handed_on()
         groups = dict.fromkeys(group for group, _, _ in ended)
         return [group for group in groups if not group.sampling]
 
     def counts(self) -> Counts:
         """Numbers of all that was sampled so far; groups that wait are under way. Under `lock`."""
-        waiting = sum(group.tokens for group in self.groups.values())
-        return self._counts._replace(under_way=self._counts.under_way + waiting)
+        counts, waiting = self.requests.counts, sum(g.tokens for g in self.groups.values())
+        return counts._replace(under_way=counts.under_way + waiting)
 
     def progress(self) -> dict[Key, Progress]:
         """Samples of all groups, by counter and node; while no round runs."""
-        return self.sampler.progress() | complete_samples(self.groups.values())
+        return self.requests.progress() | complete_samples(self.groups.values())
 
     @property
     def oldest(self) -> str:
@@ -155,46 +169,64 @@ class Producer:
     @property
     def lacks_prompts(self) -> bool:
         """Whether prompts of groups that may begin were not there after `admit`; under `lock`."""
-        return self._drawn < self.admission.end(self.sampler.version)
-
-    def wants(self, counter: int) -> bool:
-        """Whether the group of a prompt that is drawn is to begin; under `lock`."""
-        return self.admission.untrained(counter)
+        return self._drawn < self.admission.end(self.version)
 
     def facts(self) -> dict[str, Any]:
         """JSON values for checkpoints, which this process's samples need; under `lock`."""
-        return {}
+        return {"given_up": sorted(self._lost)}
 
     def measured(self) -> dict[str, float]:
-        """Metrics of what samples for this process; under `lock`."""
-        return {}
+        """Workers of other jobs, and what became of their results since the run began; under
+        `lock`."""
+        buffer = self.buffer
+        if math.isinf(buffer.seconds):  # none can come
+            return {}
+        found = {
+            "alive": len(buffer.workers.keys() - buffer.stalled),
+            "expired": buffer.expired,
+            "second": buffer.counts.second,
+        }
+        return {f"perf/workers/{name}": float(n) for name, n in found.items()}
 
     def given_up(self) -> list[int]:
-        """Prompts that no sampler can answer, of which not all processes have heard; under
-        `lock`."""
-        return []
+        """Prompts that were given up here, of which not all processes have heard; under `lock`."""
+        return sorted(self._given_up)
 
     def judge(self, counter: int, keep: bool) -> bool:
-        """Notes the filter decision of any process on a group; whether another group takes the
-        place of one that was given up. Under `lock`."""
+        """Notes a decision of any process on a group; whether the next prompt takes the place of
+        one that was given up. Under `lock`."""
         self.admission.judge(counter, keep)
-        return False
+        refills = not (keep or self.admission.judged)
+        if refills:
+            self._lost.add(counter)
+        if counter in self._given_up:
+            self._given_up.remove(counter)
+            self._drop(self.groups.pop(counter))
+        return refills
 
     def forget(self, counters: Sequence[int]) -> list[Group]:
         """Takes groups out, those of a finished step; under `lock`."""
+        self.buffer.forget(counters)
         return [self.groups.pop(counter) for counter in counters if counter in self.groups]
 
-    def _begin(self, prompt: Prompt) -> list[_Beginning]:
-        """Makes the group of a prompt; returns its requests."""
-        given = loader_columns([prompt], self._num_samples)
-        store = FieldStore.of_step(self._writers, given)
+    def _drop(self, group: Group) -> None:
+        """Takes a group that was given up out of the account; no checkpoint waits for it."""
+        self.requests.forget(group.tokens)
+        group.samples.clear()
+        group.done = True
+
+    def _begin(self, prompt: Prompt) -> None:
+        """Makes the group of a prompt, and its requests."""
+        size = self._size(prompt)
+        store = FieldStore.of_step(self._writers, loader_columns([prompt], self._num_samples))
         group = Group(prompt.counter, store, {n.node.id for n in self._nodes})
         with self.lock:
             turn = self.admission.step_of(prompt.counter)
             self.groups[prompt.counter] = group
         requests = {n.node.id: self._request(n, prompt, turn) for n in self._nodes}
         found = self.saved.take(prompt.counter, requests)
-        return [((prompt.counter, node), r, found.get(node)) for node, r in requests.items()]
+        for node, request in requests.items():
+            self.requests.begin((prompt.counter, node), request, found.get(node), size)
 
     def _request(self, node: SamplingNode, prompt: Prompt, turn: int) -> GroupRequest:
         request = GroupRequest(prompt, node.sampling, turn=turn)

@@ -35,7 +35,7 @@ class Publications:
         `publish(version)`: brings the weights to all samplers, and sets `newest`; collective."""
         self._rule, self._producer, self._peers = rule, producer, peers
         self._publish = publish
-        self.newest = self._offered = producer.sampler.version
+        self.newest = self._offered = producer.version
 
     def offer(
         self, version: int, metrics: Mapping[str, float], *, needed: bool
@@ -77,7 +77,7 @@ class Publications:
         """Tells that the sampler has nothing to do, after all that may begin has begun, where newer
         weights would help. From any thread, under the producer's lock."""
         if self._peers is not None and self._producer.starving:
-            self._peers.raise_to(STARVING, self._producer.sampler.version + 1)
+            self._peers.raise_to(STARVING, self._producer.version + 1)
 
     def close(self) -> None:
         """Ends the connections."""

@@ -12,8 +12,9 @@ from distflow_jax.parallel import processes
 from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer, complete_samples
-from distflow_jax.stream.saved_samples import Key, to_arrays
+from distflow_jax.stream.saved_samples import to_arrays
 from distflow_jax.stream.schedule import Cut
+from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.token_account import TokenAccount
 
 

@@ -4,7 +4,6 @@ A process saves those of its own groups; a run that goes on takes them by counte
 processes. Nodes that ran ahead are run again. n requests, s of their samples, T tokens together.
 """
 
-import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,23 +15,11 @@ from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.images import turn_images
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
+from distflow_jax.stream.tasks import Key
 
-Key = tuple[int, str]  # counter of the prompt, id of the node
 Arrays = dict[str, np.ndarray]
 _COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
 _IMAGES, _IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Tokens of one response, as far as they are known."""
-
-    tokens: int  # that were sampled
-    lowest: int  # version of them, 0 without tokens
-    highest: int  # version of them, 0 without tokens
-    whole: bool  # the response has ended
-    content: Any  # the response itself, or its tokens so far
-    size: int = 0  # bytes of it
 
 
 class Addition(Protocol):

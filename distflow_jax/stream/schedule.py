@@ -15,6 +15,10 @@ step s takes groups in their order from where step s - 1 ended, until B are kept
 were looked at. A group without a filter decision counts as kept, so that s(c) falls, and never
 rises, as filter decisions come: the bounds hold meanwhile.
 
+Without a region a decision of False gives a prompt up, which no worker can answer: the next counter
+takes its place, so that a step has B groups as long as there are data. All processes must hear of
+it before they cut its step.
+
 Nothing here communicates. Fu et al. 2025 (AReaL, arxiv.org/abs/2505.24298), sec. 5.1, bound the
 same staleness by counters in one process.
 """
@@ -84,7 +88,8 @@ class Admission:
       counter: the first one that these steps did not look at.
       last: the first counter that the data do not have; None: they never end.
       steps: the last step of the run, beyond which nothing begins; None: there is none.
-      judged: whether groups get filter decisions, as in a region; otherwise all are kept.
+      judged: whether groups get filter decisions, as in a region; otherwise all are kept but those
+        that are given up.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Admission:
         judged: bool = False,
     ):
         self.rule, self.finished, self.position = rule, step, counter
-        self._last, self._steps, self._judged = last, steps, judged
+        self._last, self._steps, self.judged = last, steps, judged
         self._decisions: dict[int, bool] = {}  # of counters from `position` on
 
     @property
@@ -127,7 +132,8 @@ class Admission:
             raise ValueError(f"prompt {counter} was looked at in a finished step")
         if self._last is not None and counter >= self._last:
             raise ValueError(f"prompt {counter} is beyond the end of the data, {self._last}")
-        if not self._judged:
+        lost = self._given_up(counter)
+        if not (self.judged or lost):
             return self.finished + 1 + (counter - self.position) // self.rule.groups
         return next(found.step for found in self._cuts() if counter < found.end)
 
@@ -177,18 +183,24 @@ class Admission:
 
     def _next_cut(self, step: int, start: int) -> Cut:
         groups = self.rule.groups
-        if not self._judged:
-            end = self._bounded(start + groups)
-            return Cut(step, start, end, tuple(range(start, end)), final=True)
-        limit = self._bounded(start + groups * self.rule.max_rounds)
+        most = groups * self.rule.max_rounds if self.judged else groups + self._given_up()
+        limit = self._bounded(start + most)
+        if most == groups and not self.judged:
+            return Cut(step, start, limit, tuple(range(start, limit)), final=True)
         kept, final, counter = [], True, start
         while counter < limit and len(kept) < groups:
             decision = self._decisions.get(counter)
-            final &= decision is not None
+            final &= decision is not None or not self.judged
             if decision is not False:
                 kept.append(counter)
             counter += 1
         return Cut(step, start, counter, tuple(kept), final)
+
+    def _given_up(self, end: int | None = None) -> int:
+        """Prompts below `end` that were given up, and are not trained on."""
+        return sum(
+            not keep and (end is None or counter < end) for counter, keep in self._decisions.items()
+        )
 
     def _bounded(self, counter: int) -> int:
         return counter if self._last is None else min(counter, self._last)

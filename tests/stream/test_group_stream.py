@@ -13,12 +13,12 @@ from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream
 from support.waiting import HANG
 
 from distflow_jax.stream import group_stream as flow_module
-from distflow_jax.stream import sampling_thread
 from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.group_stream import ALL, RegionRounds
+from distflow_jax.stream.links import local
+from distflow_jax.stream.links.local import ThreadLink
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sampling_thread import SamplingThread
 from distflow_jax.stream.token_account import TokenAccount
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
 def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     """The checkpoint of step 1 waits for the evaluation of version 0, then for step 2."""
-    made, ends, end_with = [], threading.Event(), SamplingThread.end_with
+    made, ends, end_with = [], threading.Event(), ThreadLink.end_with
 
     def told(self, version):
         end_with(self, version)
@@ -157,7 +157,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
         assert ends.wait(HANG)
         return state, []
 
-    monkeypatch.setattr(SamplingThread, "end_with", told)
+    monkeypatch.setattr(ThreadLink, "end_with", told)
     stream = owing(tmp_path, evaluator(answer))
     (found,) = stream.evaluated(0, end=time.monotonic() + HANG)
     assert found.version == 0
@@ -246,13 +246,13 @@ def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
         return whole(self)
 
     monkeypatch.setattr(Producer, "round", round)
-    monkeypatch.setattr(sampling_thread, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(local, "JOIN_SECONDS", 0.0)
     stream = plain_stream(tmp_path, owned(), own_devices=True)
-    monkeypatch.setattr(stream.producer.sampler, "close", lambda: closed.append(True))
+    monkeypatch.setattr(stream._sampling._worker.sampler, "close", lambda: closed.append(True))
     assert begun.wait(HANG)
     stream.close()
     assert not closed
     goes_on.set()
-    monkeypatch.setattr(sampling_thread, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(local, "JOIN_SECONDS", 60.0)
     stream.close()
     assert closed

@@ -1,7 +1,6 @@
 """Frames of prompts with images: what comes back, how often it is sent, and what is refused."""
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from support.waiting import HANG
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.images.prompt_images import prompt_images
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.stream import buffer_sampler
-from distflow_jax.stream.buffer_sampler import BufferSampler
+from distflow_jax.stream.frames import image_frames
 from distflow_jax.stream.frames.frames import Frame, work_frame, work_of
-from distflow_jax.stream.frames.image_frames import image_bytes
 from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.task_buffer import ANSWER_BYTES, Begun, TaskBuffer
+from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
+from distflow_jax.stream.tasks import GroupTask
 
 MODEL = MODELS["qwen2_5_vl"]
 
@@ -50,7 +48,7 @@ def test_an_image_of_several_prompts_is_sent_once_and_text_sends_none():
     prompt = seeing_prompt(MODEL, 0, 2)
     again = [dataclasses.replace(prompt, counter=counter) for counter in range(4)]
     one, four = (len(frame_of(*p).to_bytes()) for p in (again[:1], again))
-    assert four - one < image_bytes(prompt)
+    assert four - one < image_frames.sent_bytes(prompt)
     frame = frame_of(*again)
     assert len(frame.facts["images"]) == 2 and len(received(frame)[3].images) == 2
     text = frame_of(prompt_of(1, [1, 2, 3]))
@@ -133,15 +131,14 @@ def test_one_answer_has_no_more_groups_than_a_frame_may_hold():
     buffer = TaskBuffer(Rule(8, 1), exact=False, version=0, lease_seconds=HANG, max_tries=2)
     for counter in range(5):
         size = ANSWER_BYTES // 2
-        buffer.begin(Begun((counter, "gen"), 1, range(2), (), None, size), {})
-    assert [len(buffer.ask("a", 0, 100, 0.0)) for _ in range(4)] == [2, 2, 1, 0]
+        key = (counter, "gen")
+        buffer.begin(GroupTask(key=key, content=None, step=1, samples=range(2), size=size))
+    assert [len(buffer.lease("a", 0, 100, 0.0)) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def test_images_that_no_frame_holds_are_named(monkeypatch):
     prompt = seeing_prompt(MODEL, 3, 1)
-    monkeypatch.setattr(buffer_sampler, "MOST_IMAGE_BYTES", image_bytes(prompt) - 1)
-    buffer = TaskBuffer(Rule(8, 1), exact=False, version=0, lease_seconds=HANG, max_tries=2)
-    sampler = BufferSampler(buffer, threading.Condition())
+    size = image_frames.sent_bytes(prompt)
+    monkeypatch.setattr(image_frames, "MOST_IMAGE_BYTES", size - 1)
     with pytest.raises(ValueError, match="images of prompt 3 .* smaller data.image_tokens"):
-        sampler.submit((3, "gen"), GroupRequest(prompt, SamplingParams(2, 16)))
-    assert not sampler.busy
+        image_frames.sent_bytes(prompt)

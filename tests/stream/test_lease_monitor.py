@@ -12,14 +12,13 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream import lease_monitor
-from distflow_jax.stream.buffer_producer import BufferProducer
-from distflow_jax.stream.buffer_sampler import BufferSampler
 from distflow_jax.stream.lease_monitor import LeaseMonitor
-from distflow_jax.stream.producer import SamplingNode
-from distflow_jax.stream.refills import Refills
-from distflow_jax.stream.saved_samples import Piece, SavedSamples
-from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.sample_requests import SampleRequests
+from distflow_jax.stream.saved_samples import SavedSamples
+from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import SAMPLING, Piece
 
 LEASE, NO_WORKERS = 10.0, 100.0
 NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
@@ -35,7 +34,7 @@ class Clock:
         return self.now
 
 
-class Counting(BufferProducer):
+class Counting(Producer):
     """Counts the rounds of its thread."""
 
     rounds = 0
@@ -55,8 +54,8 @@ def waiting(monkeypatch, caplog):
     prompts = [dataclasses.replace(prompt_of(c + 1, [1, 2]), counter=c) for c in range(4)]
     batches = [prompts[:2], prompts[2:]]
     producer = Counting(
-        BufferSampler(buffer, lock),
-        Refills(Rule(2, max_staleness=1)),
+        SampleRequests(buffer, lock),
+        Admission(Rule(2, max_staleness=1)),
         [SamplingNode(NODE, SamplingParams(2, 4), None)],
         lambda: batches.pop(0) if batches else None,
         writers={None: Layout("host"), "gen": Layout("host")},
@@ -96,7 +95,7 @@ def test_trainers_without_a_worker_say_so_each_minute_until_one_comes(waiting):
     assert len(after(59.0)) == 1
     assert "for 120 s" in after(1.2)[1]
     assert thread.missing_workers == ["gen"]
-    buffer.heard("w", after.clock.now)
+    buffer.heartbeat("w", after.clock.now)
     assert len(after(1.0)) == 2 and thread.missing_workers == []
 
 
@@ -104,10 +103,10 @@ def test_prompts_that_nobody_puts_count_as_waiting(waiting):
     buffer, thread, after = waiting
     after(0.0)
     whole = Piece(1, 0, 0, True, None)
-    for work in buffer.ask("w", 0, 100, 0.0):
-        buffer.bring("w", work.group.key, {0: whole, 1: whole}, 0.0)
-    buffer.leases.leave("w")
-    assert buffer.num_open == 0
+    for work in buffer.lease("w", 0, 100, 0.0):
+        buffer.submit("w", work.key, {0: whole, 1: whole}, 0.0)
+    buffer.deregister("w")
+    assert buffer.num_open(SAMPLING) == 0
     assert after(NO_WORKERS + 1) == [] and thread.missing_workers == []
     buffer.publish(1)  # groups of step 3 may begin, and have no prompts
     after(0.0)
@@ -120,15 +119,15 @@ def test_prompts_that_nobody_puts_count_as_waiting(waiting):
 def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(waiting):
     buffer, thread, after = waiting
     after(0.0)
-    assert len(buffer.ask("w", 0, 100, 0.0)) == 4
+    assert len(buffer.lease("w", 0, 100, 0.0)) == 4
     assert after(LEASE / 2) == []
-    buffer.heard("w", after.clock.now)
+    buffer.heartbeat("w", after.clock.now)
     (line,) = after(LEASE / 2)
-    assert line.startswith("worker w is stalled: it brought nothing of its groups for a lease")
+    assert line.startswith("worker w is stalled: it submitted nothing of its groups for a lease")
     for _ in range(30):
-        buffer.ask("w", 0, 100, after.clock.now)
+        buffer.lease("w", 0, 100, after.clock.now)
         lines = after(LEASE / 2)
-        assert buffer.leases.workers
+        assert buffer.workers
     assert thread.missing_workers == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3

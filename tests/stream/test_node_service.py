@@ -22,8 +22,6 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
-from distflow_jax.stream.buffer_producer import BufferProducer
-from distflow_jax.stream.buffer_sampler import BufferSampler
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import (
     of_plain,
@@ -37,16 +35,16 @@ from distflow_jax.stream.frames.node_frames import (
 from distflow_jax.stream.host_nodes import Group, NodesAhead, step_metrics, units_ahead
 from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses
-from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.buffer_service import NODE_TABLE, QUICK, BufferService
+from distflow_jax.stream.links.remote import WorkerState
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
-from distflow_jax.stream.node_tasks import NodeTasks
-from distflow_jax.stream.producer import SamplingNode
-from distflow_jax.stream.refills import Refills
+from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
-from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.stream_checks import sampling_tasks
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -208,13 +206,19 @@ def test_nodes_that_sample_need_nothing_more():
 
 def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole(caplog):
     lock = threading.Condition()
-    buffer = TaskBuffer(Rule(2, 1), exact=False, version=0, lease_seconds=HANG, max_tries=1)
-    tasks = NodeTasks(buffer.leases, ["score"])
-    sampler = BufferSampler(buffer, lock, tasks=tasks)
+    buffer = TaskBuffer(
+        Rule(2, 1),
+        exact=False,
+        version=0,
+        lease_seconds=HANG,
+        max_tries=1,
+        served=["score"],
+    )
+    requests = SampleRequests(buffer, lock)
     batches = [[prompt(0), prompt(1)], [prompt(2), prompt(3)]]
-    producer = BufferProducer(
-        sampler,
-        Refills(Rule(2, max_staleness=1)),
+    producer = Producer(
+        requests,
+        Admission(Rule(2, max_staleness=1)),
         [SamplingNode(built().tasks[0].node, SamplingParams(2, 4), None)],
         lambda: batches.pop(0) if batches else None,
         writers=dict.fromkeys((None, "gen", "score", "mean"), HOST),
@@ -222,20 +226,21 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
         lock=lock,
         saved=SavedSamples(),
     )
-    nodes = LeasedNodes(ahead(), contextlib.nullcontext, lock, tasks)
+    nodes = LeasedNodes(ahead(), contextlib.nullcontext, lock, buffer)
     producer.admit()
-    for key, request, _ in sampler.ask("w", 0, 100):
+    for task in requests.lease("w", 0, 100):
+        key, request = task.key, task.content
         ones = [np.ones(3, dtype) for dtype in (np.int32, np.float32, np.float32)]
         made = [Response(request.prompt, s, *ones, True, np.zeros(3, np.int32)) for s in (0, 1)]
         found = {key: Progress({s: single_turn(one) for s, one in enumerate(made)})}
-        sampler.bring("w", [key], found, calls=1, goes_on=False)
+        requests.submit("w", [key], found, calls=1, goes_on=False)
     groups = {group.counter: group for group in producer.round()}
     for group in groups.values():
         nodes.submit(group, lambda: None)
         group.running.result(HANG)
     assert producer.counts()[1:3] == (24, 24)  # tokens sampled, and under way
-    assert tasks.ask("w", ["score"], 0.0).key == (0, "score")
-    tasks.fail("w", (0, "score"), "no")
+    assert buffer.lease_node("w", ["score"], 0.0).key == (0, "score")
+    buffer.fail("w", (0, "score"), "no")
     producer.round()
     assert "prompt 0 is given up" in caplog.text and producer.given_up() == [0]
     assert producer.judge(0, False)
@@ -255,12 +260,18 @@ class BufferOfNodes:
 
     def __init__(self, folder, served, *, lease=HANG, attempt="one"):
         self.lock, self.folder = threading.Condition(), folder
-        buffer = TaskBuffer(Rule(8, 1), exact=False, version=0, lease_seconds=lease, max_tries=2)
-        self.tasks = NodeTasks(buffer.leases, served)
-        self.sampler = BufferSampler(buffer, self.lock, tasks=self.tasks)
+        self.tasks = TaskBuffer(
+            Rule(8, 1),
+            exact=False,
+            version=0,
+            lease_seconds=lease,
+            max_tries=2,
+            served=served,
+        )
+        self.requests = SampleRequests(self.tasks, self.lock)
         self.nodes = LeasedNodes(ahead(), contextlib.nullcontext, self.lock, self.tasks)
         facts = {"attempt": attempt, "after": "", "began": 0, "exact": False}
-        answers = BufferService(self.sampler, self.lock, TABLES, facts, {"reward.function": '"f"'})
+        answers = BufferService(self.requests, self.lock, TABLES, facts, {"reward.function": '"f"'})
         self.answers = answers
         self.server = WireServer(
             "127.0.0.1:0", make_run_token(folder), answers.methods(), quick=QUICK
@@ -282,9 +293,9 @@ class BufferOfNodes:
                 if group.running.done():
                     group.running.result()
             with self.lock:
-                self.tasks.leases.expire(time.monotonic())
-                self.given_up |= self.sampler.give_up()
-            self.sampler.round()
+                self.tasks.expire(time.monotonic())
+                self.given_up |= self.requests.give_up()
+            self.requests.round()
             return all(g.done or g.counter in self.given_up for g in groups)
 
         until(is_finished, pause=0.002)
@@ -318,7 +329,8 @@ def serving(folder, *names, stages=None):
     }
     tables = TABLES | {NODE_TABLE: {"reward.function": '"f"'}}
     joining, runner = Joining(str(folder), f"w{id(units)}", tables, list(units)), NodeRunner(units)
-    talk = BufferClient(joining.first(HANG), joining, WorkerState(), Pace(0.0, HANG), runner)
+    state = WorkerState(links=joining.first(HANG))
+    talk = BufferClient(state, joining, runner, save_seconds=0.0, orphan_seconds=HANG)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(talk.serve, stop.is_set)
@@ -366,14 +378,14 @@ def test_a_worker_that_keeps_a_task_loses_it_and_its_late_result_is_dropped(tmp_
 
     with serving(tmp_path, "score", stages={"score": slow}) as (kept, _):
         groups = buffers.begin([5])
-        until(lambda: buffers.tasks.counts.given)
+        until(lambda: buffers.tasks.counts.leased)
         with serving(tmp_path, "score") as (other, _):
             buffers.finish(groups)
         go.set()
         until(lambda: buffers.tasks.counts.second)
     # once they have ended: a worker counts a result after the task buffer has
     assert kept.served == other.served == 1
-    assert buffers.done == {5: 1} and buffers.tasks.leases.expired >= 1
+    assert buffers.done == {5: 1} and buffers.tasks.expired >= 1
 
 
 def test_a_prompt_on_which_a_function_fails_is_given_up(tmp_path, buffer, caplog):

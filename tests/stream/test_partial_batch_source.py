@@ -69,7 +69,7 @@ class Modelled:
 
     def __init__(self, job, index, gathers, raised):
         self.job, self.index, self.lock = job, index, threading.Condition()
-        self.sampler, self.starving = types.SimpleNamespace(version=0), 0
+        self.version, self.starving = 0, 0
         news = types.SimpleNamespace(seen=lambda kind: self.starving)
         self.publications = Publications(job.publishing, self, news, self.publish)
         self.published = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import threading
 import types
 
@@ -14,10 +15,12 @@ from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream.exact_order import Work
+from distflow_jax.stream.links.local import ThreadLink
 from distflow_jax.stream.producer import Producer, SamplingNode
-from distflow_jax.stream.sampling_thread import SamplingThread
+from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
+from distflow_jax.stream.task_buffer import TaskBuffer
 
 pytestmark = pytest.mark.usefixtures("eager_threads")
 BATCH, STEPS = 4, 300
@@ -25,13 +28,22 @@ NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["respon
 
 
 class NoSampler:
-    """The calls of a sampler that a producer makes; it never samples."""
+    """The calls of a sampler that a worker makes; it is busy as the test says, and never ends."""
+
+    in_turns = False
 
     def __init__(self):
-        self.version, self.busy, self.counts = 0, False, Counts()
+        self.version, self.busy, self.counts, self.rounds = 0, False, Counts(), 0
 
-    def submit(self, key, request):
+    def submit(self, key, request, progress):
         """Takes a request."""
+
+    def round(self):
+        self.rounds += 1
+        return []
+
+    def progress(self):
+        return {}
 
     def free_weights(self):
         """Nothing is in flight."""
@@ -41,17 +53,36 @@ class NoSampler:
         assert version > self.version and params.version == version
         self.version = version
 
+    def close(self):
+        """Holds nothing."""
 
-def producer_of(sampler, draw, **bounds):
+
+def producer_of(draw, **bounds):
+    rule, lock = Rule(BATCH, max_staleness=1), threading.Condition()
+    buffer = TaskBuffer(rule, exact=False, version=0, lease_seconds=math.inf, max_tries=1)
     return Producer(
-        sampler,
-        Admission(Rule(BATCH, max_staleness=1), **bounds),
+        SampleRequests(buffer, lock),
+        Admission(rule, **bounds),
         [SamplingNode(NODE, SamplingParams(2, 4), None)],
         draw,
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=2,
-        lock=threading.Condition(),
+        lock=lock,
         saved=SavedSamples(),
+    )
+
+
+def thread_of(sampler, producer, **options):
+    """A worker in a thread of its own."""
+    options = {"order": None, "evaluations": None, "buffers": 2} | options
+    return ThreadLink(
+        sampler,
+        producer,
+        producer.round,
+        arrive=contextlib.nullcontext,
+        cache="keep",
+        span=contextlib.nullcontext,
+        **options,
     )
 
 
@@ -62,15 +93,17 @@ def test_no_group_is_overlooked_while_it_begins():
 
 def looks_in_between():
     """How often the training looked before all of a step had begun."""
-    sampler, firsts = NoSampler(), itertools.count(0, BATCH)
+    firsts = itertools.count(0, BATCH)
 
     def draw():  # one prompt of each batch is this process's
         return [prompt_of(next(firsts) + 1, [1])]
 
-    producer = producer_of(sampler, draw)
+    producer = producer_of(draw)
 
     def begin_all():
-        for sampler.version in range(STEPS):
+        for version in range(STEPS):
+            with producer.lock:
+                producer.buffer.publish(version)
             producer.admit()
 
     thread = threading.Thread(target=begin_all)
@@ -91,16 +124,7 @@ def looks_in_between():
 def test_weights_that_come_while_others_are_taken():
     """A sampler takes the newest, whichever it was about to take."""
     sampler = NoSampler()
-    producer = producer_of(sampler, lambda: None, steps=1)
-    thread = SamplingThread(
-        producer,
-        contextlib.nullcontext,
-        list,
-        order=None,
-        evaluations=None,
-        cache="keep",
-        buffers=2,
-    )
+    thread = thread_of(sampler, producer_of(lambda: None, steps=1))
     for version in range(1, 200 * STEPS):
         thread.deliver(types.SimpleNamespace(ready=True, version=version), version)
         thread.raise_error()
@@ -112,31 +136,19 @@ def test_weights_that_come_while_others_are_taken():
 
 def test_responses_under_way_go_on_until_the_weights_are_there():
     """A sampler without any waits for them; when it has nothing to do it says so."""
-    sampler, rounds, idle = NoSampler(), itertools.count(), threading.Event()
-    producer = producer_of(sampler, lambda: None, steps=1)
-    sampler.busy, seen = True, [0]
-
-    def round_of_sampler():
-        seen[0] = next(rounds)
+    sampler, idle = NoSampler(), threading.Event()
+    producer = producer_of(lambda: None, steps=1)
+    sampler.busy = True
 
     def until(true):
         with producer.lock:
             assert producer.lock.wait_for(true, 20)
 
-    thread = SamplingThread(
-        producer,
-        contextlib.nullcontext,
-        round_of_sampler,
-        order=None,
-        evaluations=None,
-        cache="keep",
-        buffers=2,
-        idle=idle.set,
-    )
+    thread = thread_of(sampler, producer, idle=idle.set)
     weights = types.SimpleNamespace(ready=False, version=1)
     thread.deliver(weights, 1)
-    before = seen[0]
-    while seen[0] < before + 5:
+    before = sampler.rounds
+    while sampler.rounds < before + 5:
         thread.raise_error()
     assert sampler.version == 0 and not idle.is_set()
     weights.ready = True
@@ -163,7 +175,7 @@ class Overtaken(threading.Condition):
 
 def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
     """The order has given the work away; the trainer makes room for its next weights."""
-    producer = producer_of(NoSampler(), lambda: None, steps=1)
+    producer = producer_of(lambda: None, steps=1)
     lock, evaluated = Overtaken(), []
     producer.lock = lock
 
@@ -173,16 +185,13 @@ def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
         lock.then = thread.make_room
         return Work(1, None)
 
-    thread = SamplingThread(
+    thread = thread_of(
+        NoSampler(),
         producer,
-        contextlib.nullcontext,
-        list,
         order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
         evaluations=types.SimpleNamespace(
             make=lambda sampler, heard: evaluated.append(sampler.version)
         ),
-        cache="keep",
-        buffers=2,
     )
     thread.deliver(types.SimpleNamespace(ready=True, version=1), 1)
     with lock:

@@ -59,9 +59,7 @@ def offers_of(threshold, metrics, *, steps=9, due=()):
         published.append(version)
 
     admission = Admission(Rule(BATCH, max_staleness=4), steps=steps)
-    producer = types.SimpleNamespace(
-        sampler=types.SimpleNamespace(version=0), admission=admission, lock=_NoLock()
-    )
+    producer = types.SimpleNamespace(version=0, admission=admission, lock=_NoLock())
     peers = types.SimpleNamespace(seen=lambda kind: starving.newest + 1)
     publications = Publications(PublishRule(threshold, 4), producer, peers, publish)
     for step in range(1, steps + 1):
@@ -111,7 +109,7 @@ def test_a_sampler_that_starves_brings_a_publication_forward():
 
 
 def test_a_sampler_that_is_idle_wants_what_newer_weights_may_begin():
-    producer = types.SimpleNamespace(sampler=types.SimpleNamespace(version=0), starving=False)
+    producer = types.SimpleNamespace(version=0, starving=False)
     published = []
     rule, peers = PublishRule(99.0, 4), Peers(None, 0, 1, lambda: None)
     publications = Publications(rule, producer, peers, published.append)

@@ -10,11 +10,9 @@ import random
 
 import pytest
 
-from distflow_jax.stream.node_tasks import NodeTask, NodeTasks
-from distflow_jax.stream.refills import Refills
-from distflow_jax.stream.saved_samples import Piece
-from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.task_buffer import ANSWER_BYTES, PIECES_BYTES, Begun, TaskBuffer
+from distflow_jax.stream.schedule import Admission, Rule
+from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
+from distflow_jax.stream.tasks import PIECES_BYTES, SAMPLING, GroupTask, NodeTask, Piece
 
 LEASE = 10.0
 
@@ -25,7 +23,13 @@ def buffer_of(**changed):
 
 
 def group(counter, step=1, samples=2):
-    return Begun((counter, "gen"), step, range(samples), (0.0,), f"prompt {counter}")
+    return GroupTask(
+        key=(counter, "gen"),
+        content=f"prompt {counter}",
+        step=step,
+        samples=range(samples),
+        order=(0.0,),
+    )
 
 
 def piece(versions, *, whole=True, content=None):
@@ -33,27 +37,33 @@ def piece(versions, *, whole=True, content=None):
     return Piece(len(versions), low, high, whole, content or tuple(versions))
 
 
-def counters(given):
-    return [work.group.key[0] for work in given]
+def submit(buffer, worker, key, pieces, now, **options):
+    """Whether the worker has the group afterwards."""
+    buffer.submit(worker, key, pieces, now, **options)
+    return buffer.holds(worker, key)
+
+
+def counters(leased):
+    return [task.key[0] for task in leased]
 
 
 def test_work_is_given_once_by_steps_and_while_there_is_room():
     buffer = buffer_of()
     for counter, step in ((3, 2), (0, 1), (1, 1)):
         buffer.begin(group(counter, step), {})
-    assert buffer.ask("a", 0, 0, 0.0) == []
-    assert counters(buffer.ask("a", 0, 3, 0.0)) == [0, 1]  # room for one and a half
-    assert counters(buffer.ask("b", 0, 8, 0.0)) == [3]
-    assert buffer.ask("b", 0, 8, 0.0) == []
+    assert buffer.lease("a", 0, 0, 0.0) == []
+    assert counters(buffer.lease("a", 0, 3, 0.0)) == [0, 1]  # room for one and a half
+    assert counters(buffer.lease("b", 0, 8, 0.0)) == [3]
+    assert buffer.lease("b", 0, 8, 0.0) == []
 
 
 def test_a_group_begins_by_the_version_that_its_worker_holds():
     buffer = buffer_of()
     buffer.begin(group(4, step=3), {})
     buffer.publish(1)
-    assert buffer.ask("a", 0, 8, 0.0) == []  # would be 2 steps old
-    assert buffer.ask("a", 2, 8, 0.0) == []  # of weights that are not known
-    assert counters(buffer.ask("a", 1, 8, 0.0)) == [4]
+    assert buffer.lease("a", 0, 8, 0.0) == []  # would be 2 steps old
+    assert buffer.lease("a", 2, 8, 0.0) == []  # of weights that are not known
+    assert counters(buffer.lease("a", 1, 8, 0.0)) == [4]
 
 
 def test_with_exact_versions_only_one_version_answers():
@@ -62,10 +72,10 @@ def test_with_exact_versions_only_one_version_answers():
     buffer.publish(2)
     buffer.begin(group(4, step=3), {})
     assert buffer.wanted() == [1]
-    assert buffer.ask("a", 2, 8, 0.0) == []
-    assert counters(buffer.ask("a", 1, 8, 0.0)) == [4]
+    assert buffer.lease("a", 2, 8, 0.0) == []
+    assert counters(buffer.lease("a", 1, 8, 0.0)) == [4]
     assert buffer.wanted() == [2]  # nothing waits
-    assert buffer.bring("a", (4, "gen"), {0: piece([2])}, 1.0)
+    assert submit(buffer, "a", (4, "gen"), {0: piece([2])}, 1.0)
     assert buffer.counts.refused == 1
 
 
@@ -76,20 +86,21 @@ def unlike(one, other):
 def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once():
     buffer = buffer_of(exact=True, differs=unlike)
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    assert buffer.bring("a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
-    buffer.leases.expire(LEASE)
-    buffer.ask("b", 0, 8, LEASE)
-    assert not buffer.bring("a", (0, "gen"), {0: piece([0], content="first")}, LEASE)
+    buffer.lease("a", 0, 8, 0.0)
+    assert submit(buffer, "a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
+    buffer.expire(LEASE)
+    buffer.lease("b", 0, 8, LEASE)
+    assert not submit(buffer, "a", (0, "gen"), {0: piece([0], content="first")}, LEASE)
     assert not buffer.differing
     for _ in range(2):
-        assert not buffer.bring("a", (0, "gen"), {0: piece([0], content="other")}, LEASE)
+        assert not submit(buffer, "a", (0, "gen"), {0: piece([0], content="other")}, LEASE)
     assert buffer.differing == [((0, "gen"), 0, ("first", "other"))]
-    assert not buffer.bring("b", (0, "gen"), {1: piece([0], content="b")}, LEASE)
-    ((_, taken),) = buffer.take()
+    assert not submit(buffer, "b", (0, "gen"), {1: piece([0], content="b")}, LEASE)
+    (found,) = buffer.take()
+    taken = found.ended
     assert [taken[s].content for s in (0, 1)] == ["first", "b"]
-    assert (buffer.counts.second, buffer.counts.differing, buffer.leases.expired) == (3, 2, 1)
-    assert not buffer.bring("b", (0, "gen"), {1: piece([0])}, LEASE)
+    assert (buffer.counts.second, buffer.counts.differing, buffer.expired) == (3, 2, 1)
+    assert not submit(buffer, "b", (0, "gen"), {1: piece([0])}, LEASE)
     assert buffer.counts.unknown == 1
 
 
@@ -103,131 +114,131 @@ def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, sl
     buffer, now = buffer_of(exact=exact), 0.0
     for counter in range(8):
         buffer.begin(group(counter), {})
-    assert len(buffer.ask("greedy", 0, ALL, now, slots)) == 8  # nobody else is there
-    assert counters(buffer.ask("honest", 0, 4, now)) == []
+    assert len(buffer.lease("greedy", 0, ALL, now, slots)) == 8  # nobody else is there
+    assert counters(buffer.lease("honest", 0, 4, now)) == []
     greedy, honest, told = [], [], set()
     for counter in range(8, 408):
         buffer.begin(group(counter), {})
         now += LEASE / 5
-        told.update(buffer.leases.expire(now))
-        greedy += [(now, c) for c in counters(buffer.ask("greedy", 0, ALL, now, slots))]
-        for one in counters(buffer.ask("honest", 0, 4, now)):
-            assert not buffer.bring("honest", (one, "gen"), {s: piece([0]) for s in (0, 1)}, now)
+        told.update(buffer.expire(now))
+        greedy += [(now, c) for c in counters(buffer.lease("greedy", 0, ALL, now, slots))]
+        for one in counters(buffer.lease("honest", 0, 4, now)):
+            assert not submit(buffer, "honest", (one, "gen"), {s: piece([0]) for s in (0, 1)}, now)
             honest.append(one)
-    assert len(honest) + buffer.num_open == 408 and buffer.num_open <= 1
+    assert len(honest) + buffer.num_open(SAMPLING) == 408 and buffer.num_open(SAMPLING) <= 1
     times, given = zip(*greedy, strict=True)
     assert len(set(given)) == len(given)  # no group twice
     later = [time for time in times if time >= LEASE]
     assert all(b - a >= LEASE for a, b in zip(later, later[1:], strict=False))  # one a lease
     assert told == {"greedy"}
-    assert buffer.leases.at_work() == {"honest"}
+    assert buffer.at_work() == {"honest"}
 
 
 def test_a_worker_holds_twice_as_many_responses_as_it_has_slots():
     buffer = buffer_of()
     for counter in range(40):
         buffer.begin(group(counter), {})
-    assert len(buffer.ask("a", 0, ALL, 0.0, slots=8)) == 8  # of two responses each
-    assert buffer.ask("a", 0, ALL, 0.0, slots=8) == []
-    buffer.bring("a", (0, "gen"), {s: piece([0]) for s in (0, 1)}, 1.0)
-    assert len(buffer.ask("a", 0, ALL, 1.0, slots=8)) == 1
-    assert len(buffer.ask("b", 0, ALL, 1.0, slots=3)) == 3
+    assert len(buffer.lease("a", 0, ALL, 0.0, slots=8)) == 8  # of two responses each
+    assert buffer.lease("a", 0, ALL, 0.0, slots=8) == []
+    submit(buffer, "a", (0, "gen"), {s: piece([0]) for s in (0, 1)}, 1.0)
+    assert len(buffer.lease("a", 0, ALL, 1.0, slots=8)) == 1
+    assert len(buffer.lease("b", 0, ALL, 1.0, slots=3)) == 3
 
 
 def test_news_without_a_token_prolong_no_lease_for_ever():
     buffer = buffer_of()
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
+    buffer.lease("a", 0, 8, 0.0)
     now = 0.0
-    while buffer.bring("a", (0, "gen"), {0: piece([0], whole=False)}, now):
+    while submit(buffer, "a", (0, "gen"), {0: piece([0], whole=False)}, now):
         now += LEASE / 2
-        buffer.leases.expire(now)
+        buffer.expire(now)
         assert now <= 32 * LEASE, "a lease never ends"
     assert now >= 30 * LEASE
-    assert buffer.leases.at_work() == set()
-    buffer.heard("b", now)
-    assert buffer.ask("a", 0, 8, now) == []
-    assert counters(buffer.ask("b", 0, 8, now)) == [0]
+    assert buffer.at_work() == set()
+    buffer.heartbeat("b", now)
+    assert buffer.lease("a", 0, 8, now) == []
+    assert counters(buffer.lease("b", 0, 8, now)) == [0]
 
 
 def test_a_worker_that_was_silent_has_its_groups_back_by_what_it_brings():
     buffer = buffer_of()
     for counter in range(4):
         buffer.begin(group(counter), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.heard("a", LEASE / 2)
-    assert buffer.leases.expire(LEASE) == ["a"]
-    assert len(buffer.ask("a", 0, 8, LEASE)) == 1  # one at a time
-    assert buffer.ask("a", 0, 8, LEASE) == []
-    assert not buffer.bring("a", (3, "gen"), {}, LEASE)  # it has nothing
-    assert buffer.bring("a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
-    assert not buffer.leases.stalled
-    assert len(buffer.ask("a", 0, 8, LEASE)) == 3
+    buffer.lease("a", 0, 8, 0.0)
+    buffer.heartbeat("a", LEASE / 2)
+    assert buffer.expire(LEASE) == ["a"]
+    assert len(buffer.lease("a", 0, 8, LEASE)) == 1  # one at a time
+    assert buffer.lease("a", 0, 8, LEASE) == []
+    assert not submit(buffer, "a", (3, "gen"), {}, LEASE)  # it has nothing
+    assert submit(buffer, "a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
+    assert not buffer.stalled
+    assert len(buffer.lease("a", 0, 8, LEASE)) == 3
 
 
 def test_tokens_of_a_group_that_is_gone_show_that_a_worker_is_at_work():
     buffer = buffer_of()
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.heard("a", LEASE / 2)
-    buffer.leases.expire(LEASE)
-    buffer.ask("b", 0, 8, LEASE)
-    buffer.bring("b", (0, "gen"), {s: piece([0]) for s in (0, 1)}, LEASE)
-    buffer.bring("a", (0, "gen"), {}, LEASE)
-    assert buffer.leases.stalled == {"a"}
-    buffer.bring("a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
-    assert not buffer.leases.stalled
+    buffer.lease("a", 0, 8, 0.0)
+    buffer.heartbeat("a", LEASE / 2)
+    buffer.expire(LEASE)
+    buffer.lease("b", 0, 8, LEASE)
+    submit(buffer, "b", (0, "gen"), {s: piece([0]) for s in (0, 1)}, LEASE)
+    submit(buffer, "a", (0, "gen"), {}, LEASE)
+    assert buffer.stalled == {"a"}
+    submit(buffer, "a", (0, "gen"), {0: piece([0], whole=False)}, LEASE)
+    assert not buffer.stalled
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
     buffer = buffer_of(exact=exact)
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.bring("a", (0, "gen"), {0: piece([0, 0], whole=False), 1: piece([0])}, 5.0)
-    assert buffer.ask("b", 0, 8, 14.0) == []
-    buffer.leases.expire(15.0)
-    (work,) = buffer.ask("b", 0, 8, 15.0)
-    assert sorted(work.pieces) == ([1] if exact else [0, 1])
-    assert buffer.tokens == (1 if exact else 3)
+    buffer.lease("a", 0, 8, 0.0)
+    submit(buffer, "a", (0, "gen"), {0: piece([0, 0], whole=False), 1: piece([0])}, 5.0)
+    assert buffer.lease("b", 0, 8, 14.0) == []
+    buffer.expire(15.0)
+    (work,) = buffer.lease("b", 0, 8, 15.0)
+    assert sorted(work.sent()) == ([1] if exact else [0, 1])
+    assert sum(task.tokens for task in buffer.groups()) == (1 if exact else 3)
 
 
 def test_groups_of_a_worker_that_leaves_are_for_others_at_once():
     buffer = buffer_of()
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.leases.leave("a")
-    assert not buffer.leases.workers
-    assert counters(buffer.ask("b", 0, 8, 0.1)) == [0]
-    assert not buffer.bring("b", (0, "gen"), {0: piece([0], whole=False)}, 0.2, goes_on=False)
-    (work,) = buffer.ask("c", 0, 8, 0.3)
-    assert work.pieces[0].tokens == 1
+    buffer.lease("a", 0, 8, 0.0)
+    buffer.deregister("a")
+    assert not buffer.workers
+    assert counters(buffer.lease("b", 0, 8, 0.1)) == [0]
+    assert not submit(buffer, "b", (0, "gen"), {0: piece([0], whole=False)}, 0.2, goes_on=False)
+    (work,) = buffer.lease("c", 0, 8, 0.3)
+    assert work.sent()[0].tokens == 1
 
 
 def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
     buffer = buffer_of()
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.heard("b", 0.0)
-    buffer.fail("a", (0, "gen"), "too long", 0.0)
-    assert buffer.ask("a", 0, 8, 0.0) == []
-    assert counters(buffer.ask("b", 0, 8, 0.0)) == [0]
-    buffer.fail("b", (0, "gen"), "too long for b", 0.0)
-    assert buffer.leases.given_up == {0: "too long for b"}
-    assert buffer.num_open == 0
+    buffer.lease("a", 0, 8, 0.0)
+    buffer.heartbeat("b", 0.0)
+    buffer.fail("a", (0, "gen"), "too long")
+    assert buffer.lease("a", 0, 8, 0.0) == []
+    assert counters(buffer.lease("b", 0, 8, 0.0)) == [0]
+    buffer.fail("b", (0, "gen"), "too long for b")
+    assert buffer.given_up == {0: "too long for b"}
+    assert buffer.num_open(SAMPLING) == 0
 
 
 def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone():
     buffer = buffer_of()
     buffer.begin(group(0), {})
-    buffer.ask("a", 0, 8, 0.0)
-    buffer.leases.expire(LEASE)
-    assert counters(buffer.ask("b", 0, 8, LEASE)) == [0]
+    buffer.lease("a", 0, 8, 0.0)
+    buffer.expire(LEASE)
+    assert counters(buffer.lease("b", 0, 8, LEASE)) == [0]
     for _ in range(3):
-        buffer.fail("a", (0, "gen"), "late", LEASE)
-    assert not buffer.leases.given_up and buffer.ask("c", 0, 8, LEASE) == []
-    buffer.fail("b", (0, "gen"), "not b either", LEASE)
-    assert buffer.leases.given_up == {0: "not b either"}
+        buffer.fail("a", (0, "gen"), "late")
+    assert not buffer.given_up and buffer.lease("c", 0, 8, LEASE) == []
+    buffer.fail("b", (0, "gen"), "not b either")
+    assert buffer.given_up == {0: "not b either"}
 
 
 def test_known_responses_count_towards_the_bytes_of_an_answer():
@@ -236,15 +247,15 @@ def test_known_responses_count_towards_the_bytes_of_an_answer():
     large = dataclasses.replace(piece([0]), size=ANSWER_BYTES // 2 + 1)
     for counter in range(3):
         buffer.begin(group(counter), {0: large})
-    assert [counters(buffer.ask("a", 0, 9, 0.0)) for _ in range(4)] == [[0], [1], [2], []]
+    assert [counters(buffer.lease("a", 0, 9, 0.0)) for _ in range(4)] == [[0], [1], [2], []]
     huge = dataclasses.replace(piece([0]), size=PIECES_BYTES // 2 + 1)
     buffer.begin(group(3, samples=3), dict.fromkeys(range(2), huge))
-    (work,) = buffer.ask("a", 0, 9, 0.0)
-    assert list(work.pieces) == [0]
+    (work,) = buffer.lease("a", 0, 9, 0.0)
+    assert list(work.sent()) == [0]
 
 
 def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():
-    admission = Refills(Rule(2, max_staleness=1), last=7)
+    admission = Admission(Rule(2, max_staleness=1), last=7)
     admission.judge(1, False)
     assert admission.cut(1).kept == (0, 2) and admission.cut(1).end == 3
     assert admission.cut(2).kept == (3, 4)
@@ -253,6 +264,112 @@ def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():
     assert admission.position == 3
     admission.judge(5, False)
     assert admission.cut(3).kept == (6,)  # the data end
+
+
+def tasks_of(*keys):
+    """A task buffer with nodes that a worker may run."""
+    found = buffer_of(served=["score", "mean"])
+    for key in keys:
+        found.begin(NodeTask(key=key, content=f"content of {key}", read=None, then=None))
+    return found
+
+
+def test_a_task_of_the_lowest_counter_goes_to_a_worker_that_serves_its_node():
+    tasks = tasks_of((4, "score"), (2, "mean"), (3, "score"))
+    assert tasks.lease_node("a", ["score"], 0.0).key == (3, "score")
+    assert tasks.lease_node("b", ["score", "mean"], 0.0).key == (2, "mean")
+    assert tasks.lease_node("b", ["mean"], 0.0) is None
+    assert tasks.lease_node("b", ["score"], 0.0).key == (4, "score")
+    assert tasks.lease_node("a", ["score", "mean"], 0.0) is None
+    with pytest.raises(ValueError, match="'score' of prompt 3 has begun already"):
+        tasks.begin(tasks.find(NodeTask, (3, "score")))
+
+
+def test_the_first_result_counts_whoever_brings_it_and_a_second_one_is_counted():
+    tasks = tasks_of((0, "score"))
+    tasks.lease_node("a", ["score"], 0.0)
+    tasks.expire(LEASE)
+    assert tasks.expired == 1 and not tasks.workers
+    assert tasks.lease_node("b", ["score"], LEASE).key == (0, "score")
+    assert tasks.submit_node("a", (0, "score"), "a's")  # its lease is over, and it was the first
+    assert not tasks.submit_node("b", (0, "score"), "b's")
+    ((task, result),) = tasks.take_results()
+    assert (task.key, result, tasks.take_results()) == ((0, "score"), "a's", [])
+    assert (tasks.counts.leased, tasks.counts.second) == (2, 1)
+    tasks.forget([0])
+    assert not tasks.submit_node("b", (0, "score"), "late")
+    assert (tasks.counts.second, tasks.counts.unknown) == (1, 1)
+
+
+def test_tasks_of_a_worker_that_leaves_are_for_others_at_once():
+    tasks = tasks_of((0, "score"))
+    tasks.lease_node("a", ["score"], 0.0)
+    assert tasks.unserved() == []
+    tasks.deregister("a")
+    assert tasks.unserved() == ["score"] and tasks.num_open("score") == 1
+    assert tasks.lease_node("b", ["score"], 0.1).key == (0, "score")
+
+
+def test_a_failed_task_goes_to_another_worker_and_its_prompt_is_then_given_up():
+    tasks = tasks_of((0, "score"), (1, "score"))
+    tasks.heartbeat("b", 0.0, ["score"])
+    assert tasks.lease_node("a", ["score"], 0.0).key == (0, "score")
+    tasks.fail("a", (0, "score"), "no")
+    tasks.fail("a", (0, "score"), "again")  # without a lease it is no try
+    assert tasks.lease_node("a", ["score"], 0.0).key == (1, "score")
+    assert tasks.lease_node("b", ["score"], 0.0).key == (0, "score")
+    tasks.fail("b", (0, "score"), "not b either")
+    assert tasks.given_up == {0: "not b either"}
+    assert (
+        tasks.find(NodeTask, (0, "score")) is None
+        and tasks.find(NodeTask, (1, "score")) is not None
+    )
+
+
+def test_the_only_worker_tries_again():
+    tasks = tasks_of((0, "score"))
+    tasks.heartbeat("b", 0.0, ["mean"])  # serves another node
+    for _ in range(2):
+        assert tasks.lease_node("a", ["score"], 0.0).key == (0, "score")
+        tasks.fail("a", (0, "score"), "no")
+    assert tasks.given_up == {0: "no"}
+
+
+def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_node():
+    tasks = tasks_of(*((counter, "score") for counter in range(8)))
+
+    def claimed(worker, now):
+        return list(iter(lambda: tasks.lease_node(worker, ["score"], now), None))
+
+    tasks.heartbeat("b", 0.0, ["score"])
+    assert len(claimed("a", 0.0)) == 2  # one that runs, and one that is next
+    for _ in range(2):
+        given = claimed("b", 0.0)
+        assert len(given) == 2
+        for task in given:
+            assert tasks.submit_node("b", task.key, "a result")
+    tasks.heartbeat("a", LEASE / 2, ["score"])
+    tasks.heartbeat("b", LEASE / 2, ["score"])
+    assert tasks.expire(LEASE) == ["a"]
+    (last,) = claimed("a", LEASE)  # one at a time, none that it had
+    assert last.key == (7, "score") and len(claimed("b", LEASE)) == 2
+    tasks.deregister("b")
+    assert list(tasks.workers) == ["a"] and tasks.unserved() == ["score"]
+    assert tasks.submit_node("a", last.key, "a result") and tasks.unserved() == []
+
+
+def test_a_node_that_fails_after_its_lease_has_failed_once():
+    """Otherwise a node that takes longer than a lease to fail is tried for ever."""
+    tasks = tasks_of((0, "score"))
+    tasks.lease_node("a", ["score"], 0.0)
+    tasks.expire(LEASE)
+    assert tasks.lease_node("b", ["score"], LEASE).key == (0, "score")
+    tasks.fail("a", (0, "score"), "late")
+    tasks.fail("a", (0, "score"), "again")
+    assert not tasks.given_up and tasks.lease_node("c", ["score"], LEASE) is None
+    tasks.expire(2 * LEASE)
+    tasks.fail("b", (0, "score"), "late too")
+    assert tasks.given_up == {0: "late too"}
 
 
 # -- a model of trainers and workers with random faults -------------------------------------------
@@ -308,15 +425,14 @@ class Job:
                 version=step,
                 lease_seconds=LEASE,
                 max_tries=2,
+                served=["score"] if self.scored else [],
                 differs=unlike,
             )
             for _ in range(self.processes)
         ]
-        served = ["score"] if self.scored else []
-        self.tasks = [NodeTasks(buffer.leases, served) for buffer in self.buffers]
         self.unscored = [{} for _ in range(self.processes)]  # sampled, by counter
         self.admissions = [
-            Refills(self.rule, step=step, counter=position) for _ in range(self.processes)
+            Admission(self.rule, step=step, counter=position) for _ in range(self.processes)
         ]
         self.lost = set(lost)  # given up, and known to all
         for admission in self.admissions:
@@ -335,21 +451,22 @@ class Job:
         for counter in range(self.next[place], end):
             if counter % self.processes == place and counter not in self.lost:
                 found = group(counter, admission.step_of(counter), SAMPLES)
-                buffer.begin(found, self.restored.get(found.key, {}))
+                buffer.begin(found, self.restored.get(found.key))
         self.next[place] = max(self.next[place], end)
-        for found, pieces in buffer.take():
+        for found in buffer.take():
+            pieces = found.ended
             assert sorted(pieces) == list(range(SAMPLES)), "a group was split"
             assert found.key[0] not in self.complete[place]
             if self.scored:
                 self.hand_over(place, found.key[0], pieces)
             else:
                 self.complete[place][found.key[0]] = self.archive[found.key] = pieces
-        for task, result in self.tasks[place].take():
+        for task, result in buffer.take_results():
             task.then(result)
-        for counter in buffer.leases.given_up:
+        for counter in buffer.given_up:
             self.unscored[place].pop(counter, None)
-        self.news |= set(buffer.leases.given_up)
-        buffer.leases.given_up.clear()
+        self.news |= set(buffer.given_up)
+        buffer.given_up.clear()
 
     def hand_over(self, place, counter, pieces):
         """Makes a task of a group whose samples are complete."""
@@ -363,7 +480,8 @@ class Job:
 
         assert counter not in self.unscored[place]
         self.unscored[place][counter] = pieces
-        self.tasks[place].begin(NodeTask((counter, "score"), score_of(pieces), None, then))
+        task = NodeTask(key=(counter, "score"), content=score_of(pieces), read=None, then=then)
+        self.buffers[place].begin(task)
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -390,9 +508,9 @@ class Job:
         worker, chance = self.workers[name], self.random.random
         if worker["kind"] == "samples" or worker["run"] != self.attempt:
             return
-        tasks = self.tasks[self.random.randrange(self.processes)]
+        buffer = self.buffers[self.random.randrange(self.processes)]
         if chance() < 0.5:
-            task = tasks.ask(name, ["score"], self.now)
+            task = buffer.lease_node(name, ["score"], self.now)
             if task is not None and chance() > 0.05:  # or the answer is lost
                 worker["scoring"][task.key] = task.content
             return
@@ -407,15 +525,15 @@ class Job:
 
     def claim(self):
         """Takes everything, whatever it is."""
-        for buffer, tasks in zip(self.buffers, self.tasks, strict=True):
+        for buffer in self.buffers:
             slots = self.random.choice([0, ALL])
-            given = buffer.ask("greedy", buffer.wanted()[0], ALL, self.now, slots)
+            given = buffer.lease("greedy", buffer.wanted()[0], ALL, self.now, slots)
             self.num_claimed += len(given)
-            while tasks.ask("greedy", ["score"], self.now) is not None:
+            while buffer.lease_node("greedy", ["score"], self.now) is not None:
                 self.num_claimed += 1
             if self.random.random() < 0.1:
                 for work in given:
-                    buffer.bring("greedy", work.group.key, {}, self.now)
+                    submit(buffer, "greedy", work.key, {}, self.now)
 
     def ask(self, name):
         worker, place = self.workers[name], self.random.randrange(self.processes)
@@ -428,13 +546,13 @@ class Job:
             return
         room = self.random.randrange(6)
         slots = SAMPLES * len(worker["tasks"]) + room if self.random.random() < 0.9 else 0
-        given = self.buffers[place].ask(name, worker["held"], room, self.now, slots)
+        given = self.buffers[place].lease(name, worker["held"], room, self.now, slots)
         if self.random.random() < 0.05:
             return  # the answer is lost
         for work in given:
-            tokens = {s: list(p.content) for s, p in work.pieces.items()}
-            whole = {s for s, p in work.pieces.items() if p.whole}
-            worker["tasks"][work.group.key] = Task(tokens, whole)
+            tokens = {s: list(p.content) for s, p in work.sent().items()}
+            whole = {s for s, p in work.sent().items() if p.whole}
+            worker["tasks"][work.key] = Task(tokens, whole)
 
     def decode(self, name):
         worker = self.workers[name]
@@ -469,9 +587,9 @@ class Job:
             return
         buffer = self.buffers[key[0] % self.processes]
         if key[1] == "score":
-            self.tasks[key[0] % self.processes].bring(name, key, pieces)
+            buffer.submit_node(name, key, pieces)
             return
-        goes_on = buffer.bring(name, key, pieces, self.now, goes_on=goes_on)
+        goes_on = submit(buffer, name, key, pieces, self.now, goes_on=goes_on)
         if worker is not None and not goes_on:
             worker["tasks"].pop(key, None)
 
@@ -490,12 +608,12 @@ class Job:
         if scoring and self.workers[name]["run"] == self.attempt:
             key = self.random.choice(sorted(scoring))
             del scoring[key]
-            self.tasks[key[0] % self.processes].fail(name, key, "no")
+            self.buffers[key[0] % self.processes].fail(name, key, "no")
         tasks = self.workers[name]["tasks"]
         if tasks and self.workers[name]["run"] == self.attempt:
             key = self.random.choice(sorted(tasks))
             del tasks[key]
-            self.buffers[key[0] % self.processes].fail(name, key, "no", self.now)
+            self.buffers[key[0] % self.processes].fail(name, key, "no")
 
     # -- trainers ---------------------------------------------------------------------------------
 
@@ -519,8 +637,8 @@ class Job:
             assert all(step - 1 - STALENESS <= v <= step - 1 for v in versions), (step, versions)
             if self.exact:
                 assert len(set(versions)) == 1
-        for tasks in self.tasks:
-            tasks.forget(cut.counters)
+        for buffer in self.buffers:
+            buffer.forget(cut.counters)
         for admission in self.admissions:
             assert admission.finish(step) == cut
         self.trained[step] = cut.kept
@@ -533,7 +651,7 @@ class Job:
         found = {}
         for place, buffer in enumerate(self.buffers):
             self.admit(place)
-            found |= buffer.pieces()
+            found |= {t.key: {**t.under_way, **t.ended} for t in buffer.groups()}
             found |= {(c, "gen"): dict(p) for c, p in self.complete[place].items()}
             found |= {(c, "gen"): dict(p) for c, p in self.unscored[place].items()}
         first = (self.step, self.admissions[0].position, dict(self.trained))
@@ -565,7 +683,7 @@ class Job:
         chance = self.random.random
         self.now += 0.3 * self.random.random()
         for buffer in self.buffers:
-            buffer.leases.expire(self.now)
+            buffer.expire(self.now)
         if self.greedy:
             self.claim()
         name = self.random.choice(sorted(self.workers)) if self.workers else None
@@ -584,7 +702,7 @@ class Job:
             del self.workers[name]
             if chance() < 0.3:
                 for buffer in self.buffers:
-                    buffer.leases.leave(name)
+                    buffer.deregister(name)
         if len(self.workers) < 4 and chance() < 0.03:
             self.join()
         if chance() < 0.02:

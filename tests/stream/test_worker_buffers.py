@@ -27,16 +27,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
-from distflow_jax.stream.buffer_sampler import BufferSampler, Difference, differs
-from distflow_jax.stream.frames.frames import (
-    Frame,
-    pieces_of,
-    progress_of,
-    samples_frame,
-    samples_of,
-    work_frame,
-    work_of,
-)
+from distflow_jax.stream.frames.frames import Frame, samples_frame, samples_of, work_frame, work_of
 from distflow_jax.stream.links import buffer_links
 from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import (
@@ -45,11 +36,13 @@ from distflow_jax.stream.links.buffer_addresses import (
     read_addresses,
     start_before,
 )
-from distflow_jax.stream.links.buffer_links import JOIN_SECONDS, Joining, leave
+from distflow_jax.stream.links.buffer_links import JOIN_SECONDS, Joining, deregister
 from distflow_jax.stream.links.buffer_service import BufferService, difference
 from distflow_jax.stream.links.run_token import make_run_token
+from distflow_jax.stream.sample_requests import Difference, SampleRequests, differs
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import pieces_of, progress_of
 from distflow_jax.stream.wire.calls import Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -117,13 +110,13 @@ def test_a_second_result_that_differs_is_in_the_log_once(caplog):
         max_tries=2,
         differs=differs,
     )
-    sampler = BufferSampler(buffer, threading.Condition())
-    sampler.submit(key, request)
+    requests = SampleRequests(buffer, threading.Condition())
+    requests.begin(key, request)
     one, other = (response_of(request, 1, [0, 0, 0]) for _ in range(2))
     other.tokens = other.tokens + np.array([0, 40, 40], np.int32)
     for response in (one, one, other, other):
         found = {key: Progress({1: single_turn(response)})}
-        sampler.bring("w7", [key], found, calls=1, goes_on=True)
+        requests.submit("w7", [key], found, calls=1, goes_on=True)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
@@ -148,7 +141,7 @@ def buffer_with(folder, tables):
         Rule(GROUPS, STALENESS), exact=False, version=0, lease_seconds=HANG, max_tries=2
     )
     facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
-    answers = BufferService(BufferSampler(buffer, lock), lock, tables, facts)
+    answers = BufferService(SampleRequests(buffer, lock), lock, tables, facts)
     with contextlib.closing(
         WireServer("127.0.0.1:0", make_run_token(folder), answers.methods())
     ) as server:
@@ -165,9 +158,9 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
     with buffer_with(tmp_path, ours) as buffer:
         with pytest.raises(ValueError, match="tokenizer of the model is .* at this worker and"):
             Joining(str(tmp_path), "w", other).first(HANG)
-        assert not buffer.leases.workers
+        assert not buffer.workers
         Joining(str(tmp_path), "w", ours).first(HANG).close()
-        assert "w" in buffer.leases.workers
+        assert "w" in buffer.workers
 
 
 def test_addresses_are_written_whole_and_read_back(tmp_path):
@@ -248,7 +241,7 @@ def test_two_workers_answer_two_buffers_and_end_with_the_run(tmp_path, exact):
     assert [c for step in sorted(trainers.trained) for c in trainers.trained[step]] == list(
         range(trainers.step * GROUPS)
     )
-    assert all(s.buffer.counts.differing == 0 for s in trainers.samplers)
+    assert all(r.buffer.counts.differing == 0 for r in trainers.requests)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["in_flight", "boundary"])
@@ -260,9 +253,9 @@ def test_a_worker_that_is_silent_loses_its_groups_and_one_that_stops_gives_them(
             stop.set()
             trainers.train(10)
             assert two.groups > 0
-            buffer = trainers.samplers[0].buffer
+            buffer = trainers.requests[0].buffer
             with trainers.locks[0]:  # as if it had asked before a lease's time
-                buffer.ask("silent", buffer.wanted()[0], 100, time.monotonic() - HANG)
+                buffer.lease("silent", buffer.wanted()[0], 100, time.monotonic() - HANG)
             trainers.train(14)
             trainers.close()
 
@@ -300,9 +293,8 @@ def test_a_prompt_on_which_workers_fail_is_given_up_and_the_next_takes_its_place
 
 def tables_of(trainers):
     """Entries of every table of a task buffer and its server, by owner and name."""
-    sampler, answers = trainers.samplers[0], trainers.answers[0]
-    buffer, tasks = sampler.buffer, sampler.tasks
-    owners = [answers, sampler, buffer, buffer.leases, tasks]
+    requests, answers = trainers.requests[0], trainers.answers[0]
+    owners = [answers, requests, requests.buffer]
     kinds = (dict, set, list)
     return [{n: len(v) for n, v in vars(one).items() if isinstance(v, kinds)} for one in owners]
 
@@ -310,21 +302,21 @@ def tables_of(trainers):
 def joined(folder, count):
     """Workers join, claim what they can get, and leave or vanish, one after the other."""
     trainers = Trainers(folder, exact=False, processes=1)
-    (sampler,), (lock,), before = trainers.samplers, trainers.locks, tables_of(trainers)
+    (requests,), (lock,), before = trainers.requests, trainers.locks, tables_of(trainers)
     for number in range(count):
         nodes = ["score"] if number % 4 == 0 else []
         links = Joining(str(folder), f"w{number}", TABLES, nodes).first(HANG)
-        told = {"version": 0, "room": 4, "slots": 4, "nodes": nodes}
-        links.call(links.clients[0], "ask_node" if nodes else "ask", Frame(told))
+        told = {"version": 0, "capacity": 4, "slots": 4, "nodes": nodes}
+        links.call(links.clients[0], "lease_node" if nodes else "lease", Frame(told))
         if number % 2:
-            leave(links)
+            deregister(links)
         links.close()
     with lock:
         now = time.monotonic()
         for late in (0.0, 2 * HANG, 100 * HANG):  # of leases of HANG seconds
-            sampler.buffer.leases.expire(now + late)
+            requests.buffer.expire(now + late)
     assert tables_of(trainers) == before
-    settle(lambda: trainers.addresses[0].peers, 0)
+    settle(lambda: trainers.servers[0].peers, 0)
     trainers.close()
 
 
@@ -435,5 +427,5 @@ def test_two_thousand_groups_over_a_faulty_network(tmp_path, monkeypatch, exact)
 
 def counts_of(trainers):
     """Counts of all task buffers."""
-    found = [dataclasses.asdict(sampler.buffer.counts) for sampler in trainers.samplers]
+    found = [dataclasses.asdict(requests.buffer.counts) for requests in trainers.requests]
     return sum(map(collections.Counter, found), collections.Counter())

@@ -13,12 +13,13 @@ from support.waiting import until
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.rollout.requests import SamplingParams
-from distflow_jax.stream import worker
-from distflow_jax.stream.frames.frames import Frame, progress_bytes, samples_of, work_frame
-from distflow_jax.stream.links import buffer_client
-from distflow_jax.stream.links.buffer_client import Assignment, BufferClient, Pace, WorkerState
+from distflow_jax.stream.frames.frames import Frame, samples_of, work_frame
+from distflow_jax.stream.links import buffer_client, remote
+from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.links.remote import Assignment, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.tasks import progress_bytes
 from distflow_jax.stream.worker import Worker
 
 NODE = "gen"
@@ -35,21 +36,19 @@ class Rounds:
     def __init__(self, links, again=None, slots=64):
         ended, self.pulled = collections.deque(), []
         self.sampler = Sampler(links.newest, ended)
-        self.worker = Worker(
-            self.sampler,
-            BufferClient(
-                links,
-                types.SimpleNamespace(again=lambda seconds, stopped: again),
-                WorkerState(version=links.newest, newest=links.newest, slots=slots),
-                Pace(1e9, 1.0),
-                NodeRunner({}),
-            ),
-            self._pull,
-            cache="keep",
-            ended=ended,
+        self.state = WorkerState(
+            links=links, version=links.newest, newest=links.newest, slots=slots
         )
-        self.shared, self.talk = self.worker._shared, self.worker._talk
-        self.round = self.worker._round
+        self.link = RemoteLink(self.state, self._pull, ended, save_seconds=1e9)
+        self.worker = Worker(self.sampler, self.link, cache="keep")
+        self.talk = BufferClient(
+            self.state,
+            types.SimpleNamespace(again=lambda seconds, stopped: again),
+            NodeRunner({}),
+            save_seconds=1e9,
+            orphan_seconds=1.0,
+        )
+        self.round = self.worker.round
 
     def _pull(self, links, version):
         self.pulled.append((links.attempt, version))
@@ -57,8 +56,8 @@ class Rounds:
 
     def come(self, counter, progress=None):
         progress = progress or Progress()
-        came = Assignment(self.shared.version, (counter, NODE), request_of(counter), progress)
-        self.shared.came.append(came)
+        came = Assignment(self.state.version, (counter, NODE), request_of(counter), progress)
+        self.state.assigned.append(came)
 
     def until(self, done):
         def is_done():
@@ -85,18 +84,18 @@ def test_samples_of_weights_that_a_restart_has_undone_are_dropped(before, kept):
     rounds.round()
     (work,) = rounds.sampler._open
     known = rounds.sampler.progress()[work]
-    rounds.shared.goes[9, NODE] = Progress()  # of no weights
-    rounds.shared.goes[5, NODE] = known  # by version 3
+    rounds.state.whole[9, NODE] = Progress()  # of no weights
+    rounds.state.whole[5, NODE] = known  # by version 3
     rounds.sampler.load("weights 5", 5, cache="keep")
-    rounds.shared.version = rounds.shared.newest = 5
+    rounds.state.version = rounds.state.newest = 5
     rounds.come(4)
     rounds.round()
     joins = threading.Thread(target=rounds.talk._rejoin)
     joins.start()
     rounds.until(lambda: not joins.is_alive())
-    found = {key[0]: versions_of(progress) for key, progress in rounds.shared.goes.items()}
+    found = {key[0]: versions_of(progress) for key, progress in rounds.state.whole.items()}
     assert found == {9: set()} | ({5: kept} if kept else {})
-    rounds.until(lambda: rounds.shared.version == 5)
+    rounds.until(lambda: rounds.state.version == 5)
     assert rounds.pulled == [("two", 5)] and rounds.sampler.version == 5
 
 
@@ -108,14 +107,14 @@ def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
     suspend = functools.partial(rounds.sampler.suspend)
 
     def slow(dropping):
-        seen.append(rounds.shared.rejoined)
+        seen.append(rounds.state.rejoined)
         return suspend(dropping)
 
     rounds.sampler.suspend = slow
     joins = threading.Thread(target=rounds.talk._rejoin)
     joins.start()
     rounds.until(lambda: not joins.is_alive())
-    assert seen == [True] and not rounds.shared.rejoined
+    assert seen == [True] and not rounds.state.rejoined
 
 
 def test_samples_go_to_their_buffers_in_frames_of_bounded_size(monkeypatch):
@@ -124,7 +123,7 @@ def test_samples_go_to_their_buffers_in_frames_of_bounded_size(monkeypatch):
         episode = single_turn(response_of(request_of(counter), 0, [0] * (1 + counter)))
         found[counter, NODE] = Progress({0: episode})
     most = progress_bytes(found[9, NODE])
-    monkeypatch.setattr(buffer_client, "BRING_BYTES", most)
+    monkeypatch.setattr(buffer_client, "SUBMIT_BYTES", most)
     frames = buffer_client._by_buffers(found, 2)
     assert not any(more for _, _, more in frames)
     sent = [key for _, samples, _ in frames for key in samples]
@@ -140,11 +139,11 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
     rounds, key = Rounds(links), (2, NODE)
     request = request_of(2)
     ended = {s: single_turn(response_of(request, s, [3] * 10)) for s in range(4)}
-    monkeypatch.setattr(buffer_client, "BRING_BYTES", progress_bytes(Progress({0: ended[0]})))
+    monkeypatch.setattr(buffer_client, "SUBMIT_BYTES", progress_bytes(Progress({0: ended[0]})))
     brought, answers = [], []
 
     def call(client, method, frame):
-        if method == "ask":
+        if method == "lease":
             return work_frame(FACTS, [(key, request, Progress({1: ended[1]}))])
         requests = {key: dataclasses.replace(request, sampling=SamplingParams(4, 16))}
         found = samples_of(frame, requests).get(key, Progress())
@@ -152,34 +151,34 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
         return Frame(FACTS | {"dropped": answers.pop() if answers else []})
 
     monkeypatch.setattr(rounds.talk, "_call", call)
-    rounds.shared.room = 8
-    rounds.talk._ask()
+    rounds.state.capacity = 8
+    rounds.talk._lease()
     saves = {key: Progress({1: ended[1], 0: ended[0]})}
     for _ in range(2):
-        rounds.talk._bring(saves, whole=False)
+        rounds.talk._submit(saves, whole=False)
     assert brought == [([0], True), ([], True)]
-    rounds.shared.goes[key] = Progress(ended)
-    rounds.talk._bring({key: Progress(ended)}, whole=True)
+    rounds.state.whole[key] = Progress(ended)
+    rounds.talk._submit({key: Progress(ended)}, whole=True)
     assert brought[2:] == [([2], True), ([3], False)]
-    assert not rounds.shared.goes and not rounds.talk._told
-    rounds.talk._bring(saves, whole=False)
+    assert not rounds.state.whole and not rounds.talk._told
+    rounds.talk._submit(saves, whole=False)
     answers.append([list(key)])  # the task buffer has given the group to another worker
-    rounds.talk._bring(saves, whole=False)
-    assert rounds.shared.dropped == {key} and not rounds.talk._told
+    rounds.talk._submit(saves, whole=False)
+    assert rounds.state.dropped == {key} and not rounds.talk._told
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
 def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     seconds, kept, monkeypatch
 ):
-    monkeypatch.setattr(worker, "LOAD_SECONDS", seconds)
+    monkeypatch.setattr(remote, "LOAD_SECONDS", seconds)
     rounds = Rounds(links_of("one", newest=3))
-    shared, weight_update, seen = rounds.shared, rounds.sampler.load, []
+    state, weight_update, seen = rounds.state, rounds.sampler.load, []
 
     def saves():
-        with shared.lock:
+        with state.lock:
             rounds.talk._keep_open()
-            found, shared.saves = shared.saves or {}, None
+            found, state.partial = state.partial or {}, None
         assert all(progress == Progress() for progress in found.values())
         return {key[0] for key in found}
 
@@ -191,11 +190,11 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     rounds.sampler.load = load
     rounds.come(2)
     rounds.round()
-    shared.saves = None
+    state.partial = None
     assert saves() == set()
-    shared.newest = 4
+    state.newest = 4
     rounds.until(lambda: seen)
-    shared.saves = None
+    state.partial = None
     assert seen == [kept] and saves() == set()
 
 
@@ -204,15 +203,15 @@ def test_responses_that_ended_elsewhere_take_no_slots():
     rounds = Rounds(links_of("one", newest=3), slots=8)
     episode = single_turn(response_of(request_of(4), 0, [3] * length_of(4, 0)))
     rounds.come(4, Progress({0: episode}))
-    assert rounds.shared.came[0].lacks == 1
+    assert rounds.state.assigned[0].lacks == 1
     rounds.round()
-    assert rounds.shared.room == 7
+    assert rounds.state.capacity == 7
     rounds.come(2)
     rounds.round()
-    assert rounds.shared.room == 5
-    rounds.shared.dropped.add((4, NODE))
+    assert rounds.state.capacity == 5
+    rounds.state.dropped.add((4, NODE))
     rounds.come(4, Progress({0: episode}))
     rounds.round()
-    assert rounds.shared.room == 8 - rounds.worker._under_way()
+    assert rounds.state.capacity == 8 - rounds.link.under_way(rounds.worker)
     rounds.until(lambda: not rounds.sampler.busy)
-    assert rounds.shared.room == 8
+    assert rounds.state.capacity == 8

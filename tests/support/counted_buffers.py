@@ -13,16 +13,15 @@ import numpy as np
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
-from distflow_jax.stream.buffer_sampler import BufferSampler, differs
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses, start_before
-from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
+from distflow_jax.stream.links.remote import RemoteLink, WorkerState
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_runner import NodeRunner
-from distflow_jax.stream.node_tasks import NodeTasks
-from distflow_jax.stream.refills import Refills
-from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.sample_requests import SampleRequests, differs
+from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.wire.wire_server import WireServer
 from distflow_jax.stream.worker import Worker
@@ -109,7 +108,7 @@ class Sampler:
                     )
         return found
 
-    def suspend(self, dropping):
+    def suspend(self, dropping=()):
         for key in dropping:
             self._open.pop(key, None)
         return None, []
@@ -144,8 +143,8 @@ class Trainers:
         self.rule, self.folder, self.exact = Rule(GROUPS, STALENESS), folder, exact
         self.step, self.first, self.trained = step, step, {}
         self.locks = [threading.Condition() for _ in range(processes)]
-        self.samplers, self.addresses, self.answers = [], [], []
-        self.admissions = [Refills(self.rule, step=step, counter=position) for _ in self.locks]
+        self.requests, self.servers, self.answers = [], [], []
+        self.admissions = [Admission(self.rule, step=step, counter=position) for _ in self.locks]
         self.next, self.complete = [position] * processes, {}
         self.given_up = set()
         token = make_run_token(folder)
@@ -156,40 +155,40 @@ class Trainers:
                 version=step,
                 lease_seconds=lease,
                 max_tries=2,
+                served=["score"],
                 differs=differs,
             )
-            tasks = NodeTasks(buffer.leases, ["score"])
-            self.samplers.append(BufferSampler(buffer, lock, tasks=tasks))
+            self.requests.append(SampleRequests(buffer, lock))
             facts = {"attempt": attempt, "exact": exact}
             facts |= {"began": step, "after": start_before(folder)}
-            self.answers.append(BufferService(self.samplers[-1], lock, TABLES, facts))
-            self.addresses.append(
+            self.answers.append(BufferService(self.requests[-1], lock, TABLES, facts))
+            self.servers.append(
                 WireServer("127.0.0.1:0", token, self.answers[-1].methods(), quick=QUICK)
             )
         self.admit()
-        buffers = [f"127.0.0.1:{through(server.port)}" for server in self.addresses]
+        buffers = [f"127.0.0.1:{through(server.port)}" for server in self.servers]
         for answers in self.answers:
             answers.meet(buffers)
         BufferAddresses(attempt, tuple(buffers)).write(folder)
 
     def admit(self):
-        for place, sampler in enumerate(self.samplers):
+        for place, requests in enumerate(self.requests):
             admission = self.admissions[place]
-            end = admission.end(sampler.version)
+            end = admission.end(requests.buffer.newest)
             for counter in range(self.next[place], end):
-                if counter % len(self.samplers) == place:
+                if counter % len(self.requests) == place:
                     request = request_of(counter, admission.step_of(counter))
-                    sampler.submit((counter, "gen"), request)
+                    requests.begin((counter, "gen"), request)
             self.next[place] = max(self.next[place], end)
 
     def look(self):
         """Takes what is there, and trains a step if it is whole."""
         self.admit()
-        for sampler, lock in zip(self.samplers, self.locks, strict=True):
+        for requests, lock in zip(self.requests, self.locks, strict=True):
             with lock:
-                sampler.buffer.leases.expire(time.monotonic())
-                self.given_up |= set(sampler.give_up())
-            for (counter, _), episodes in sampler.round():
+                requests.buffer.expire(time.monotonic())
+                self.given_up |= set(requests.give_up())
+            for (counter, _), episodes in requests.round():
                 assert counter not in self.complete
                 responses = [episode.response for episode in episodes]
                 assert [response.sample for response in responses] == list(range(SAMPLES))
@@ -212,9 +211,9 @@ class Trainers:
         for admission in self.admissions:
             admission.finish(step)
         self.step, self.trained[step] = step, cut.kept
-        for sampler, lock in zip(self.samplers, self.locks, strict=True):
+        for requests, lock in zip(self.requests, self.locks, strict=True):
             with lock:
-                sampler.buffer.publish(step)
+                requests.buffer.publish(step)
 
     def train(self, steps):
         def trained():
@@ -227,7 +226,7 @@ class Trainers:
         if ended:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda answers: answers.end(HANG), self.answers))
-        for server in self.addresses:
+        for server in self.servers:
             server.close()
 
 
@@ -238,22 +237,15 @@ def working(folder, *, seconds=0.0, orphan=HANG, refuses=(), name=""):
     links, ended = joining.first(HANG), collections.deque()
     sampler = Sampler(links.first_version, ended, seconds)
     sampler.refuses = refuses
-    worker = Worker(
-        sampler,
-        BufferClient(
-            links,
-            joining,
-            WorkerState(version=links.first_version, newest=links.newest, slots=12),
-            Pace(0.05, orphan),
-            NodeRunner({}),
-        ),
-        lambda links, version: f"weights {version}",
-        cache="keep",
-        ended=ended,
+    state = WorkerState(
+        links=links, capacity=12, version=links.first_version, newest=links.newest, slots=12
     )
+    link = RemoteLink(state, lambda links, version: f"weights {version}", ended, save_seconds=0.05)
+    worker = Worker(sampler, link, cache="keep")
+    client = BufferClient(state, joining, NodeRunner({}), save_seconds=0.05, orphan_seconds=orphan)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        end = pool.submit(worker.serve, stop.is_set)
+        end = pool.submit(client.sample, worker, link, stop.is_set)
         try:
             yield worker, end, stop
         finally:

@@ -1,6 +1,7 @@
 """A flow of one process with a sampler that only counts: its own code, without models."""
 
 import contextlib
+import math
 import pathlib
 import threading
 
@@ -14,17 +15,17 @@ from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.rollout.requests import Response, SamplingParams
-from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.group_stream import GroupStream, Observer
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
-from distflow_jax.stream.publications import Publications
-from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.token_account import TokenAccount
 from support.tiny_model import prompt_of
 
@@ -138,18 +139,36 @@ def plain_stream(
     folder, step = pathlib.Path(folder), bounds.get("step", 0)
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     rule = Rule(BATCH, staleness, max_rounds)
+    lock, config = (
+        threading.Condition(),
+        StreamConfig(max_staleness=staleness, weight_update=weight_update),
+    )
+    buffer = TaskBuffer(
+        rule,
+        exact=weight_update == "boundary",
+        version=step,
+        lease_seconds=math.inf,
+        max_tries=1,
+    )
     producer = Producer(
-        PlainSampler(step),
+        SampleRequests(buffer, lock),
         Admission(rule, judged=until is not None, **bounds),
         [SamplingNode(NODE, SamplingParams(SAMPLES, 8), None)],
         draw,
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=SAMPLES,
-        lock=threading.Condition(),
+        lock=lock,
         saved=SavedSamples(),
     )
     additions = AdditionWriter(epath.Path(folder / "checkpoints"))
-    publications = Publications(PublishRule(0.0, staleness), producer, None, lambda version: None)
+    delivery = make_delivery(
+        config,
+        PlainSampler(step),
+        producer,
+        PlainSync(),
+        lambda version: None,
+        own_devices=own_devices,
+    )
     saver = SampleSaver(
         producer,
         additions,
@@ -161,9 +180,9 @@ def plain_stream(
     stream = GroupStream(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
-        Delivery(PlainSync(), own_devices, publications),
+        delivery,
         BackgroundGather(None),
-        StreamConfig(max_staleness=staleness, weight_update=weight_update),
+        config,
         observer=Observer(lambda name: contextlib.nullcontext(), note, evaluator),
         saver=saver,
     )

@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import logging
+import math
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
@@ -28,7 +29,7 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous
 from distflow_jax.runtime.samplers.ahead import Ahead, EvaluateAhead
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
-from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers, make_buffer_sampler
+from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
@@ -38,20 +39,21 @@ from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.batches.rollout_taker import RolloutTaker
-from distflow_jax.stream.buffer_producer import BufferProducer
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.frames.image_frames import sent_bytes
 from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.group_stream import GroupStream, Observer
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
-from distflow_jax.stream.refills import Refills
+from distflow_jax.stream.sample_requests import SampleRequests, differs
 from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
-from distflow_jax.stream.stream_checks import sampling_tasks
+from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.token_account import TokenAccount
 
 log = logging.getLogger("distflow_jax")
@@ -140,8 +142,15 @@ def _open(
             source.update_weights,
         )
     else:
+        sampler = EpisodeSampler(
+            runtime.engine,
+            state.models.pop(tasks[0].state_key),
+            prepared.environments,
+            runtime.contexts.of(tasks[0]).on_response,
+        )
         delivery = make_delivery(
             config.stream,
+            sampler,
             producer,
             runtime.sync,
             source.update_weights,
@@ -270,24 +279,14 @@ def _producer(
         for c in contexts
     ]
     lock = threading.Condition()
-    if config.stream.workers:
-        sampler = make_buffer_sampler(prepared, state, lock, contexts[0].on_response)
-    else:
-        sampler = EpisodeSampler(
-            runtime.engine,
-            state.models.pop(tasks[0].state_key),
-            prepared.environments,
-            contexts[0].on_response,
-        )
     admission = _admission(prepared, state.step, place.position)
     if config.stream.round_tokens:
         admission = _deadlines(prepared, state, place, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
-    kind: Callable[..., Producer] = Producer
-    if config.stream.workers:
-        kind = functools.partial(BufferProducer, given_up=given_up)
-    return kind(
-        sampler,
+    elsewhere = config.stream.workers
+    buffer = _buffer(prepared, state, {task.node.id for task in tasks})
+    return Producer(
+        SampleRequests(buffer, lock, contexts[0].on_response if elsewhere else None),
         admission,
         nodes,
         functools.partial(next, loader, None),
@@ -295,15 +294,30 @@ def _producer(
         num_samples=config.rollout.num_samples,
         lock=lock,
         saved=saved,
+        given_up=given_up,
+        size=sent_bytes if elsewhere else lambda prompt: 0,
+    )
+
+
+def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) -> TaskBuffer:
+    """The task buffer of this process; leases of its own worker never end."""
+    config, plan = prepared.config.stream, prepared.plan
+    ahead = {node.id for node in nodes_ahead(plan)}
+    return TaskBuffer(
+        stream_rule(prepared.config, plan),
+        exact=config.weight_update == "boundary",
+        version=state.step,
+        lease_seconds=config.lease_seconds if config.workers else math.inf,
+        max_tries=config.max_tries,
+        served=(ahead - set(sampled)) & set(config.worker_nodes),
+        differs=differs,
     )
 
 
 def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
     """The rule of a run after `step` steps, which did not look at `counter`."""
     config, batches = prepared.config, prepared.loader.num_steps
-    refills = config.stream.workers and prepared.plan.region is None
-    kind = Refills if refills else Admission
-    return kind(
+    return Admission(
         stream_rule(config, prepared.plan),
         step=step,
         counter=counter,

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 import secrets
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,11 @@ import jax
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
 from distflow_jax.parallel import processes
-from distflow_jax.planning.plan_run import PreparedRun, config_table, stream_rule
-from distflow_jax.rollout.requests import Response
+from distflow_jax.planning.plan_run import PreparedRun, config_table
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.stream.buffer_producer import BufferProducer
-from distflow_jax.stream.buffer_sampler import BufferSampler, differs
-from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.delivery import Delivery, Hooks
 from distflow_jax.stream.frames.frames import FRAME_BYTES
-from distflow_jax.stream.host_nodes import HostThread
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.agreement import node_table, shared_tables
@@ -33,43 +28,19 @@ from distflow_jax.stream.links.buffer_addresses import (
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
-from distflow_jax.stream.node_tasks import NodeTasks
+from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
-from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
 
 END_SECONDS = 3.0  # in which workers hear that the run is over
 
 
-def make_buffer_sampler(
-    prepared: PreparedRun,
-    state: RunState,
-    lock: threading.Condition,
-    on_response: Callable[[Response], None],
-) -> BufferSampler:
-    """The sampler of a process whose groups workers answer; `lock` guards it."""
-    config = prepared.config.stream
-    buffer = TaskBuffer(
-        stream_rule(prepared.config, prepared.plan),
-        exact=config.weight_update == "boundary",
-        version=state.step,
-        lease_seconds=config.lease_seconds,
-        max_tries=config.max_tries,
-        differs=differs,
-    )
-    ahead = {node.id for node in nodes_ahead(prepared.plan)}
-    sampled = {task.node.id for task in sampling_tasks(prepared.plan)}
-    tasks = NodeTasks(buffer.leases, (ahead - sampled) & set(config.worker_nodes))
-    return BufferSampler(buffer, lock, on_response, tasks)
-
-
 def deliver_to_workers(
     prepared: PreparedRun,
     state: RunState,
-    producer: BufferProducer,
+    producer: Producer,
     offload: Offload,
     checkpoints: pathlib.Path,
     publish: Callable[[int], None],
@@ -99,7 +70,7 @@ def deliver_to_workers(
     tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
     facts = {"attempt": attempt, "after": before, "began": state.step}
     facts["exact"] = config.stream.weight_update == "boundary"
-    answers = BufferService(producer.sampler, producer.lock, tables, facts, node_table(whole))
+    answers = BufferService(producer.requests, producer.lock, tables, facts, node_table(whole))
     server = WireServer(
         own_address(config.stream.listen),
         make_run_token(workdir),
@@ -122,22 +93,19 @@ def deliver_to_workers(
             answers.end(END_SECONDS)
         server.close()
 
-    tasks = producer.sampler.tasks
-    thread = functools.partial(
-        LeaseMonitor,
-        producer,
-        store=store,
-        no_workers_seconds=config.stream.no_workers_seconds,
-        how=f"distflow worker --config=... --join={workdir}",
-        leave=leave,
-    )
-    return Delivery(
-        sync,
-        True,
-        Publications(PublishRule(0.0, config.stream.max_staleness), producer, None, publish),
-        thread,
-        functools.partial(LeasedNodes, tasks=tasks) if tasks.served else HostThread,
-    )
+    def start(hooks: Hooks) -> LeaseMonitor:
+        return LeaseMonitor(
+            producer,
+            hooks.hand_on,
+            store,
+            no_workers_seconds=config.stream.no_workers_seconds,
+            how=f"distflow worker --config=... --join={workdir}",
+            leave=leave,
+        )
+
+    rule = PublishRule(0.0, config.stream.max_staleness)
+    nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
+    return Delivery(sync, Publications(rule, producer, None, publish), start, nodes)
 
 
 @dataclasses.dataclass(frozen=True)

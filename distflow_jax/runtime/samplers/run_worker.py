@@ -35,13 +35,14 @@ from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.run_nodes import own_sizes, read_nodes
 from distflow_jax.stream.links.agreement import node_table, shared_tables
 from distflow_jax.stream.links.buffer_addresses import addresses
-from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
+from distflow_jax.stream.links.remote import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import WeightPull, pull_target
 from distflow_jax.stream.wire.calls import Refused, Unreachable
-from distflow_jax.stream.worker import Pull, Worker
+from distflow_jax.stream.worker import Worker
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
@@ -124,8 +125,14 @@ def _run_nodes(
     if links is None:
         return EXIT_DONE
     print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.clients)} trainers", flush=True)
-    talk = BufferClient(links, joining, WorkerState(), Pace(0.0, asked.patience.orphan), nodes)
-    finished = talk.serve(stopped)
+    client = BufferClient(
+        WorkerState(links=links),
+        joining,
+        nodes,
+        save_seconds=0.0,
+        orphan_seconds=asked.patience.orphan,
+    )
+    finished = client.serve(stopped)
     print(f"ended after {nodes.served} nodes of groups", flush=True)
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
@@ -150,11 +157,33 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             opened = _own_engine(config, graph, source)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files)
-        worker = _make_worker(config, joining, links, opened, asked.patience, nodes)
-        if worker is None:
+        first = _first_weights(joining, links, opened.pull, asked.patience.join)
+        if first is None:
             return EXIT_DONE
+        links, weights = first
+        state = WorkerState(
+            links=links,
+            capacity=opened.slots,
+            version=links.first_version,
+            newest=links.newest,
+            slots=opened.slots,
+        )
+        responses: collections.deque[Response] = collections.deque()
+        save_seconds = config.stream.save_seconds
+        link = RemoteLink(state, opened.pull, responses, save_seconds=save_seconds)
+        sampler = opened.sampler(weights, links.first_version, responses.append)
+        worker = Worker(sampler, link, cache=config.stream.cache)
+        orphan_seconds = asked.patience.orphan
+        client = BufferClient(
+            state, joining, nodes, save_seconds=save_seconds, orphan_seconds=orphan_seconds
+        )
+        print(
+            f"ready: {opened.slots} slots, version {links.first_version}, for "
+            f"{len(links.clients)} trainers",
+            flush=True,
+        )
         try:
-            worker.serve(ended)
+            finished = client.sample(worker, link, ended)
         except EngineError as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
     print(
@@ -162,7 +191,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         f"{worker.load_seconds:.3f} s",
         flush=True,
     )
-    return EXIT_DONE if worker.finished else EXIT_PREEMPTED
+    return EXIT_DONE if finished else EXIT_PREEMPTED
 
 
 def _first_weights(
@@ -196,41 +225,6 @@ class _Opened:
     pull: Pull
     # (weights, their version, called as soon as a response has ended)
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
-
-
-def _make_worker(
-    config: Config,
-    joining: Joining,
-    links: Links,
-    opened: _Opened,
-    patience: Patience,
-    nodes: NodeRunner,
-) -> Worker | None:
-    """A worker with the first weights; None if the run has ended."""
-    first = _first_weights(joining, links, opened.pull, patience.join)
-    if first is None:
-        return None
-    links, weights = first
-    ended: collections.deque[Response] = collections.deque()
-    worker = Worker(
-        opened.sampler(weights, links.first_version, ended.append),
-        BufferClient(
-            links,
-            joining,
-            WorkerState(version=links.first_version, newest=links.newest, slots=opened.slots),
-            Pace(config.stream.save_seconds, patience.orphan),
-            nodes,
-        ),
-        opened.pull,
-        cache=config.stream.cache,
-        ended=ended,
-    )
-    print(
-        f"ready: {opened.slots} slots, version {links.first_version}, for "
-        f"{len(links.clients)} trainers",
-        flush=True,
-    )
-    return worker
 
 
 def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:

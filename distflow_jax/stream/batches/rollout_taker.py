@@ -33,7 +33,7 @@ class RolloutTaker:
         with stream.update_times.block("wait"):
             producer.admit()  # before anything is due: all that may begin is under way
             cut = self._budget.end(stream.drive)
-        producer.sampler.drain()  # the devices are the trainer's from here on
+        stream.rest()  # the devices are the trainer's from here on
         with producer.lock:
             done = [group for group in producer.groups.values() if group.done]
         stream.steps.learn(done[:1])  # this process may have no group of the step

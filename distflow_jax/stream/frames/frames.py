@@ -12,15 +12,14 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.episodes import Episode
-from distflow_jax.rollout.requests import GroupRequest, Partial, SamplingParams
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
-from distflow_jax.stream.saved_samples import Arrays, Key, Piece, SavedSamples, to_arrays
+from distflow_jax.stream.saved_samples import Arrays, SavedSamples, to_arrays
+from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Bytes
 
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
-_TOKEN_BYTES = 17  # of a response's arrays: four numbers and a mark of each token
 _PROMPT = "prompt"  # of the arrays, before a group's place
 _BROKEN = (KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error)
 
@@ -161,35 +160,3 @@ def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
         return []
     known = samples_of(frame, requests)
     return [(key, request, known.get(key, Progress())) for key, request in requests.items()]
-
-
-def pieces_of(progress: Progress) -> dict[int, Piece]:
-    """The responses of a request as a task buffer holds them, by sample."""
-    found = {s: _piece(e.response.version, True, e) for s, e in progress.episodes.items()}
-    for partial in progress.partials:
-        version = np.concatenate([np.zeros(0, np.int32), *(c[3] for c in partial.chunks)])
-        found[partial.sample] = _piece(version, False, partial)
-    return found
-
-
-def progress_of(pieces: Mapping[int, Piece]) -> Progress:
-    """Inverse of pieces_of."""
-    return Progress(
-        {s: p.content for s, p in sorted(pieces.items()) if p.whole},
-        [p.content for _, p in sorted(pieces.items()) if not p.whole],
-    )
-
-
-def _piece(version: np.ndarray, whole: bool, content: Episode | Partial) -> Piece:
-    low, high = (int(version.min()), int(version.max())) if len(version) else (0, 0)
-    return Piece(len(version), low, high, whole, content, _size(content, len(version)))
-
-
-def progress_bytes(progress: Progress) -> int:
-    """Bytes of a request's samples in a frame, about."""
-    return sum(piece.size for piece in pieces_of(progress).values())
-
-
-def _size(content: Episode | Partial, tokens: int) -> int:
-    experts = content.response.routed_experts if isinstance(content, Episode) else None
-    return _TOKEN_BYTES * tokens + (0 if experts is None else experts.nbytes)

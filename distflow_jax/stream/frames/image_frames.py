@@ -15,6 +15,7 @@ from distflow_jax.images.record import Image, ImagePatches
 _PATCH = "patch"  # of the arrays, before a group's place
 _COLUMNS = ("patches", "positions", "segments")  # of an image, behind its number
 _DIGEST_BYTES = 16
+MOST_IMAGE_BYTES = 48 << 20  # of a prompt: an answer to a worker has to hold them
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
 
@@ -86,9 +87,15 @@ def patch_of(
     return patch
 
 
-def image_bytes(prompt: Prompt) -> int:
-    """Bytes of the arrays of a prompt's images."""
-    return sum(getattr(_cut(image), name).nbytes for image in prompt.images for name in _COLUMNS)
+def sent_bytes(prompt: Prompt) -> int:
+    """Bytes of the arrays of a prompt's images. ValueError for more than a worker gets at once."""
+    size = sum(getattr(_cut(image), name).nbytes for image in prompt.images for name in _COLUMNS)
+    if size > MOST_IMAGE_BYTES:
+        raise ValueError(
+            f"the images of prompt {prompt.counter} have {size >> 20} MiB of patches, and workers "
+            f"get at most {MOST_IMAGE_BYTES >> 20} MiB at once: use a smaller data.image_tokens"
+        )
+    return size
 
 
 def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Image:

@@ -17,9 +17,8 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stream.frames.frames import Frame, checked
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
-from distflow_jax.stream.saved_samples import Key
+from distflow_jax.stream.tasks import Key
 
-QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next
 _TAG = "__is__"  # of what JSON has no form for
 _TOKENS = "prompt"  # of the arrays
 

@@ -161,10 +161,10 @@ class Joining:
                 return on_failure.enter_context(contextlib.closing(made))
 
             with contextlib.closing(WireClient(address, token, self._name)) as first:
-                facts = self._hello(first, end)
+                facts = self._register(first, end)
             buffers = checked(lambda: [str(one) for one in facts["buffers"]])
             clients = [client(buffer) for buffer in buffers]
-            told = [self._hello(one, end) for one in clients]
+            told = [self._register(one, end) for one in clients]
             on_failure.pop_all()
         return Links(
             str(facts["attempt"]),
@@ -176,10 +176,10 @@ class Joining:
             clients,
         )
 
-    def _hello(self, client: WireClient, end: float) -> Mapping[str, Any]:
+    def _register(self, client: WireClient, end: float) -> Mapping[str, Any]:
         sent = Frame(self._tables).to_bytes()
         try:
-            answer = client.call("hello", sent, max(TRY_SECONDS, end - time.monotonic()))
+            answer = client.call("register", sent, max(TRY_SECONDS, end - time.monotonic()))
         except Refused as error:
             raise ValueError(f"{client.address}: {error}") from error
         facts = Frame.of_bytes(answer).facts
@@ -188,8 +188,8 @@ class Joining:
         return facts
 
 
-def leave(links: Links) -> None:
+def deregister(links: Links) -> None:
     """Tells all task buffers that this worker goes."""
     for client in links.clients:
         with contextlib.suppress(Refused, Unreachable, ValueError):
-            client.call("leave", Frame({}).to_bytes(), 2.0)
+            client.call("deregister", Frame({}).to_bytes(), 2.0)

@@ -1,9 +1,10 @@
 """Calls of workers at a task buffer: the methods of its server.
 
-`hello` compares configs and tells what a worker needs to know; `ask` gives groups, `ask_node` one
-of the nodes that a worker serves; `bring` takes samples, whole or under way; `give` takes what a
-node wrote; `fail` and `leave` put both back. Every answer has the attempt of the run and the
-versions that workers can get. A frame of another attempt changes nothing.
+`register` compares configs and tells what a worker needs to know; `lease` gives groups,
+`lease_node` one of the nodes that a worker serves; `submit` takes samples, whole or under way;
+`submit_node` takes what a node wrote; `fail` and `deregister` put both back. Every answer has the
+attempt of the run and the versions that workers can get. A frame of another attempt changes
+nothing.
 """
 
 import threading
@@ -12,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.stream.buffer_sampler import BufferSampler
 from distflow_jax.stream.frames.frames import (
     Frame,
     checked,
@@ -21,11 +21,13 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
-from distflow_jax.stream.leases import SAMPLING
+from distflow_jax.stream.sample_requests import SampleRequests
+from distflow_jax.stream.tasks import SAMPLING, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
-NODE_TABLE = "node_config"  # of a hello
-QUICK = ("ask", "ask_node", "bring", "give", "fail", "leave")  # methods that wait for nobody
+NODE_TABLE = "node_config"  # of a registration
+# methods that wait for nobody
+QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister")
 Table = Mapping[str, str]
 
 
@@ -38,17 +40,17 @@ class BufferService:
 
     def __init__(
         self,
-        sampler: BufferSampler,
+        requests: SampleRequests,
         lock: threading.Condition,
         tables: Mapping[str, Table],
         facts: Mapping[str, Any],
         node_table: Table | None = None,
     ):
-        """`tables`: what workers must have alike, by name and key. `facts`: told to each that says
-        hello, `attempt` among them. `node_table`: keys of the config that workers which serve
+        """`tables`: what workers must have alike, by name and key. `facts`: told to each that
+        registers, `attempt` among them. `node_table`: keys of the config that workers which serve
         nodes must have alike too."""
-        self._sampler, self._lock, self._tables = sampler, lock, tables
-        self._leases = sampler.buffer.leases
+        self._requests, self._lock, self._tables = requests, lock, tables
+        self._buffer = requests.buffer
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
@@ -56,13 +58,13 @@ class BufferService:
     def methods(self) -> dict[str, Method]:
         """The methods by name."""
         found = {
-            "hello": self._hello,
-            "ask": self._ask,
-            "ask_node": self._ask_node,
-            "bring": self._bring,
-            "give": self._give,
+            "register": self._register,
+            "lease": self._lease,
+            "lease_node": self._lease_node,
+            "submit": self._submit,
+            "submit_node": self._submit_node,
             "fail": self._fail,
-            "leave": self._leave,
+            "deregister": self._deregister,
         }
         return {name: _framed(method) for name, method in found.items()}
 
@@ -77,11 +79,11 @@ class BufferService:
             self.ended = True
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
-                if self._told >= self._leases.workers.keys():
+                if self._told >= self._buffer.workers.keys():
                     return
                 self._lock.wait(left)
 
-    def _hello(self, worker: str, frame: Frame) -> Frame:
+    def _register(self, worker: str, frame: Frame) -> Frame:
         for name, ours in self._tables.items():
             theirs = frame.facts.get(name, {})
             if text := difference(name, ours, theirs):
@@ -90,52 +92,54 @@ class BufferService:
         self._check_nodes(nodes, frame)
         with self._lock:
             # an answer without the task buffers means that the trainers are starting: try again
-            self._leases.heard(worker, time.monotonic(), nodes or [SAMPLING])
+            self._buffer.heartbeat(worker, time.monotonic(), nodes or [SAMPLING])
             return Frame({**self._facts, **self._state(worker)})
 
-    def _ask(self, worker: str, frame: Frame) -> Frame:
-        held, room = checked(lambda: (int(frame.facts["version"]), int(frame.facts["room"])))
+    def _lease(self, worker: str, frame: Frame) -> Frame:
+        held, capacity = checked(
+            lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
+        )
         slots = checked(lambda: int(frame.facts.get("slots", 0)))
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
-            given = self._sampler.ask(worker, held, room, slots)
-            return work_frame(self._state(worker), given)
+            leased = self._requests.lease(worker, held, capacity, slots)
+            work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
+            return work_frame(self._state(worker), work)
 
-    def _ask_node(self, worker: str, frame: Frame) -> Frame:
-        room, now = checked(lambda: int(frame.facts["room"])), time.monotonic()
-        nodes, tasks = nodes_of(frame), self._sampler.tasks
+    def _lease_node(self, worker: str, frame: Frame) -> Frame:
+        capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
+        nodes = nodes_of(frame)
         with self._lock:
             state = self._state(worker)
             if self._foreign(frame) or self.ended:
                 return Frame(state)
-            self._leases.heard(worker, now, nodes)
-            task = tasks.ask(worker, nodes, now) if room > 0 else None
+            self._buffer.heartbeat(worker, now, nodes)
+            task = self._buffer.lease_node(worker, nodes, now) if capacity > 0 else None
         return Frame(state) if task is None else task.content.joined(state)
 
-    def _give(self, worker: str, frame: Frame) -> Frame:
+    def _submit_node(self, worker: str, frame: Frame) -> Frame:
         (key,) = keys_of(frame)
-        tasks = self._sampler.tasks
         with self._lock:
             if self._foreign(frame):
                 return Frame(self._state(worker))
-            task = tasks.find(key)
+            task = self._buffer.find(NodeTask, key)
         result = None if task is None else task.read(frame)
         with self._lock:
-            tasks.bring(worker, key, result)
+            self._buffer.submit_node(worker, key, result)
             self._lock.notify_all()
             return Frame(self._state(worker))
 
-    def _bring(self, worker: str, frame: Frame) -> Frame:
+    def _submit(self, worker: str, frame: Frame) -> Frame:
         keys, calls = keys_of(frame), checked(lambda: int(frame.facts["calls"]))
         goes_on = bool(frame.facts.get("goes_on"))
         with self._lock:
             if self._foreign(frame):
                 return Frame(self._state(worker))
-            requests = self._sampler.requests(keys)
+            requests = self._requests.requests(keys)
         found = samples_of(frame, requests)
         with self._lock:
-            dropped = self._sampler.bring(worker, keys, found, calls=calls, goes_on=goes_on)
+            dropped = self._requests.submit(worker, keys, found, calls=calls, goes_on=goes_on)
             self._lock.notify_all()
             return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})
 
@@ -143,24 +147,22 @@ class BufferService:
         keys = keys_of(frame)
         with self._lock:
             if not self._foreign(frame):
+                self._buffer.heartbeat(worker, time.monotonic(), ())
                 for key in keys:
                     why = f"{worker}: {str(frame.facts.get('why', ''))[:500]}"
-                    if key[1] in self._sampler.tasks.served:
-                        self._sampler.tasks.fail(worker, key, why)
-                    else:
-                        self._sampler.buffer.fail(worker, key, why, time.monotonic())
+                    self._buffer.fail(worker, key, why)
                 self._lock.notify_all()
             return Frame(self._state(worker))
 
-    def _leave(self, worker: str, frame: Frame) -> Frame:
+    def _deregister(self, worker: str, frame: Frame) -> Frame:
         with self._lock:
-            self._leases.leave(worker)
+            self._buffer.deregister(worker)
             self._lock.notify_all()
             return Frame(self._state(worker))
 
     def _check_nodes(self, nodes: list[str], frame: Frame) -> None:
         """Refuses a worker that would run what the trainers run, or by other settings."""
-        served = self._sampler.tasks.served
+        served = self._buffer.served
         if not nodes:
             return
         if own := [node for node in nodes if node not in served]:
@@ -179,7 +181,7 @@ class BufferService:
         if self.ended:
             self._told.add(worker)
             self._lock.notify_all()
-        buffer = self._sampler.buffer
+        buffer = self._buffer
         state = {"newest": buffer.newest, "wanted": buffer.wanted(), "ended": self.ended}
         return {"attempt": self._facts["attempt"], **state}
 

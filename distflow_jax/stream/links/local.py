@@ -1,0 +1,370 @@
+"""Links of the worker of this process to its task buffer: in the thread that trains, or beside it.
+
+The training makes the calls of Sampling, whatever samples. A worker beside it has devices that no
+trainer uses, and issues programs of this process's sampler alone; programs that span processes stay
+with the main thread. Weights come to it in the memory of the host.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+import jax
+
+from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
+from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
+from distflow_jax.rollout.requests import Response
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.stream.evaluations import Evaluations
+from distflow_jax.stream.exact_order import ExactOrder
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.sample_requests import HERE
+from distflow_jax.stream.tasks import Key
+from distflow_jax.stream.worker import Worker
+
+IDLE_SECONDS = 0.05  # between two looks at what other threads have done
+JOIN_SECONDS = 60.0  # for a decode call to end
+
+
+class Sampling(Protocol):
+    """What samples for a process, as the training sees it.
+
+    Attributes:
+      missing_workers: nodes that wait for a worker, for too long.
+    """
+
+    @property
+    def missing_workers(self) -> list[str]: ...
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights to where samplers take them; returns their bytes."""
+
+    def round(self) -> bool:
+        """Samples for a moment, if the thread that trains does; whether there was work."""
+
+    def rest(self) -> None:
+        """Leaves devices that are shared to the trainer."""
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread that samples, if anything has."""
+
+    def hold(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing begins or is handed on, and samplers of this process hold this
+        version or a later one."""
+
+    def suspended(self, version: int) -> contextlib.AbstractContextManager[list[SamplerState]]:
+        """A block as of `hold` that has the sampler's state, see Worker.suspended."""
+
+    def end_with(self, version: int) -> None:
+        """Evaluates no newer version: the run ends."""
+
+    def close(self) -> None:
+        """Ends what samples, and drops what is under way unless it does not end in time."""
+
+
+class LocalLink:
+    """The link of a worker to the task buffer of its own process."""
+
+    missing_workers: list[str] = []
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        producer: Producer,
+        hand_on: Callable[[], None],
+        *,
+        cache: str,
+        span: Callable[[], contextlib.AbstractContextManager[Any]],
+    ):
+        """`hand_on()`: takes complete groups on, after each decode call; `cache`, `span`: as of
+        Worker."""
+        self._producer, self._lock, self._hand_on = producer, producer.lock, hand_on
+        self._worker = Worker(sampler, self, cache=cache, span=span)
+
+    def lease(self, worker: Worker, up_to: int | None = None) -> bool:
+        """Begins groups that may begin, and leases all that the worker's version may answer;
+        `up_to`: none of later steps. Whether there were any."""
+        self._producer.admit(up_to)
+        requests, leased = self._producer.requests, []
+        with self._lock:
+            while tasks := requests.lease(HERE, worker.version, sys.maxsize):
+                leased += tasks
+        worker.take((t.key, t.content, t.progress) for t in leased)
+        if self._producer.buffer.complete:  # all of whose responses an earlier run has sampled
+            self._hand_on()
+        return bool(leased)
+
+    def submit(self, worker: Worker, ended: Mapping[Key, Progress]) -> None:
+        """Takes groups that are complete, and hands them on."""
+        with self._lock:
+            self._producer.requests.submit_here(ended, worker.sampler.counts, goes_on=False)
+        self._hand_on()
+
+    def fail(self, key: Key, why: str) -> None:
+        """Raises: no other worker would answer it."""
+        raise ValueError(why)
+
+    def report(self) -> None:
+        """Tells the buffer what is under way, as a checkpoint needs it."""
+        found = self._worker.progress()
+        with self._lock:
+            counts = self._worker.sampler.counts
+            self._producer.requests.submit_here(found, counts, goes_on=True)
+
+    @contextlib.contextmanager
+    def suspended(self, version: int) -> Iterator[list[SamplerState]]:
+        """See Sampling."""
+        with self.hold(version), self._worker.suspended() as held:
+            yield held
+
+    def round(self) -> bool:
+        """Nothing: a thread samples."""
+        return False
+
+    def rest(self) -> None:
+        """Nothing: no device is shared."""
+
+    def raise_error(self) -> None:
+        """Nothing: errors come where they happen."""
+
+    def end_with(self, version: int) -> None:
+        """Nothing: evaluations are the trainer's."""
+
+
+class InlineLink(LocalLink):
+    """A worker on the devices of the trainer, in the thread that trains, while it waits."""
+
+    def __init__(self, *worker: Any, idle: Callable[[], None], **options: Any):
+        """`worker`, `options`: as of LocalLink. `idle()` is called under the lock where nothing is
+        under way or may begin."""
+        super().__init__(*worker, **options)
+        self._idle = idle
+
+    def advance(self, worker: Worker) -> bool:
+        """Leases what may begin."""
+        return self.lease(worker)
+
+    def round(self) -> bool:
+        """A decode call of the worker."""
+        if worked := self._worker.round():
+            return worked
+        with self._lock:
+            self._idle()
+        return False
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Gives the worker the trainer's weights; returns their bytes."""
+        self._worker.sampler.free_weights()
+        weights = jax.block_until_ready(sync(params))
+        self._worker.load(weights, version)
+        with self._lock:
+            self._producer.buffer.publish(version)
+        return num_bytes(weights)
+
+    def rest(self) -> None:
+        """Waits for the decode call in flight."""
+        self._worker.sampler.drain()
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[None]:
+        """Only this thread samples."""
+        self.report()
+        yield
+
+    def close(self) -> None:
+        """Drops what is under way."""
+        self._worker.sampler.close()
+
+
+class _Closing(Exception):
+    """The thread ends amid an evaluation."""
+
+
+class ThreadLink(LocalLink):
+    """A worker in a thread of its own, until it is closed.
+
+    With an `order` each step's groups are answered wholly by one version of the weights: results
+    depend on no timing. Without, the newest weights are taken at once.
+    """
+
+    def __init__(
+        self,
+        *worker: Any,
+        arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
+        order: ExactOrder | None,
+        evaluations: Evaluations | None,
+        buffers: int,
+        idle: Callable[[], None] = lambda: None,
+        **options: Any,
+    ):
+        """`worker`, `options`: as of LocalLink. `arrive(left)`: a block with the weights on the
+        worker's devices, of those that have left the trainer. The thread begins at once.
+        `evaluations`: those that the order has. `buffers`: weights that have left and lie in the
+        memory of the host at a time. `idle()` is called under the lock, without an order, where
+        nothing is under way or may begin."""
+        super().__init__(*worker, **options)
+        self._arrive, self._order, self._evaluations = arrive, order, evaluations
+        self._advance = self._newest if order is None else self._in_order
+        self._idle = idle
+        self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
+        self._buffers, self._arriving = buffers, False
+        self._wanted: int | None = None  # version at which somebody wants the worker
+        self._told = 0  # deliveries and wishes so far; under the lock
+        self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
+        self._end = self._executor.submit(self._serve)
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread, if anything has."""
+        if self._end.done():
+            self._end.result()
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights on their way; returns their bytes."""
+        self.make_room()
+        left = sync.leave(params)
+        self.deliver(left, version)
+        return left.nbytes
+
+    def make_room(self) -> None:
+        """Waits until weights may leave: those that no worker takes any more are dropped."""
+        with self._lock:
+            # without an order the newest are taken
+            needs = self._order.needs if self._order else lambda version: False
+            for version in [v for v in self._inbox if not needs(v)]:
+                del self._inbox[version]
+            while len(self._inbox) + self._arriving >= self._buffers:
+                self.raise_error()
+                self._lock.wait(IDLE_SECONDS)
+
+    def deliver(self, left: Any, version: int) -> None:
+        """Hands over weights on their way."""
+        with self._lock:
+            self._inbox[version] = left
+            self._producer.buffer.publish(version)
+            self._told += 1
+            self._lock.notify_all()
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[None]:
+        """A block in which the thread waits and the worker holds the weights of a version.
+
+        They must have been delivered, or be held already. With an order these are the only ones.
+        """
+        with self._lock:
+            self._wanted = version
+            self._told += 1
+            self._lock.notify_all()
+            while not self._held:
+                self.raise_error()
+                self._lock.wait(IDLE_SECONDS)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted, self._held = None, False
+                self._lock.notify_all()
+
+    def end_with(self, version: int) -> None:
+        """Begins nothing that needs newer weights: the run ends. With an order."""
+        with self._lock:
+            self._order.end_with(version)
+
+    def close(self) -> None:
+        """Ends the thread after the decode call that runs, and in an evaluation when a response has
+        ended. If it does not end in time, the sampler is still the thread's."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        wait([self._end], JOIN_SECONDS)
+        self._executor.shutdown(wait=False)
+        if self._end.done():
+            self._worker.sampler.close()
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def advance(self, worker: Worker) -> bool:
+        """Takes weights, leases groups or evaluates, whatever is due."""
+        return self._advance(worker)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(_Closing):
+            while not self._closing:
+                told, wanted = self._told, self._wanted
+                if wanted is not None and self._worker.version >= wanted:
+                    self._wait_held()
+                elif not self._worker.round():
+                    with self._lock:
+                        if told == self._told:
+                            self._lock.wait(IDLE_SECONDS)
+
+    def _newest(self, worker: Worker) -> bool:
+        """Takes the newest weights; with something to sample it goes on while they are on their
+        way."""
+        with self._lock:
+            newest = max(self._inbox, default=None)
+            takes = newest is not None and (not worker.sampler.busy or self._inbox[newest].ready)
+            left = self._leave(newest) if takes else None
+        if left is not None:
+            self._load(worker, left, newest)
+        worked = self.lease(worker) or left is not None
+        if not (worked or worker.sampler.busy):
+            with self._lock:
+                if not self._inbox:
+                    self._idle()
+        return worked
+
+    def _in_order(self, worker: Worker) -> bool:
+        """Begins what comes next, once the present step's groups have ended."""
+        if worker.sampler.busy:
+            return False
+        with self._lock:
+            newest = max(self._inbox, default=worker.version)
+            work = self._order.next(newest)
+            left = None  # taken now: `make_room` drops what nobody needs any more
+            if work is not None and worker.version < work.version:
+                left = self._leave(work.version)
+        if work is None:
+            return False
+        if left is not None:
+            self._load(worker, left, work.version)
+        if work.step is not None:
+            self.lease(worker, up_to=work.step)
+        else:
+            self._evaluations.make(worker.sampler, self._heard)
+            with self._lock:
+                self._lock.notify_all()
+        return True
+
+    def _heard(self, response: Response) -> None:
+        """Hears of a response of an evaluation."""
+        if self._closing:
+            raise _Closing
+
+    def _leave(self, version: int) -> Any:
+        """Takes weights out of the inbox, and drops older ones; under the lock."""
+        left = self._inbox[version]
+        for older in [v for v in self._inbox if v <= version]:
+            del self._inbox[older]
+        self._arriving = True
+        return left
+
+    def _load(self, worker: Worker, left: Any, version: int) -> None:
+        """Loads weights that are on their way, in place of those that are held."""
+        worker.sampler.free_weights()
+        with self._arrive(left) as weights:
+            worker.load(weights, version)
+        del left
+        with self._lock:
+            self._arriving = False
+            self._lock.notify_all()
+
+    def _wait_held(self) -> None:
+        self.report()
+        with self._lock:
+            self._held = True
+            self._lock.notify_all()
+            while self._held and not self._closing:
+                self._lock.wait(IDLE_SECONDS)

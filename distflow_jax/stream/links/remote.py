@@ -1,0 +1,265 @@
+"""The link of a worker in a job of its own to the task buffers of a run.
+
+The thread that samples makes the calls of a Link here. Another one talks with the task buffers
+(buffer_client.py), and a third pulls weights; these are taken between two decode calls, or, with
+exact versions, when nothing is under way.
+"""
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.tasks import Key
+from distflow_jax.stream.wire.calls import Refused, Unreachable
+from distflow_jax.stream.worker import Worker
+
+IDLE_SECONDS = 0.02  # between two looks at what other threads have done
+LOAD_SECONDS = 1200.0  # of a load in which groups stay here: a response's and the weights' time
+MOST_LOST = 20  # pulls in a row that trainers may refuse
+
+log = logging.getLogger("distflow_jax")
+
+Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices of the sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """A group that a task buffer leased to a worker which held a version."""
+
+    held: int
+    key: Key
+    request: GroupRequest
+    progress: Progress
+
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return self.request.sampling.num_samples - len(self.progress.episodes)
+
+
+@dataclasses.dataclass
+class WorkerState:
+    """State that the threads of a worker share, under `lock`."""
+
+    lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
+    links: Links | None = None  # to the task buffers of the present start of the run
+    capacity: int = 0  # responses that the sampler has room for
+    asked: int = 0  # questions that came back with nothing, since something was under way
+    version: int = -1  # that the sampler holds
+    newest: int = -1  # that all task buffers have
+    wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
+    assigned: collections.deque[Assignment] = dataclasses.field(default_factory=collections.deque)
+    # to be submitted: samples that the sampler does not go on with, and those that it does
+    whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
+    partial: dict[Key, Progress] | None = None
+    # groups that wait while weights are loaded, and until when their leases are kept
+    kept_open: set[Key] = dataclasses.field(default_factory=set)
+    keep_until: float = 0.0
+    failed: dict[Key, str] = dataclasses.field(default_factory=dict)
+    dropped: set[Key] = dataclasses.field(default_factory=set)  # that task buffers do not want
+    calls: int = 0  # decode calls that no task buffer knows of
+    slots: int = 0  # of the sampler; 0: there is none
+    rejoined: bool = False  # the run was started again, and the worker has not begun anew
+    kept: int = -1  # version up to which samples of the start before are kept then
+    over: bool = False  # the run has ended, or the worker shall end
+
+    def wake(self) -> None:
+        """Has the other threads look."""
+        with self.lock:
+            self.lock.notify_all()
+
+    def end(self) -> None:
+        """Has all threads end."""
+        with self.lock:
+            self.over = True
+            self.lock.notify_all()
+
+
+class RemoteLink:
+    """A worker's link by way of its state, which the other threads read and write."""
+
+    def __init__(
+        self,
+        state: WorkerState,
+        pull: Pull,
+        ended: collections.deque[Response],
+        *,
+        save_seconds: float,
+    ):
+        """`ended`: where the sampler puts responses; `save_seconds`: between two times that tokens
+        under way are submitted."""
+        self._state, self._pull, self._ended = state, pull, ended
+        self._save_seconds, self._next_save = save_seconds, 0.0
+        self._arrived: dict[Key, int] = {}  # responses of open groups that had ended elsewhere
+        self._pulling: tuple[int, Links, Future[Any]] | None = None
+        self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._calls = self._lost = 0  # decode calls that were counted; pulls in a row that failed
+
+    def advance(self, worker: Worker) -> bool:
+        """Takes what the task buffers have sent, and weights; whether groups came."""
+        state = self._state
+        with state.lock:
+            rejoined = state.rejoined
+            dropped, state.dropped = state.dropped, set()
+            assigned, state.assigned = state.assigned, collections.deque()
+        if rejoined:
+            self.begin_anew(worker)
+        worker.drop(dropped & worker.open.keys())
+        self._take(worker, assigned)
+        self._take_weights(worker)
+        if not worker.sampler.busy:
+            self.submit(worker, {})
+        return bool(assigned or worker.open)
+
+    def submit(self, worker: Worker, ended: Mapping[Key, Progress]) -> None:
+        """Leaves what has ended to the other thread, and at times what is under way."""
+        state, counts = self._state, worker.sampler.counts
+        with state.lock:
+            state.calls += counts.generate_calls - self._calls
+            self._calls = counts.generate_calls
+            state.whole |= ended
+            coming = sum(assignment.lacks for assignment in state.assigned)
+            state.capacity = max(0, state.slots - self.under_way(worker) - coming)
+            if worker.open:
+                state.asked = 0
+            if worker.open and time.monotonic() >= self._next_save and state.partial is None:
+                self._next_save = time.monotonic() + self._save_seconds
+                state.partial = {key: Progress() for key in worker.open} | worker.progress()
+            state.lock.notify_all()
+
+    def fail(self, key: Key, why: str) -> None:
+        """Returns a group that the engine does not answer."""
+        with self._state.lock:
+            self._state.failed[key] = why
+
+    def begin_anew(self, worker: Worker) -> None:
+        """Goes on for a run that was started again: what undone weights have sampled is dropped."""
+        state, kept, left = self._state, self._state.kept, worker.progress()
+        worker.drop(set(worker.open))
+        with state.lock:
+            whole = {**left, **state.whole}
+            state.whole = {k: p for k, p in whole.items() if _up_to(p, kept)}
+            state.partial = None
+            state.failed.clear()
+            state.dropped.clear()
+            if worker.version > kept:
+                state.version = -1
+            state.rejoined = False  # only now: the other thread submits nothing before
+            state.lock.notify_all()
+
+    def leave(self, worker: Worker) -> bool:
+        """Leaves all samples to the other thread, at the end; whether the run has ended."""
+        if self._state.rejoined:
+            self.begin_anew(worker)
+        with self._state.lock:
+            self._state.whole = worker.progress() | self._state.whole
+            return self._state.over
+
+    def under_way(self, worker: Worker) -> int:
+        """Responses of open requests that have not ended."""
+        wanted = sum(request.sampling.num_samples for request in worker.open.values())
+        counters = {key[0] for key in worker.open}
+        for _ in range(len(self._ended)):  # those of groups that are gone are forgotten
+            response = self._ended.popleft()
+            if response.prompt.counter in counters:
+                self._ended.append(response)
+        self._arrived = {key: self._arrived.get(key, 0) for key in worker.open}
+        return wanted - sum(self._arrived.values()) - len(self._ended)
+
+    def close(self) -> None:
+        """Ends the pulls."""
+        self._puller.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, worker: Worker, assigned: collections.deque[Assignment]) -> None:
+        """Begins groups, unless other weights came in between and theirs are exact."""
+        mine = []
+        for entry in assigned:
+            if self._exact and entry.held != worker.version:
+                with self._state.lock:
+                    self._state.whole[entry.key] = entry.progress  # it is for others
+            elif entry.key not in worker.open:
+                here = {r.sample for r in self._ended if r.prompt.counter == entry.key[0]}
+                self._arrived[entry.key] = len(entry.progress.episodes.keys() - here)
+                mine.append((entry.key, entry.request, entry.progress))
+        worker.take(mine)
+
+    @property
+    def _exact(self) -> bool:
+        return self._state.links.exact
+
+    def _take_weights(self, worker: Worker) -> None:
+        """Takes weights that were pulled, or begins to pull those that are wanted."""
+        version, links = self._version_to_hold(worker), self._state.links
+        if self._pulling is None:
+            if version is not None:
+                future = self._puller.submit(self._pull, links, version)
+                future.add_done_callback(lambda _: self._state.wake())
+                self._pulling = version, links, future
+            return
+        pulled, of, future = self._pulling
+        if not future.done():
+            return
+        if of is not links or future.exception() is not None:
+            self._pulling = None  # of the run before, or too old by now
+            if (error := future.exception()) is not None:
+                self._note_lost(error)
+        elif self._exact and (worker.open or version != pulled):
+            if version is not None and version != pulled:
+                self._pulling = None
+        else:
+            self._pulling = None
+            self._load(worker, future.result(), pulled)
+
+    def _load(self, worker: Worker, weights: Any, version: int) -> None:
+        """Loads weights. An engine may end its responses first, so the leases go on."""
+        state = self._state
+        with state.lock:
+            state.kept_open = set(worker.open)
+            state.keep_until = time.monotonic() + LOAD_SECONDS
+        try:
+            worker.sampler.free_weights()
+            worker.load(weights, version)
+        finally:
+            with state.lock:
+                state.kept_open, state.keep_until = set(), 0.0
+        self._lost = 0
+        with state.lock:
+            state.version, state.asked = version, 0
+
+    def _note_lost(self, error: BaseException) -> None:
+        """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
+        self._lost += 1
+        if not isinstance(error, (Unreachable, Refused)):
+            raise error
+        if isinstance(error, Refused) and self._lost >= MOST_LOST:
+            raise ValueError(f"the weights did not come: {error}") from error
+        log.warning("weights did not come: %s", error)
+        time.sleep(IDLE_SECONDS)
+
+    def _version_to_hold(self, worker: Worker) -> int | None:
+        """The version that is to be pulled now; None: that which is held is right."""
+        state, held = self._state, worker.version
+        with state.lock:
+            best = min(state.wanted or (state.newest,)) if self._exact else state.newest
+            if state.version < 0:  # those that are held are of a start that is undone
+                return best
+            if not self._exact:
+                return best if best > held else None
+            idle = not (worker.open or state.assigned)
+            idle = idle and state.asked >= len(state.links.clients)
+            return best if idle and best != held else None
+
+
+def _up_to(progress: Progress, version: int) -> bool:
+    """Whether weights of a version, or older ones, have sampled all tokens."""
+    versions = [e.response.version for e in progress.episodes.values()]
+    versions += [chunk[3] for p in progress.partials for chunk in p.chunks]
+    return all(v.max(initial=-1) <= version for v in versions)

@@ -1,0 +1,208 @@
+"""The requests of a process that workers answer, between its groups and its task buffer."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episodes import Episode
+from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import GroupTask, Key, pieces_of
+
+HERE = "here"  # the worker of this process, whose sampler counts what is under way
+NEAR_TIE = 1e-4  # lead of a token over the next one below which its choice may differ
+
+log = logging.getLogger("distflow_jax")
+
+
+class SampleRequests:
+    """Requests from `begin` until `round` returns them, whoever answers them.
+
+    Calls but `begin` and `round` come under the lock of the producer.
+
+    Attributes:
+      buffer: of their tasks, and of nodes that workers run on groups whose samples are complete.
+      here: counts of the worker of this process, after what `round` has returned; zeros: there is
+        none.
+    """
+
+    def __init__(
+        self,
+        buffer: TaskBuffer,
+        lock: threading.Condition,
+        on_response: Callable[[Response], None] | None = None,
+    ):
+        """`lock` guards the buffer; `on_response` is called as soon as a response of another job's
+        worker is there, in the thread of `round`."""
+        self.buffer, self._lock, self._on_response = buffer, lock, on_response
+        self.here = self._here = Counts()
+        self._requests: dict[Key, GroupRequest] = {}
+        self._arrived: list[Response] = []
+        self._restored = self._taken = self._calls = self._handed = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request was not returned by `round`."""
+        return bool(self._requests)
+
+    @property
+    def counts(self) -> Counts:
+        """Numbers of all that workers have sampled, as far as this process knows."""
+        elsewhere = [task.tokens for task in self.buffer.groups() if task.worker != HERE]
+        known = sum(elsewhere) + self._handed
+        return Counts(
+            self.here.generate_calls + self._calls,
+            self.here.tokens + self._taken + known - self._restored,
+            self.here.under_way + known,
+            self.here.occupancy,
+        )
+
+    def begin(
+        self, key: Key, request: GroupRequest, progress: Progress | None = None, size: int = 0
+    ) -> None:
+        """Adds a request, to go on with the `progress` of an earlier run; `size`: bytes of its
+        prompt, where they are many."""
+        pieces = pieces_of(progress or Progress())
+        order = tuple(request.rank or ())
+        with self._lock:
+            self._restored += sum(piece.tokens for piece in pieces.values())
+            self._requests[key] = request
+            task = GroupTask(
+                key=key,
+                content=request,
+                step=request.turn,
+                samples=request.samples,
+                order=order,
+                size=size,
+            )
+            self.buffer.begin(task, pieces)
+
+    def round(self) -> list[tuple[Key, list[Episode]]]:
+        """Requests that are complete now, their responses in the order of their numbers; call
+        `handed_on` when they are counted elsewhere. Groups go on whose nodes have results."""
+        with self._lock:
+            results = self.buffer.take_results()
+            arrived, self._arrived = self._arrived, []
+            complete = self.buffer.take()
+            for task in complete:
+                del self._requests[task.key]
+            elsewhere = sum(task.tokens for task in complete if task.worker != HERE)
+            self._handed = elsewhere
+        if self._on_response is not None:
+            for response in arrived:
+                self._on_response(response)
+        for task, result in results:
+            task.then(result)
+        return [(t.key, [t.ended[s].content for s in sorted(t.ended)]) for t in complete]
+
+    def handed_on(self) -> None:
+        """Notes that what `round` has returned is counted elsewhere."""
+        self._taken, self._handed, self.here = self._taken + self._handed, 0, self._here
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `round` has something to do."""
+        return bool(self._arrived or self.buffer.has_news)
+
+    def give_up(self) -> dict[int, str]:
+        """Prompts that no worker can answer, with the reason; their requests are gone."""
+        found, self.buffer.given_up = self.buffer.given_up, {}
+        for key in [key for key in self._requests if key[0] in found]:
+            del self._requests[key]
+        return found
+
+    def forget(self, tokens: int) -> None:
+        """Takes tokens of a prompt that was given up out of the count: nothing trains on them."""
+        self._taken -= tokens
+
+    def progress(self) -> dict[Key, Progress]:
+        """Samples of each request that `round` has not returned."""
+        return {task.key: task.progress for task in self.buffer.groups()}
+
+    # -- the workers' side ------------------------------------------------------------------------
+
+    def lease(self, worker: str, held: int, capacity: int, slots: int = 0) -> list[GroupTask]:
+        """Leases requests for so many responses to a worker that holds a version, see
+        TaskBuffer.lease."""
+        leased = self.buffer.lease(worker, held, capacity, time.monotonic(), slots)
+        if worker == HERE:  # its sampler counts them from now on
+            self._restored -= sum(task.tokens for task in leased)
+        return leased
+
+    def requests(self, keys: Iterable[Key]) -> dict[Key, GroupRequest]:
+        """The requests of some keys, without those that nobody waits for."""
+        return {key: self._requests[key] for key in keys if key in self._requests}
+
+    def submit(
+        self,
+        worker: str,
+        keys: Iterable[Key],
+        found: Mapping[Key, Progress],
+        *,
+        calls: int = 0,
+        goes_on: bool,
+    ) -> list[Key]:
+        """Takes the samples of a worker; returns the keys that it should drop.
+
+        `calls`: decode calls since it submitted something last; `goes_on`: whether it works on.
+        """
+        self._calls += calls
+        now, dropped = time.monotonic(), []
+        for key in keys:
+            progress = found.get(key, Progress())
+            new = self.buffer.submit(worker, key, pieces_of(progress), now, goes_on=goes_on)
+            self._arrived += [progress.episodes[sample].response for sample in new]
+            if not self.buffer.holds(worker, key):
+                dropped.append(key)
+        self._tell_differing(worker)
+        return dropped
+
+    def submit_here(self, found: Mapping[Key, Progress], counts: Counts, *, goes_on: bool) -> None:
+        """Takes the samples of the worker of this process, and its counts with them."""
+        now = time.monotonic()
+        for key, progress in found.items():
+            self.buffer.submit(HERE, key, pieces_of(progress), now, goes_on=goes_on)
+        self._here = counts
+
+    def _tell_differing(self, worker: str) -> None:
+        """Warns of second results that differ, of a worker that has just submitted them."""
+        found, self.buffer.differing = self.buffer.differing, []
+        for (counter, _), sample, where in found:
+            first, second = (f"token {t}" if t is not None else "no token" for t in where.tokens)
+            log.warning(
+                "response %d to prompt %d differs at token %d: %s counts, and %s of %s does not; "
+                "one version on every worker should give one response",
+                sample,
+                counter,
+                where.place,
+                first,
+                second,
+                worker,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first token in which two samples of one response differ; None: one has ended before."""
+
+    place: int
+    tokens: tuple[int | None, int | None]  # of the first result, which counts, and of the second
+
+
+def differs(first: Episode, second: Episode) -> Difference | None:
+    """Where two samples of one response differ, before a token whose choice was close."""
+    one, two = first.response, second.response
+    length = min(len(one.tokens), len(two.tokens))
+    unlike = np.flatnonzero(one.tokens[:length] != two.tokens[:length])
+    if not len(unlike) and len(one.tokens) == len(two.tokens):
+        return None
+    at = int(unlike[0]) if len(unlike) else length
+    if len(unlike) and float(min(one.margin[at], two.margin[at])) < NEAR_TIE:
+        return None
+    tokens = [int(x.tokens[at]) if at < len(x.tokens) else None for x in (one, two)]
+    return Difference(at, (tokens[0], tokens[1]))
