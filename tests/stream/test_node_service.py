@@ -403,6 +403,23 @@ def test_a_prompt_on_which_a_function_fails_is_given_up(tmp_path, buffer, caplog
     assert [group.done for group in groups] == [True, True, False, True]
 
 
+def test_a_region_decides_on_a_group_whose_last_node_a_worker_runs(tmp_path, buffer):
+    buffers = buffer(["score", "mean"])
+    buffers.nodes._nodes = dataclasses.replace(ahead(), until=_scores_differ)
+    with serving(tmp_path, "score", "mean"):
+        groups = [group_of(3, samples=1), group_of(4)]
+        for group in groups:
+            buffers.nodes.submit(group, lambda: None)
+        buffers.finish(groups)
+    assert [group.keep for group in groups] == [False, True]
+
+
+def _scores_differ(columns):
+    """A decision for each response: whether its group's scores differ."""
+    scores = columns["score"]
+    return np.full(len(scores), len(set(scores.tolist())) > 1)
+
+
 def test_a_worker_goes_on_with_trainers_that_were_started_again(tmp_path, buffer):
     buffers = buffer(["score"])
     with serving(tmp_path, "score") as (service, end):
