@@ -1,16 +1,15 @@
 """Groups per second through the task buffers of workers, and CPU-seconds of a group, beside a peer.
 
-python benchmarks/queues.py                                   # 1, 2, 4 task buffers; 1, 4, 16, 64
-clients python benchmarks/queues.py --task buffers 1 --clients 4 --seconds=3 # a quick look python
-benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
+python benchmarks/queues.py                                 # 1, 2, 4 task buffers, 1 to 64 clients
+python benchmarks/queues.py --buffers 1 --clients 4 --seconds=3 # a quick look
+python benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
 
 A group is 8 responses with tokens and log-probs of uneven lengths (lognormal, 200 tokens in the
-mean, 1,024 at most). A client asks a task buffer for a prompt and puts a group there (ask, bring).
-Then it
-runs a second task on a group that any client has put: it claims the group (ask), reads its tokens
-and log-probs, and brings a score for each response, upon which the task buffer frees the group
-(give). Each task buffer is a process, as a trainer is; clients are threads of up to 16 processes,
-and each asks the task buffers in turn. Versions and margins go with what is put.
+mean, 1,024 at most). A client leases a prompt of a task buffer and submits its group. Then it runs
+a second task on a group that any client has submitted: it leases it, reads its tokens and
+log-probs, and submits a score for each response, upon which the task buffer frees the group. Each
+task buffer is a process, as a trainer is; clients are threads of up to 16 processes, and each asks
+the task buffers in turn. Versions and margins go with what is submitted.
 
 The peer (benchmarks/peers/queue_peer.py, in an environment of its own) is TransferQueue, with a
 controller and two storage units as processes: a client puts a group, a second task claims one
@@ -24,6 +23,7 @@ say what a group costs, not how far servers scale.
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import pathlib
@@ -46,7 +46,6 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
-from distflow_jax.stream.buffer_sampler import BufferSampler
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.frames.node_frames import (
     NodeResult,
@@ -56,9 +55,10 @@ from distflow_jax.stream.frames.node_frames import (
     work_of_task,
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
-from distflow_jax.stream.node_tasks import NodeTask, NodeTasks
+from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import NodeTask
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
 
@@ -76,7 +76,7 @@ GOAL_CLIENTS, GOAL_RATE, GOAL_CPU, GOAL_BUSIEST = 64, 5.0, 0.2, 0.35
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task buffers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--buffers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="that are measured, per cell")
     parser.add_argument("--json", help="file for the cells")
@@ -101,18 +101,18 @@ def second_task() -> Unit:
     return next(unit for unit in units if unit.name == TASK)
 
 
-# -- a task buffer, as a process
-# -------------------------------------------------------------------------
+# -- a task buffer, as a process ------------------------------------------------------------------
 
 
 def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None:
     """Serves groups until the pipe says close; sends [groups, CPU-seconds] of the window."""
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_staleness=1)
-    buffer = TaskBuffer(rule, exact=False, version=0, lease_seconds=60.0, max_tries=3)
-    tasks = NodeTasks(buffer.leases, [TASK])
-    sampler, unit = BufferSampler(buffer, lock, tasks=tasks), second_task()
-    answers = BufferService(sampler, lock, {}, {"attempt": RUN})
+    buffer = TaskBuffer(
+        rule, exact=False, version=0, lease_seconds=60.0, max_tries=3, served=[TASK]
+    )
+    requests, unit = SampleRequests(buffer, lock), second_task()
+    answers = BufferService(requests, lock, {}, {"attempt": RUN})
     server = WireServer("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
     prompt, freed, counter = np.arange(64, dtype=np.int32), 0, place
 
@@ -120,7 +120,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
         nonlocal counter
         asked = Prompt(counter, counter, prompt, "", "", None, {})
         sampling = SamplingParams(SAMPLES, MOST)
-        sampler.submit((counter, NODE), GroupRequest(asked, sampling, turn=1))
+        requests.begin((counter, NODE), GroupRequest(asked, sampling, turn=1))
         counter += buffers
 
     def hand_over(number: int, episodes: list[Episode]) -> None:
@@ -131,14 +131,14 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
             nonlocal freed
             freed += len(result.values[0]) == SAMPLES
             with lock:
-                tasks.forget([number])
+                buffer.forget([number])
             submit()
 
         key = (number, TASK)
         content = task_frame(key, unit, columns)
-        task = NodeTask(key, content, lambda frame: read_result(frame, unit, SAMPLES), free)
+        read = functools.partial(read_result, unit=unit, count=SAMPLES)
         with lock:
-            tasks.begin(task)
+            buffer.begin(NodeTask(key=key, content=content, read=read, then=free))
 
     for _ in range(waiting):
         submit()
@@ -146,8 +146,8 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
     begun = 0, 0.0
     while True:
         with lock:
-            lock.wait_for(lambda: sampler.has_news, 0.05)
-        for (number, _), episodes in sampler.round():
+            lock.wait_for(lambda: requests.has_news, 0.05)
+        for (number, _), episodes in requests.round():
             hand_over(number, episodes)
         if pipe.poll():
             word = pipe.recv()
@@ -172,8 +172,8 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
     def run_second(client: WireClient) -> None:
         facts = {"attempt": RUN, "nodes": [TASK]}
         while not over.is_set():
-            asked = Frame({**facts, "room": 1}).to_bytes()
-            answer = Frame.of_bytes(client.call("ask", asked, 60))
+            asked = Frame({**facts, "capacity": 1}).to_bytes()
+            answer = Frame.of_bytes(client.call("lease_node", asked, 60))
             if "task" not in answer.facts:
                 time.sleep(IDLE_SECONDS)
                 continue
@@ -181,7 +181,7 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
             tokens, logps = work.values
             score = [len(t) + float(p[-1]) for t, p in zip(tokens, logps, strict=True)]
             found = result_frame(work.key, unit, [np.array(score, np.float32)], {})
-            client.call("give", found.joined(facts).to_bytes(), 60)
+            client.call("submit_node", found.joined(facts).to_bytes(), 60)
             return
 
     def client(number: int, name: str) -> None:
@@ -193,12 +193,12 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
             began = time.monotonic()
             client = clients[turn % len(clients)]
             turn += 1
-            facts = {"attempt": RUN, "version": 0, "room": 1}
-            answer = client.call("ask", Frame(facts).to_bytes(), 60)
+            facts = {"attempt": RUN, "version": 0, "capacity": 1}
+            answer = client.call("lease", Frame(facts).to_bytes(), 60)
             for key, request, _ in work_of(Frame.of_bytes(answer)):
                 found = {key: answered(request, bodies[turn % len(bodies)])}
                 facts = {"attempt": RUN, "calls": 1, "goes_on": False}
-                client.call("bring", samples_frame(facts, found).to_bytes(), 60)
+                client.call("submit", samples_frame(facts, found).to_bytes(), 60)
                 run_second(client)
                 cycles.append((time.monotonic(), time.monotonic() - began))
         for client in clients:

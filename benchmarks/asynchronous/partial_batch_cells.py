@@ -212,7 +212,7 @@ class CostedRun(MarkedRun):
     def _settled(self) -> bool:
         producer = self.source.stream.producer
         with producer.lock:
-            end = producer.admission.end(producer.sampler.version)
-            newest = producer.sampler.version >= self.state.step - 1
+            end = producer.admission.end(producer.version)
+            newest = producer.version >= self.state.step - 1
             done = all(group.done for group in producer.groups.values())
             return newest and producer.begun_up_to(end) and done

@@ -10,7 +10,7 @@ from support.programs import finished
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_workers_join_take_weights_and_pull_them(tmp_path):
-    """By the wire, gRPC and sockets the same weights come (flow/workers/)."""
+    """By the wire, gRPC and sockets the same weights come (stream/weight_client.py)."""
     flags = ("--quick", f"--json={tmp_path / 'found.json'}")
     finished("benchmarks/workers.py", *flags, env=haste.environment(1))
     found = json.loads((tmp_path / "found.json").read_text())

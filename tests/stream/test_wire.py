@@ -473,7 +473,7 @@ def test_two_hundred_joins_and_leaves_leave_nothing():
 
 @pytest.mark.slow
 def test_two_thousand_joins_and_leaves_leave_no_memory():
-    """Nothing of a worker that has left remains (flow/wire/)."""
+    """Nothing of a worker that has left remains (stream/wire/)."""
     joined(400)
     before = resident_bytes()
     joined(2000)
