@@ -3,7 +3,7 @@ step.
 
     python benchmarks/partial_batch_cost.py                          # 64 groups, 4 and 16 processes
     python benchmarks/partial_batch_cost.py --processes=4 --steps=50
-    python benchmarks/partial_batch_cost.py --models=tiny,smollm2   # a step in 8, beside one at once
+    python benchmarks/partial_batch_cost.py --models=tiny,smollm2  # a step in 8, beside one at once
 
 A partial batch: from the moment that all of its groups are complete, until its programs are
 launched. The sampler is a stand-in that takes no time (asynchronous/), all else is real, on
@@ -21,7 +21,7 @@ batch:
 Goals, for gather, plan and launch: 5 ms with 4 processes, 20 ms with 16.
 
 A step: CPU-seconds of one process that trains the same groups in 8 partial batches and at once, in
-turn. Partial batches leave rows partly empty, so that there may be more of them. Goal: per row at most
+turn. Partial batches leave rows partly empty: there may be more of them. Goal: per row at most
 1.05 of the step at once, with SmolLM2; launching is most of the tiny model's work, which is
 reported beside it.
 """

@@ -30,9 +30,9 @@ from distflow_jax.stream.delivery import Delivery, Hooks
 from distflow_jax.stream.evaluations import Evaluated, Evaluations, Evaluator
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
-from distflow_jax.stream.links.local import Sampling
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.sampling import Sampling
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
 from distflow_jax.stream.stream_config import StreamConfig

@@ -9,15 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.sampling import Sampling, SamplingThread
 from distflow_jax.stream.tasks import SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
-JOIN_SECONDS = 60.0
 TELL_SECONDS = 60.0  # between two words on a missing worker
 STALLED = (
     "it submitted nothing of its groups for a lease, which are for others now; until it submits "
@@ -27,8 +26,8 @@ STALLED = (
 log = logging.getLogger("distflow_jax")
 
 
-class LeaseMonitor:
-    """Watches over leases until it is closed. It has the calls of links.local.Sampling."""
+class LeaseMonitor(Sampling):
+    """Watches over leases until it is closed."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class LeaseMonitor:
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="leases")
-        self._end = self._executor.submit(self._serve)
+        self._thread = SamplingThread("leases", self._serve)
+        self.raise_error = self._thread.raise_error
 
     @property
     def missing_workers(self) -> list[str]:
@@ -60,11 +59,6 @@ class LeaseMonitor:
         with self._lock:
             return self._unserved()
 
-    def raise_error(self) -> None:
-        """Raises what has ended the thread, if anything has."""
-        if self._end.done():
-            self._end.result()
-
     def bring(self, sync: WeightSync, params: Any, version: int) -> int:
         """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
         left = sync.leave(params)
@@ -73,20 +67,6 @@ class LeaseMonitor:
             self._buffer.publish(version)
             self._lock.notify_all()
         return left.nbytes
-
-    def round(self) -> bool:
-        """Nothing: workers sample."""
-        return False
-
-    def rest(self) -> None:
-        """Nothing: the trainer shares no devices with workers."""
-
-    def end_with(self, version: int) -> None:
-        """Nothing: workers evaluate no version."""
-
-    def suspended(self, version: int) -> contextlib.AbstractContextManager[Any]:
-        """ValueError: no sampler of this process could evaluate."""
-        raise ValueError("workers of other jobs sample: this process has no sampler to evaluate")
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:
@@ -99,8 +79,7 @@ class LeaseMonitor:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        wait([self._end], JOIN_SECONDS)
-        self._executor.shutdown(wait=False)
+        self._thread.join()
         self._leave()
 
     # -- in the thread ----------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream
 from support.waiting import HANG
 
 from distflow_jax.stream import group_stream as flow_module
+from distflow_jax.stream import sampling
 from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.group_stream import ALL, RegionRounds
-from distflow_jax.stream.links import local
 from distflow_jax.stream.links.local import ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.token_account import TokenAccount
@@ -246,13 +246,13 @@ def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
         return whole(self)
 
     monkeypatch.setattr(Producer, "round", round)
-    monkeypatch.setattr(local, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(sampling, "JOIN_SECONDS", 0.0)
     stream = plain_stream(tmp_path, owned(), own_devices=True)
     monkeypatch.setattr(stream._sampling._worker.sampler, "close", lambda: closed.append(True))
     assert begun.wait(HANG)
     stream.close()
     assert not closed
     goes_on.set()
-    monkeypatch.setattr(local, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(sampling, "JOIN_SECONDS", 60.0)
     stream.close()
     assert closed

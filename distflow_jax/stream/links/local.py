@@ -1,15 +1,14 @@
 """Links of the worker of this process to its task buffer: in the thread that trains, or beside it.
 
-The training makes the calls of Sampling, whatever samples. A worker beside it has devices that no
-trainer uses, and issues programs of this process's sampler alone; programs that span processes stay
-with the main thread. Weights come to it in the memory of the host.
+A worker beside the training has devices that no trainer uses, and issues programs of this process's
+sampler alone; programs that span processes stay with the main thread. Weights come to it in the
+memory of the host.
 """
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -21,53 +20,15 @@ from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_requests import HERE
+from distflow_jax.stream.sampling import Sampling, SamplingThread
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.worker import Worker
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
-JOIN_SECONDS = 60.0  # for a decode call to end
 
 
-class Sampling(Protocol):
-    """What samples for a process, as the training sees it.
-
-    Attributes:
-      missing_workers: nodes that wait for a worker, for too long.
-    """
-
-    @property
-    def missing_workers(self) -> list[str]: ...
-
-    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
-        """Sends the trainer's weights to where samplers take them; returns their bytes."""
-
-    def round(self) -> bool:
-        """Samples for a moment, if the thread that trains does; whether there was work."""
-
-    def rest(self) -> None:
-        """Leaves devices that are shared to the trainer."""
-
-    def raise_error(self) -> None:
-        """Raises what has ended the thread that samples, if anything has."""
-
-    def hold(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """A block in which nothing begins or is handed on, and samplers of this process hold this
-        version or a later one."""
-
-    def suspended(self, version: int) -> contextlib.AbstractContextManager[list[SamplerState]]:
-        """A block as of `hold` that has the sampler's state, see Worker.suspended."""
-
-    def end_with(self, version: int) -> None:
-        """Evaluates no newer version: the run ends."""
-
-    def close(self) -> None:
-        """Ends what samples, and drops what is under way unless it does not end in time."""
-
-
-class LocalLink:
+class LocalLink(Sampling):
     """The link of a worker to the task buffer of its own process."""
-
-    missing_workers: list[str] = []
 
     def __init__(
         self,
@@ -118,19 +79,6 @@ class LocalLink:
         """See Sampling."""
         with self.hold(version), self._worker.suspended() as held:
             yield held
-
-    def round(self) -> bool:
-        """Nothing: a thread samples."""
-        return False
-
-    def rest(self) -> None:
-        """Nothing: no device is shared."""
-
-    def raise_error(self) -> None:
-        """Nothing: errors come where they happen."""
-
-    def end_with(self, version: int) -> None:
-        """Nothing: evaluations are the trainer's."""
 
 
 class InlineLink(LocalLink):
@@ -213,13 +161,8 @@ class ThreadLink(LocalLink):
         self._wanted: int | None = None  # version at which somebody wants the worker
         self._told = 0  # deliveries and wishes so far; under the lock
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        self._end = self._executor.submit(self._serve)
-
-    def raise_error(self) -> None:
-        """Raises what has ended the thread, if anything has."""
-        if self._end.done():
-            self._end.result()
+        self._thread = SamplingThread("sampler", self._serve)
+        self.raise_error = self._thread.raise_error
 
     def bring(self, sync: WeightSync, params: Any, version: int) -> int:
         """Sends the trainer's weights on their way; returns their bytes."""
@@ -278,9 +221,7 @@ class ThreadLink(LocalLink):
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        wait([self._end], JOIN_SECONDS)
-        self._executor.shutdown(wait=False)
-        if self._end.done():
+        if self._thread.join():
             self._worker.sampler.close()
 
     # -- in the thread ----------------------------------------------------------------------------

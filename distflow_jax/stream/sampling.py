@@ -1,0 +1,69 @@
+"""What samples for a process, as the training sees it, whoever does."""
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.rollout.sampler import SamplerState
+
+JOIN_SECONDS = 60.0  # for a decode call to end
+
+
+class Sampling:
+    """Calls that the training makes; a call that is not overridden has nothing to do.
+
+    Attributes:
+      missing_workers: nodes that wait for a worker, for too long.
+    """
+
+    missing_workers: list[str] = []
+
+    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+        """Sends the trainer's weights to where samplers take them; returns their bytes."""
+        raise NotImplementedError
+
+    def hold(self, version: int) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing begins or is handed on, and samplers of this process hold this
+        version or a later one."""
+        raise NotImplementedError
+
+    def suspended(self, version: int) -> contextlib.AbstractContextManager[list[SamplerState]]:
+        """A block as of `hold` that has the sampler's state, see Worker.suspended."""
+        raise ValueError("workers of other jobs sample: this process has no sampler")
+
+    def round(self) -> bool:
+        """Samples for a moment, if the thread that trains does; whether there was work."""
+        return False
+
+    def rest(self) -> None:
+        """Leaves devices that are shared to the trainer."""
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread that samples, if anything has."""
+
+    def end_with(self, version: int) -> None:
+        """Evaluates no newer version: the run ends."""
+
+    def close(self) -> None:
+        """Ends what samples, and drops what is under way unless it does not end in time."""
+
+
+class SamplingThread:
+    """A thread beside the training, which begins at once."""
+
+    def __init__(self, name: str, serve: Callable[[], None]):
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._end = self._executor.submit(serve)
+
+    def raise_error(self) -> None:
+        """Raises what has ended the thread, if anything has."""
+        if self._end.done():
+            self._end.result()
+
+    def join(self) -> bool:
+        """Waits for the end of the thread; whether it has come in time."""
+        wait([self._end], JOIN_SECONDS)
+        self._executor.shutdown(wait=False)
+        return self._end.done()
