@@ -167,6 +167,8 @@ class SampleRequests:
         now = time.monotonic()
         for key, progress in found.items():
             self.buffer.submit(HERE, key, pieces_of(progress), now, goes_on=goes_on)
+            if not goes_on and key in self.buffer.open:
+                raise ValueError(f"samples of prompt {key[0]} by this process do not fit its rule")
         self._here = counts
 
     def _tell_differing(self, worker: str) -> None:

@@ -138,7 +138,7 @@ class GroupTask(Task):
 
 def pieces_of(progress: Progress) -> dict[int, Piece]:
     """The responses of a request as a task buffer holds them, by sample."""
-    found = {s: _piece(e.response.version, True, e) for s, e in progress.episodes.items()}
+    found = {s: _piece(e.response.version[e.mask], True, e) for s, e in progress.episodes.items()}
     for partial in progress.partials:
         version = np.concatenate([np.zeros(0, np.int32), *(c[3] for c in partial.chunks)])
         found[partial.sample] = _piece(version, False, partial)
@@ -154,8 +154,9 @@ def progress_of(pieces: Mapping[int, Piece]) -> Progress:
 
 
 def _piece(version: np.ndarray, whole: bool, content: Episode | Partial) -> Piece:
+    """`version`: of the tokens that were sampled; those of an environment have none."""
     low, high = (int(version.min()), int(version.max())) if len(version) else (0, 0)
-    return Piece(len(version), low, high, whole, content, _size(content, len(version)))
+    return Piece(len(version), low, high, whole, content, _size(content))
 
 
 def progress_bytes(progress: Progress) -> int:
@@ -163,6 +164,7 @@ def progress_bytes(progress: Progress) -> int:
     return sum(piece.size for piece in pieces_of(progress).values())
 
 
-def _size(content: Episode | Partial, tokens: int) -> int:
+def _size(content: Episode | Partial) -> int:
     experts = content.response.routed_experts if isinstance(content, Episode) else None
+    tokens = len(content.response.tokens if isinstance(content, Episode) else content.tokens)
     return _TOKEN_BYTES * tokens + (0 if experts is None else experts.nbytes)

@@ -9,10 +9,13 @@ import dataclasses
 import random
 
 import pytest
+from support.counted_buffers import request_of, response_of
 
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episodes import single_turn
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
-from distflow_jax.stream.tasks import PIECES_BYTES, SAMPLING, GroupTask, NodeTask, Piece
+from distflow_jax.stream.tasks import PIECES_BYTES, SAMPLING, GroupTask, NodeTask, Piece, pieces_of
 
 LEASE = 10.0
 
@@ -765,3 +768,13 @@ def test_others_train_on_beside_a_worker_that_claims_everything(scored):
 @pytest.mark.parametrize("scored", [False, True], ids=["sampling", "and_a_second_node"])
 def test_a_million_random_faults_lose_and_repeat_nothing(scored, greedy):
     run_model(1_000_000, seed=2, scored=scored, greedy=greedy)
+
+
+def test_tokens_of_an_environment_have_no_version_that_counts():
+    request = request_of(4)
+    response = response_of(request, 0, [3] * 5)
+    response.version[1:3] = 0
+    episode = single_turn(response)
+    episode.mask[1:3] = False
+    (found,) = pieces_of(Progress({0: episode})).values()
+    assert (found.tokens, found.lowest, found.highest) == (3, 3, 3)
