@@ -16,6 +16,7 @@ from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
 Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]
+NextRound = Callable[[], bool]  # starts a round; False: no more are needed
 Given = Mapping[str, Sequence[Any]]  # the loader's columns, see FieldStore.of_step
 
 log = logging.getLogger("distflow_jax")
@@ -56,6 +57,11 @@ class Ended(Exception):
     def told(self, step: int, steps: int) -> str:
         """A line on the end of a run of `steps` after so many."""
         return f"{self._what} after step {step} of {steps}; {self._fix}"
+
+
+def no_round() -> bool:
+    """No round of a region: its nodes ran before the step."""
+    return False
 
 
 class Rounds:

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import field
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,14 @@ from distflow_jax.coordinator.assignment import Shares, StepLengths, data_ranks
 from distflow_jax.coordinator.coordinator import Coordinator, work_of
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.dag.plan import Plan, Unit
-from distflow_jax.dag.plan_walker import COUNTS, Runner, Span, merge_measured, run_units
+from distflow_jax.dag.plan_walker import (
+    COUNTS,
+    Rehearse,
+    Runner,
+    Span,
+    merge_measured,
+    run_units,
+)
 from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
@@ -31,7 +39,7 @@ from distflow_jax.planning.partial_batches.partial_batch_programs import (
     check_stateless,
 )
 from distflow_jax.programs.launch_log import launched
-from distflow_jax.runtime.sample_source import give_step
+from distflow_jax.runtime.sample_source import SourceOfPartialBatches
 from distflow_jax.stages.partial_batch_metrics import (
     PartialBatchSize,
     merged_metrics,
@@ -39,50 +47,29 @@ from distflow_jax.stages.partial_batch_metrics import (
 )
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stream.batches.group_facts import step_lengths
-from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.batches.replay import PartialBatchReplay
 from distflow_jax.training.update import without_sums
-
-Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
-
-
-class SourceOfPartialBatches(Protocol):
-    """A Source whose steps come in partial batches."""
-
-    @property
-    def taker(self) -> PartialBatchTaker | PartialBatchReplay:
-        """Hands the groups of a step over."""
-
-    def finish(self, step: int) -> None:
-        """Ends a step whose groups were taken."""
-
-    def measured(self) -> Metrics:
-        """Metrics of the samples of the step that has run."""
 
 
 @dataclasses.dataclass
 class StepInPartialBatches:
     """Results of a step in partial batches so far, on this process."""
 
-    metrics: list[Metrics] = dataclasses.field(
-        default_factory=list
-    )  # of each partial batch's units
-    sizes: list[PartialBatchSize] = dataclasses.field(default_factory=list)  # of each partial batch
-    updates: dict[str, list[Metrics]] = dataclasses.field(default_factory=dict)  # by unit
-    shares: list[Shares] = dataclasses.field(default_factory=list)  # of each partial batch
-    ran: set[str | None] = dataclasses.field(default_factory=lambda: {None})  # see run_units
+    # of each partial batch
+    metrics: list[Metrics] = field(default_factory=list)
+    sizes: list[PartialBatchSize] = field(default_factory=list)
+    shares: list[Shares] = field(default_factory=list)
+    uid: list[np.ndarray] = field(default_factory=list)  # int64 [N, 2]
+    # of those that wrote advantages, with the lengths by which rows were assigned
+    advantages: list[tuple[FieldStore, StepLengths]] = field(default_factory=list)
+    # of all of them
+    updates: dict[str, list[Metrics]] = field(default_factory=dict)  # by unit
+    ran: set[str | None] = field(default_factory=lambda: {None})  # see run_units
     received: int = 0  # bytes from other processes
     # int64 [5], see Coordinator.image_counts
-    images: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(5, np.int64))
-    uid: list[np.ndarray] = dataclasses.field(
-        default_factory=list
-    )  # int64 [N, 2] of each partial batch
+    images: np.ndarray = field(default_factory=lambda: np.zeros(5, np.int64))
     # entries of this process's responses, in the order of `uid`
-    columns: dict[Value, list[Any]] = dataclasses.field(default_factory=dict)
-    # advantages of each partial batch that wrote some, and the lengths by which its rows were
-    # assigned
-    advantages: list[tuple[FieldStore, StepLengths]] = dataclasses.field(default_factory=list)
+    columns: dict[Value, list[Any]] = field(default_factory=dict)
 
     def column(self, value: Value, uid: np.ndarray) -> list[Any]:
         """The entries of a field in the order of `uid`, int64 [N, 2]."""
@@ -136,42 +123,26 @@ class PartialBatchSteps:
         self._found = StepInPartialBatches()
 
     def run(
-        self,
-        step: int,
-        states: Mapping[str, Any],
-        rehearse: Rehearse | None,
+        self, step: int, states: Mapping[str, Any], rehearse: Rehearse | None
     ) -> tuple[dict[str, Any], Metrics]:
         """Runs a step; returns its states and metrics. Collective.
 
         `rehearse` as of dag.plan_walker.run_step.
         """
-        source, taker, span = self._source, self._source.taker, self._span
-        states, found = dict(states), StepInPartialBatches()
-        self._found = found
+        states, self._found = dict(states), StepInPartialBatches()
         self._begin(states)
-        while True:
-            of_partial_batch = functools.partial(span, partial_batch=1 + self.partial_batches)
-            with of_partial_batch("wait_for_samples"):
-                partial_batch, store = taker.take(step)
-            give_step(self._plan, store, step)
-            self._partial_batch(partial_batch, states, store, of_partial_batch, rehearse)
+        for partial_batch, store in self._source.partial_batches(step):
+            span = functools.partial(self._span, partial_batch=1 + self.partial_batches)
+            self._partial_batch(partial_batch, states, store, span, rehearse)
             self._collect(partial_batch)
-            taker.record(partial_batch, **_filling(self._coordinator.shares))
+            self._source.record(partial_batch, **_filling(self._coordinator.shares))
             if partial_batch.ends_mini_batch:
-                self._finish(
-                    partial_batch, states, of_partial_batch, rehearsed=rehearse is not None
-                )
-            if partial_batch.last:
-                break
-        with span("wait_for_samples"):
-            store, of_nodes = taker.end()
-        give_step(self._plan, store, step)
-        metrics = dict(self._batch_of(store).merged(of_nodes))
-        taker.note(dict(metrics))
-        metrics |= self._rest(step, states, span, rehearse)
-        metrics |= self._merged() | {"training/partial_batches": self.partial_batches}
-        source.finish(step)
-        return states, metrics | source.measured()
+                self._finish(partial_batch, states, span, rehearsed=rehearse is not None)
+        self._source.fill(self._batch, step)
+        self._put_columns()
+        metrics = self._rest(step, states, rehearse) | self._merged()
+        metrics |= {"training/partial_batches": self.partial_batches}
+        return states, metrics | self._source.measured()
 
     @property
     def held(self) -> "PartialBatchSteps":
@@ -191,15 +162,8 @@ class PartialBatchSteps:
 
     def work(self, window: int = 0) -> Work:
         """Tokens and pairs in the rows of all partial batches, see Coordinator.work."""
-        return Work(
-            *(
-                sum(numbers)
-                for numbers in zip(
-                    *(dataclasses.astuple(work_of(one, window)) for one in self._found.shares),
-                    strict=True,
-                )
-            )
-        )
+        works = [dataclasses.astuple(work_of(one, window)) for one in self._found.shares]
+        return Work(*map(sum, zip(*works, strict=True)))
 
     def advantages(self) -> dict[str, list[float | None]]:
         """{"advantage": one number per response of this process}, see Coordinator.advantages.
@@ -241,18 +205,9 @@ class PartialBatchSteps:
         rehearse: Rehearse | None,
     ) -> None:
         coordinator, found = self._coordinator, self._found
-        coordinator.use(
-            store, step_lengths(partial_batch.groups)
-        )  # the partial batch's facts say them
-        of_partial_batch = (
-            partial_batch.step,
-            self._runners,
-            states,
-            coordinator,
-            span,
-            found.ran,
-            rehearse,
-        )
+        coordinator.use(store, step_lengths(partial_batch.groups))
+        step, runners = partial_batch.step, self._runners
+        of_partial_batch = step, runners, states, coordinator, span, found.ran, rehearse
         measured = run_units(self._before, *of_partial_batch)
         found.sizes.append(self._size_of(partial_batch))
         merge_measured(measured, run_units(self._after, *of_partial_batch), "a node after packing")
@@ -273,11 +228,11 @@ class PartialBatchSteps:
         for edge in self._deferred:
             if (edge.source, edge.field) in store.values:
                 _extend(found, (edge.source, edge.field), coordinator.get(edge))
-        for field, source in store.sources.items():
+        for name, source in store.sources.items():
             # columns that nobody reads any more are freed, but for those without an entry
-            wanted = (source, field) in self._awaited or len(store.columns[field])
+            wanted = (source, name) in self._awaited or len(store.columns[name])
             if source in late and wanted:
-                _extend(found, (source, field), store.columns[field])
+                _extend(found, (source, name), store.columns[name])
         if store.advantage is not None or ADVANTAGE in store.columns:
             found.advantages.append((store.with_advantages(), step_lengths(partial_batch.groups)))
         found.received += coordinator.bytes_received()
@@ -301,22 +256,18 @@ class PartialBatchSteps:
 
     # -- the whole batch --------------------------------------------------------------------------
 
-    def _batch_of(self, store: FieldStore) -> Coordinator:
-        """The coordinator of the run, with the step's fields."""
-        batch, found = self._batch, self._found
-        batch.use(store)
+    def _put_columns(self) -> None:
+        """Puts what partial batches wrote into the coordinator of the run."""
+        found, store = self._found, self._batch.store
         uid = store.uid[store.own]
         edges = {(edge.source, edge.field): edge for edge in self._deferred}
-        for value in found.columns:
-            source, field = value
-            column = found.column(value, uid)
+        columns = {value: found.column(value, uid) for value in found.columns}
+        for value, column in columns.items():
             if value not in edges:
-                store.put(source, field, _as_column(column))
+                store.put(*value, _as_column(column))
         for value, edge in edges.items():
-            if value in found.columns:
-                column = found.column(value, uid)
-                store.put(*value, self._packed(edge, column))
-        return batch
+            if value in columns:
+                store.put(*value, self._packed(edge, columns[value]))
 
     def _packed(self, edge: Edge, column: Sequence[Any]) -> jax.Array:
         """A carried column in the rows of the batch, where it was written partial batch by partial
@@ -325,53 +276,39 @@ class PartialBatchSteps:
         per_token = spec.shape[2] == self._batch.shares.plan.limits.tokens
         dtype = dataclasses.replace(ONE_NUMBER, dtype=spec.dtype.name) if per_token else None
         batch = self._batch
+        mesh = batch.meshes[edge.source_layout]
         with processes.coordinating():
             packed = field_moves.pack_as_written(
-                batch.store,
-                batch.shares,
-                edge,
-                batch.meshes[edge.source_layout],
-                column,
-                dtype,
+                batch.store, batch.shares, edge, mesh, column, dtype
             )
         return packed.astype(spec.dtype)
 
-    def _rest(
-        self, step: int, states: dict[str, Any], span: Span, rehearse: Rehearse | None
-    ) -> Metrics:
+    def _rest(self, step: int, states: dict[str, Any], rehearse: Rehearse | None) -> Metrics:
         batch, ran = self._batch, self._found.ran
-        measured = run_units(self._waiting, step, self._runners, states, batch, span, ran, rehearse)
-        return batch.merged(measured)
+        measured = run_units(
+            self._waiting, step, self._runners, states, batch, self._span, ran, rehearse
+        )
+        return dict(batch.merged(measured))
 
     def _merged(self) -> Metrics:
         """Metrics of the units that ran on partial batches, and of their updates."""
-        found = self._found
-        partial_batches, sizes = jax.device_get((found.metrics, found.sizes))
-        names = [task.node.id for task in self._plan.tasks]
+        partial_batches, sizes = jax.device_get((self._found.metrics, self._found.sizes))
+        nodes = {task.node.id for task in self._plan.tasks}
         metrics: Metrics = {}
-        for name in dict.fromkeys(
-            name for partial_batch in partial_batches for name in partial_batch
-        ):
-            values = [
-                partial_batch[name] for partial_batch in partial_batches if name in partial_batch
+        for name in dict.fromkeys(name for measured in partial_batches for name in measured):
+            found = [
+                (measured[name], size)
+                for measured, size in zip(partial_batches, sizes, strict=True)
+                if name in measured
             ]
+            values, weights = zip(*found, strict=True)
             if name.endswith(COUNTS):
                 metrics[name] = sum(values)
                 continue
             first = name.split("/")[0]
-            prefix = f"{first}/" if first in names else ""
-            measured = [
-                {name: partial_batch[name]}
-                for partial_batch in partial_batches
-                if name in partial_batch
-            ]
-            weights = [
-                size
-                for partial_batch, size in zip(partial_batches, sizes, strict=True)
-                if name in partial_batch
-            ]
-            metrics |= merged_metrics(measured, weights, prefix)
-        for updates in found.updates.values():
+            prefix = f"{first}/" if first in nodes else ""
+            metrics |= merged_metrics([{name: value} for value in values], weights, prefix)
+        for updates in self._found.updates.values():
             metrics |= merged_updates(updates)
         return metrics
 

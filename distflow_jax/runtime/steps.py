@@ -1,19 +1,17 @@
 """How a run makes a step: on the whole batch at once, or partial batch by partial batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Plan
-from distflow_jax.dag.plan_walker import Runner, run_step
+from distflow_jax.dag.plan_walker import Rehearse, Runner, run_step
 from distflow_jax.layout import Metrics
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
 from distflow_jax.runtime.sample_source import Source
-
-Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class WholeSteps:

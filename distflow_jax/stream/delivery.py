@@ -10,7 +10,6 @@ from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.stream_config import StreamConfig
 
@@ -21,7 +20,8 @@ class Delivery:
 
     sync: WeightSync
     own_devices: bool  # whether the sampler has devices that no trainer uses
-    publications: Publications
+    rule: PublishRule
+    peers: Peers | None = None  # of publications that the rule may leave out
     # makes the thread of a process whose groups workers sample, of a call that hands groups on
     thread: Callable[[Callable[[], None]], LeaseMonitor] | None = None
     # makes what runs nodes on groups of a process whose workers run some of them
@@ -32,11 +32,10 @@ def make_delivery(
     config: StreamConfig,
     producer: Producer,
     sync: WeightSync,
-    publish: Callable[[int], None],
     *,
     own_devices: bool,
 ) -> Delivery:
-    """The delivery of a run whose samplers run ahead; `publish(version)` as of Publications.
+    """The delivery of a run whose samplers run ahead.
 
     Collective. Only publishing by divergence has connections.
     """
@@ -50,4 +49,4 @@ def make_delivery(
 
         index, count = processes.process_index(), processes.process_count()
         peers = Peers(processes.second_exchange(), index, count, heard)
-    return Delivery(sync, own_devices, Publications(rule, producer, peers, publish))
+    return Delivery(sync, own_devices, rule, peers)

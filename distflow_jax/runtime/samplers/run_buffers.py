@@ -34,7 +34,6 @@ from distflow_jax.stream.links.buffer_addresses import (
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_tasks import NodeTasks
-from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -72,12 +71,10 @@ def deliver_to_workers(
     producer: BufferProducer,
     offload: Offload,
     checkpoints: pathlib.Path,
-    publish: Callable[[int], None],
 ) -> Delivery:
     """The delivery of a run with workers, who may join from now on. Collective.
 
     Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
-    `publish(version)` as of Publications.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
     said = [secrets.token_hex(8), start_before(workdir)]
@@ -134,7 +131,8 @@ def deliver_to_workers(
     return Delivery(
         sync,
         True,
-        Publications(PublishRule(0.0, config.stream.max_staleness), producer, None, publish),
+        PublishRule(0.0, config.stream.max_staleness),
+        None,
         thread,
         functools.partial(LeasedNodes, tasks=tasks) if tasks.served else HostThread,
     )
