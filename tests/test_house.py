@@ -67,8 +67,8 @@ INNER_FLOORS = {
     ],
     "training": [{"objectives"}, {"."}],
     "stream": [
+        {"ahead"},
         {"batches"},
-        {"group_stream"},
         {"worker", "delivery"},
         {"links", "lease_monitor"},
         {"buffer_sampler", "leased_nodes"},

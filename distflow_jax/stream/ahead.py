@@ -88,7 +88,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a source keeps of its groups: for checkpoints, for readers and for replays."""
+    """Places where a source keeps its groups: for checkpoints, for readers and for replays."""
 
     place: Place
     saver: SampleSaver
@@ -166,7 +166,7 @@ class Ahead:
         return gather
 
     def _start_sampling(self, rounds: RegionRounds | None) -> Sampling:
-        """What samples: workers, a thread with devices of its own, or this thread."""
+        """Starts workers' monitor, a thread with devices of its own, or nothing: this thread samples."""
         delivery, config, idle = self._delivery, self._config, self.publications.note_idle
         if delivery.thread is not None:
             return delivery.thread(self._round)

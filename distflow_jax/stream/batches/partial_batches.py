@@ -44,7 +44,7 @@ class PartialBatch:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What a process has of its own groups, when it may be time to tell the others."""
+    """The groups of one process, when it may be time to tell the others."""
 
     groups: Sequence[Group]  # that have begun and are not trained on
     end: int  # of the policy
