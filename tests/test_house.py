@@ -69,6 +69,7 @@ INNER_FLOORS = {
     "stream": [
         {"ahead"},
         {"batches"},
+        {"driver"},
         {"worker", "delivery"},
         {"links", "lease_monitor"},
         {"buffer_sampler", "leased_nodes"},

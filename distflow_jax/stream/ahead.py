@@ -9,12 +9,9 @@ filter decisions follow each round of a region instead (region_rounds.py).
 import contextlib
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
-
-import jax
 
 from distflow_jax.batch import Samples
 from distflow_jax.coordinator.batch_metrics import staleness_metrics
@@ -25,35 +22,24 @@ from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
-from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatch, Policy
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.batches.step_record import StepRecord
 from distflow_jax.stream.delivery import Delivery
-from distflow_jax.stream.evaluations import Evaluated, Evaluations, Evaluator
-from distflow_jax.stream.exact_order import ExactOrder
-from distflow_jax.stream.host_nodes import Group, NodesAhead, Span
-from distflow_jax.stream.inline_sampling import InlineSampling
-from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.driver import ALL, Driver, Trainer
+from distflow_jax.stream.evaluations import Evaluated
+from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.sample_saver import SampleSaver
-from distflow_jax.stream.sampling_thread import SamplingThread
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
 from distflow_jax.stream.stream_config import StreamConfig
-from distflow_jax.stream.weight_update_times import WeightUpdateTimes
-from distflow_jax.watchdog.gossip import OTHERS
 
-IDLE_SECONDS = 0.01  # between two looks at what other threads have done
-ALL = sys.maxsize  # above every counter
-NOTE_SECONDS = 0.5  # between two words to the watchdog on what the training waits for
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
-
-Sampling = SamplingThread | LeaseMonitor | InlineSampling
 
 
 class Place(Protocol):
@@ -66,28 +52,8 @@ class Place(Protocol):
         """Notes the first prompt that no step has looked at."""
 
 
-def _span(name: str, **labels: Any) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext()
-
-
 @dataclasses.dataclass(frozen=True)
-class Trainer:
-    """The calls by which a source reaches the training beside it, and what observes both."""
-
-    span: Span = _span  # times a block under a name, in any thread
-    note: Callable[[str], None] = lambda text: None  # what the running phase waits for; any thread
-    phase: Callable[..., contextlib.AbstractContextManager] = _span  # of the training, by its name
-    # a block with the weights that samplers take, on their devices
-    weights: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    lend: Callable[[SamplerState], None] = lambda state: None  # the sampler's arrays
-    give_back: Callable[[], SamplerState | None] = lambda: None
-    keeps_weights: Callable[[int], bool] = lambda step: False  # whether samplers do, for now
-    # with weight updates at boundaries, for the versions that samplers evaluate when they take them
-    evaluator: Evaluator | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
+class KeptGroups:
     """Places where a source keeps its groups: for checkpoints, for readers and for replays."""
 
     place: Place
@@ -106,6 +72,7 @@ class Ahead:
     Attributes:
       publications: say which weights samplers need.
       saver: of samples, into checkpoints.
+      drive: samples while the training waits.
     """
 
     saves_samples = True
@@ -119,7 +86,7 @@ class Ahead:
         config: StreamConfig,
         *,
         trainer: Trainer,
-        kept: Kept,
+        kept: KeptGroups,
         numbered: bool = False,
     ):
         """`delivery`: of weights to the sampler; `policy`: of the partial batches of steps;
@@ -130,61 +97,36 @@ class Ahead:
         self.publications = Publications(
             delivery.rule, producer, delivery.peers, self.update_weights
         )
-        self._times, self._steps = WeightUpdateTimes(), StepGroups(nodes.ids, numbered=numbered)
+        self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
         self._measured: Metrics = {}  # of the nodes that ran ahead, for the present step
         self._partial_batches: list[PartialBatch] = []  # of the present step
         self._groups: list[Group] = []  # of this process, in these partial batches
         self._waited = 0.0  # seconds, for the last of them
-        self._host = delivery.nodes(nodes, trainer.span, self._lock)
-        self._next_note = 0.0  # when the watchdog is told again what the training waits for
-        self._evaluations: Evaluations | None = None
-        if trainer.evaluator is not None:
-            held = self.publications.newest
-            self._evaluations = Evaluations(trainer.evaluator, self._host, held=held)
-        self._resources = contextlib.ExitStack()
         # with these filter decisions reach all processes after each round, without partial batches
         by_rounds = config.weight_update == "boundary" and nodes.until is not None
-        rounds = RegionRounds(producer, self._gather()) if by_rounds else None
-        peers = _peers(producer, spreads=policy.spreads)
-        self._resources.callback(peers.close)
+        self._rounds = RegionRounds(producer, _gather()) if by_rounds else None
         self._agreement = Agreement(
             policy,
             producer,
-            self._gather(),
-            peers,
+            _gather(),
+            _peers(producer, spreads=policy.spreads),
             self.publications,
             config,
             judges=nodes.until is not None and not by_rounds,
-            missing=lambda: self._sampling.missing_workers,
+            missing=lambda: self.drive.sampling.missing_workers,
         )
-        self._sampling = self._start_sampling(rounds)
-
-    def _gather(self) -> BackgroundGather:
-        gather = BackgroundGather(processes.second_exchange())
-        self._resources.callback(gather.close)
-        return gather
-
-    def _start_sampling(self, rounds: RegionRounds | None) -> Sampling:
-        """Starts workers' monitor, a thread with devices of its own, or nothing: this thread samples."""
-        delivery, config, idle = self._delivery, self._config, self.publications.note_idle
-        if delivery.thread is not None:
-            return delivery.thread(self._round)
-        if not delivery.own_devices:
-            return InlineSampling(self.producer, self._round, cache=config.cache, idle=idle)
-        order = None
-        if config.weight_update == "boundary":
-            order = _exact_order(self.producer, rounds, self._evaluations)
-        return SamplingThread(
-            self.producer,
-            self._arrive,
-            self._round,
-            order=order,
-            evaluations=self._evaluations,
-            cache=config.cache,
-            buffers=config.buffers,
-            idle=idle,
+        self.drive = Driver(
+            producer,
+            nodes,
+            delivery,
+            config,
+            trainer,
+            kept.saver,
+            idle=self.publications.note_idle,
+            known=self._rounds.known if self._rounds else lambda end: True,
         )
+        self._sampling, self._times = self.drive.sampling, self.drive.times
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -267,7 +209,7 @@ class Ahead:
         fields of groups are known."""
         if not self._partial_batches and not self._policy.begin(step):
             raise Ended(DATA_ENDED)
-        self._next_note, begun = 0.0, time.monotonic()
+        begun = time.monotonic()
         with self._times.block("wait"):
             partial_batch = self._agreement.next(self.drive)
             counters = partial_batch.counters
@@ -327,7 +269,7 @@ class Ahead:
         time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
         process lacks an evaluation then, all return None. Collective.
         """
-        if (evaluations := self._evaluations) is None:
+        if (evaluations := self.drive.evaluations) is None:
             return []
         if end < math.inf:
             self._sampling.end_with(version)
@@ -344,14 +286,9 @@ class Ahead:
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def at_rest(self, version: int = 0) -> Iterator[None]:
-        """A block in which no other thread touches an array, and the sampler holds the weights of a
-        version or later ones. The watchdog is told what it waits for."""
-        self._trainer.note(self.producer.oldest)
-        with self._sampling.hold(version):
-            self._trainer.note("")
-            yield
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other thread touches an array."""
+        return self.drive.at_rest(0)
 
     @contextlib.contextmanager
     def free_sampler(self) -> Iterator[None]:
@@ -361,9 +298,9 @@ class Ahead:
         afterwards; responses in turns end first.
         """
         sampler = self.producer.sampler
-        with self.at_rest(self.publications.newest):
+        with self.drive.at_rest(self.publications.newest):
             while sampler.in_turns and sampler.busy:
-                self._round()
+                self.drive.round()
             state, partials = sampler.suspend()
             self._trainer.lend(state)
             yield
@@ -398,69 +335,19 @@ class Ahead:
     def close(self) -> None:
         """Drops what is under way, unless a sampler's thread is still at it, and waits for what is
         being written."""
-        at_rest = self._sampling.close()
-        self._host.close()
-        self._resources.close()
+        at_rest = self.drive.close()
+        self._agreement.close()
+        if self._rounds is not None:
+            self._rounds.close()
         self.publications.close()
         if at_rest:
             self.producer.sampler.close()
         for writer in self._kept.writers:
             writer.close()
 
-    # -- waiting ----------------------------------------------------------------------------------
 
-    def drive(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
-        """Samples until something is true, for which groups below a counter are needed.
-
-        Raises what a sampler or a node that ran ahead has raised for one of these groups.
-        `waits_for`: what it is, for the watchdog; "": the oldest of them.
-        """
-        while not until():
-            if needs:
-                self._raise_errors(needs)
-            if time.monotonic() >= self._next_note:
-                self._trainer.note(waits_for or self._missing(needs))
-                self._next_note = time.monotonic() + NOTE_SECONDS
-            if not self._sampling.round():
-                with self._lock:
-                    self._lock.wait(IDLE_SECONDS)
-
-    def _round(self) -> None:
-        with self._trainer.span(self.producer.name):
-            groups = self.producer.round()
-        for group in groups:
-            self._host.submit(group, self.saver.settle)
-
-    @contextlib.contextmanager
-    def _arrive(self, left: Any) -> Iterator[Any]:
-        """A block in which the sampler does not decode, with the weights that have left."""
-        with self._times.block("arrive"), self._trainer.span("take_weights"):
-            yield jax.block_until_ready(self._delivery.sync.arrive(left))
-
-    def _raise_errors(self, needs: int) -> None:
-        """Raises what a sampler or a disk has raised, or a node that ran on a group below a
-        counter."""
-        self.saver.check()
-        self._sampling.raise_error()
-        with self._lock:
-            groups = [g for c, g in self.producer.groups.items() if c < needs]
-        for running in [g.running for g in groups if g.running is not None]:
-            if running.done():
-                running.result()
-
-    def _missing(self, needs: int) -> str:
-        """The oldest group below a counter that is not done, and the node that it waits for."""
-        if not needs:
-            return OTHERS
-        with self._lock:
-            groups = [g for c, g in self.producer.groups.items() if c < needs and not g.done]
-            begun = self.producer.begun_up_to(needs)
-        oldest = min(groups, key=lambda group: group.counter, default=None)
-        if oldest is None:
-            return OTHERS if begun else f"{self.producer.name} has not begun"
-        if oldest.sampling:
-            return f"{min(oldest.sampling)} of prompt {oldest.counter}"
-        return self._host.waits_for(oldest)
+def _gather() -> BackgroundGather:
+    return BackgroundGather(processes.second_exchange())
 
 
 def _peers(producer: Producer, *, spreads: bool) -> Peers:
@@ -472,15 +359,3 @@ def _peers(producer: Producer, *, spreads: bool) -> Peers:
 
     exchange = processes.second_exchange() if spreads else None
     return Peers(exchange, processes.process_index(), processes.process_count(), heard)
-
-
-def _exact_order(
-    producer: Producer, rounds: RegionRounds | None, evaluations: Evaluations | None
-) -> ExactOrder:
-    """The order of weight updates at boundaries; `rounds`: of a region."""
-    return ExactOrder(
-        producer.admission,
-        held=producer.sampler.version,
-        known=rounds.known if rounds else lambda end: True,
-        due=evaluations.due if evaluations else lambda version: False,
-    )

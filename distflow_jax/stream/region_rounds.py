@@ -43,6 +43,10 @@ class RegionRounds:
         self._wake()
         return end <= self._known
 
+    def close(self) -> None:
+        """Ends the connections."""
+        self._gather.close()
+
     def _wake(self) -> None:
         lock = self._producer.lock
         with lock:

@@ -13,8 +13,8 @@ from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream, tr
 from support.waiting import HANG
 
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.stream import ahead, sampling_thread
-from distflow_jax.stream.ahead import ALL, Trainer
+from distflow_jax.stream import driver, sampling_thread
+from distflow_jax.stream.driver import ALL, Trainer
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
@@ -147,7 +147,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
     assert stream.evaluated(0, end=time.monotonic()) is None
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
-    thread = stream._sampling
+    thread = stream.drive.sampling
     stream.close()
     thread.raise_error()
 
@@ -178,7 +178,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
 
 def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
     """The watchdog hears which one is missing; of groups behind it in the thread of rewards too."""
-    monkeypatch.setattr(ahead, "NOTE_SECONDS", HANG)  # it is told once
+    monkeypatch.setattr(driver, "NOTE_SECONDS", HANG)  # it is told once
     goes_on, scoring, notes = threading.Event(), threading.Event(), []
 
     def score(answers):
@@ -233,7 +233,7 @@ def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, weight_updat
         )
         assert begun.wait(HANG)
         for _ in range(4):  # amid 80 rounds
-            with stream.at_rest(0):
+            with stream.at_rest():
                 resting.set()
                 time.sleep(0.02)  # for ten rounds of one that does not rest
                 resting.clear()

@@ -13,11 +13,12 @@ from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import Response, SamplingParams
-from distflow_jax.stream.ahead import Ahead, Kept, Trainer
+from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -169,7 +170,7 @@ def plain_stream(
         PartialBatchPlanner(Admission(rule, **bounds), prompts=BATCH, facts_of=decision_of),
         StreamConfig(max_staleness=staleness, weight_update=weight_update),
         trainer=trainer,
-        kept=Kept(PlainPlace(), saver, PartialBatchRecords(folder, step)),
+        kept=KeptGroups(PlainPlace(), saver, PartialBatchRecords(folder, step)),
     )
     close = source.close
 

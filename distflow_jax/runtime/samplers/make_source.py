@@ -29,11 +29,12 @@ from distflow_jax.runtime.samplers.run_ahead import (
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers, make_buffer_sampler
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
-from distflow_jax.stream.ahead import Ahead, Kept, Trainer
+from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.buffer_producer import BufferProducer
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
+from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -140,7 +141,7 @@ def _make_ahead(
         make_policy(prepared, producer, admission),
         config.stream,
         trainer=trainer,
-        kept=Kept(
+        kept=KeptGroups(
             place,
             _saver(producer, config.stream, checkpointer, state, place, added, evaluates),
             PartialBatchRecords(folder, state.step),

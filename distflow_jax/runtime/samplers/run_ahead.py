@@ -18,7 +18,6 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
-from distflow_jax.stream.ahead import Trainer
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import (
     PartialBatchPlanner,
@@ -27,6 +26,7 @@ from distflow_jax.stream.batches.partial_batches import (
 )
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.deadlines import Deadlines
+from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.schedule import Admission
