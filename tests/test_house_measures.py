@@ -94,7 +94,7 @@ def split(text, name):
     "path, name",
     [
         ("stream/ahead.py", "Ahead"),
-        ("runtime/partial_batch_steps.py", "PartialBatchSteps"),
+        ("runtime/steps.py", "PartialBatchSteps"),
     ],
 )
 def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):

@@ -24,7 +24,7 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.parallel import processes
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.runtime.build import Runtime, build
-from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
+from distflow_jax.runtime.steps import PartialBatchSteps
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 

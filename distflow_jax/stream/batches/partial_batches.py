@@ -38,7 +38,6 @@ class PartialBatch:
 
     @property
     def counters(self) -> tuple[int, ...]:
-        """The counters of its groups, rising."""
         return tuple(group.counter for group in self.groups)
 
 
@@ -60,30 +59,20 @@ class Policy(Protocol):
     Attributes:
       facts_of: facts of a complete group, which the others are told.
       spreads: whether one process may call the others to a gather.
+      step: the one whose partial batches are decided.
+      mini_batch: of the next partial batch, from 0.
+      cut: counters of the step, as far as is known.
+      needs: first counter after those of the groups that the step may need.
+      end: first counter after those that the next partial batch waits for.
     """
 
     facts_of: FactsOf
     spreads: bool
-
-    @property
-    def step(self) -> int:
-        """The step whose partial batches are decided."""
-
-    @property
-    def mini_batch(self) -> int:
-        """The mini-batch of the next partial batch, from 0."""
-
-    @property
-    def cut(self) -> Cut:
-        """The counters of the step, as far as is known."""
-
-    @property
-    def needs(self) -> int:
-        """The first counter after those of the groups that the step may need."""
-
-    @property
-    def end(self) -> int:
-        """The first counter after those that the next partial batch waits for."""
+    step: int
+    mini_batch: int
+    cut: Cut
+    needs: int
+    end: int
 
     def begin(self, step: int) -> bool:
         """Begins a step that is not under way yet; whether there is a group for it."""
@@ -176,9 +165,9 @@ class _Open:
 
 
 class PartialBatchPlanner:
-    """The partial batches of a run, step after step. All processes that learn the same facts agree.
+    """The partial batches of a run by `prompts` or by `room`, one of which is given.
 
-    Exactly one of `prompts` and `room` is given.
+    All processes that learn the same facts agree.
 
     Args:
       admission: the rule and its filter decisions, which nothing else changes.
@@ -208,22 +197,18 @@ class PartialBatchPlanner:
 
     @property
     def step(self) -> int:
-        """The step whose partial batches are planned."""
         return self._admission.finished + 1
 
     @property
     def mini_batch(self) -> int:
-        """The mini-batch of the next partial batch, from 0."""
         return self._mini
 
     @property
     def cut(self) -> Cut:
-        """The counters of the step, as far as filter decisions say."""
         return self._admission.cut(self.step)
 
     @property
     def needs(self) -> int:
-        """The first counter after those of the step, as far as filter decisions say."""
         return self.cut.end
 
     @property

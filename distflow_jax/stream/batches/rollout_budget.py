@@ -33,12 +33,10 @@ class RolloutBudget:
 
     @property
     def step(self) -> int:
-        """The step that has the next rollout."""
         return self._admission.finished + 1
 
     @property
     def cut(self) -> Taken:
-        """The groups of the step, as far as complete ones are known."""
         return self._admission.cut(self.step)
 
     @property
