@@ -83,8 +83,7 @@ class StepInPartialBatches:
 
 
 class PartialBatchSteps:
-    """Runs steps in partial batches, from the groups of a Taker to the new states. Afterwards it
-    has the numbers of the step that a Coordinator has of a batch."""
+    """Runs the units that stream on each partial batch, then the others on the whole batch."""
 
     def __init__(
         self,
@@ -193,8 +192,7 @@ class PartialBatchSteps:
         """Counts of all partial batches, int64 [5], see Coordinator.image_counts."""
         return self._found.images
 
-    # -- a partial batch
-    # -----------------------------------------------------------------------------------
+    # -- a partial batch --------------------------------------------------------------------------
 
     def _begin(self, states: dict[str, Any]) -> None:
         for _, key, update in self._updates:

@@ -22,9 +22,9 @@ from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
-from distflow_jax.stream.batches.agreement import Agreement
+from distflow_jax.stream.batches.agreement import Agreement, Policy
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
-from distflow_jax.stream.batches.partial_batches import PartialBatch, Policy
+from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.batches.step_record import StepRecord
 from distflow_jax.stream.delivery import Delivery

@@ -18,12 +18,9 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.step_schedule import StepSchedule
+from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
-from distflow_jax.stream.batches.partial_batches import (
-    PartialBatchPlanner,
-    PartialBatchRoom,
-    Policy,
-)
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.deadlines import Deadlines
 from distflow_jax.stream.driver import Trainer
@@ -82,47 +79,31 @@ def make_policy(prepared: PreparedRun, producer: Producer, admission: Admission)
     """The partial batches of a run's steps; `admission`: the producer's rule once more, for what
     all processes know."""
     config = prepared.config.stream
-    kind = "round_tokens" if config.round_tokens else config.partial_batches
-    return POLICIES[kind](prepared, producer, admission)
+    if config.round_tokens:
+        assert isinstance(producer.admission, Deadlines), "as make_source has it"
+        return RolloutBudget(producer.admission, producer.admit, tokens=config.round_tokens)
+    return PartialBatchPlanner(admission, **PLANNED[config.partial_batches](prepared))
 
 
-def _whole(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
-    return PartialBatchPlanner(admission, prompts=admission.rule.groups, facts_of=decision_of)
+def _whole(prepared: PreparedRun) -> dict[str, Any]:
+    return {"prompts": prepared.config.data.prompts_per_step, "facts_of": decision_of}
 
 
-def _counter(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
+def _counter(prepared: PreparedRun) -> dict[str, Any]:
     config = prepared.config
-    return PartialBatchPlanner(
-        admission,
-        mini_batches=config.training.mini_batches,
-        prompts=config.stream.partial_batch_prompts,
-    )
+    minis, prompts = config.training.mini_batches, config.stream.partial_batch_prompts
+    return {"mini_batches": minis, "prompts": prompts}
 
 
-def _ready(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
+def _ready(prepared: PreparedRun) -> dict[str, Any]:
     packing = prepared.sizes.partial_batch
     rows = packing.rows[packing.primary] * data_ranks(packing.primary)
-    return PartialBatchPlanner(
-        admission,
-        mini_batches=prepared.config.training.mini_batches,
-        room=PartialBatchRoom(rows, packing.limits),
-    )
+    room = PartialBatchRoom(rows, packing.limits)
+    return {"mini_batches": prepared.config.training.mini_batches, "room": room}
 
 
-def _budget(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
-    of_producer = producer.admission
-    assert isinstance(of_producer, Deadlines), "as make_source has it"
-    tokens = prepared.config.stream.round_tokens
-    return RolloutBudget(of_producer, producer.admit, tokens=tokens)
-
-
-# by stream.partial_batches, and for rollouts that end by a budget
-POLICIES: dict[str, Callable[[PreparedRun, Producer, Admission], Policy]] = {
-    "off": _whole,
-    "counter": _counter,
-    "ready": _ready,
-    "round_tokens": _budget,
-}
+# how a PartialBatchPlanner divides steps, by stream.partial_batches
+PLANNED = {"off": _whole, "counter": _counter, "ready": _ready}
 
 
 def warn_if_incomplete(checkpointer: Checkpointer, step: int) -> None:

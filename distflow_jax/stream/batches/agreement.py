@@ -9,13 +9,14 @@ a gather forward too; so do a missing worker and a prompt that was given up.
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from distflow_jax.coordinator.rounds import NO_WORKERS, Ended
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.stream.batches.group_facts import GroupFacts
-from distflow_jax.stream.batches.partial_batches import PartialBatch, Policy, View
+from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner, View
+from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
@@ -25,13 +26,7 @@ GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
 
 # what has to be true, and the first counter whose group it does not need
 Wait = tuple[Callable[[], bool], int]
-
-
-class Drive(Protocol):
-    """`Ahead.drive`: waits, and samples meanwhile."""
-
-    def __call__(self, until: Callable[[], bool], *, needs: int = 0) -> None:
-        """Waits until something is true, for which groups below a counter are needed."""
+Policy = PartialBatchPlanner | RolloutBudget
 
 
 class Agreement:
@@ -62,10 +57,11 @@ class Agreement:
         self._start = 0  # tokens of this process before the step
         self._told_tokens = 0  # tokens that the others know
 
-    def next(self, drive: Drive) -> PartialBatch:
+    def next(self, drive: Callable[..., None]) -> PartialBatch:
         """The next partial batch of the step, once it is decided. Collective.
 
-        Raises Ended where a process has waited for workers in vain.
+        `drive(until, needs=)`: as of Driver. Raises Ended where a process has waited for workers in
+        vain.
         """
         waits = self.waits()
         while True:

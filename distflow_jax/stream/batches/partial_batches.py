@@ -1,4 +1,4 @@
-"""Policies of partial batches: which groups of a step go through its nodes next.
+"""The policy of partial batches: which groups of a step go through its nodes next.
 
 A partial batch is a set of complete groups of the present step. All processes tell each other the
 facts of their complete groups, and each plans alike from what all of them know (agreement.py). With
@@ -12,7 +12,6 @@ Nothing here communicates, and nothing depends on the order in which facts come.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
@@ -51,48 +50,6 @@ class View:
     news: Sequence[GroupFacts]  # of complete groups, which the others do not know
     tokens: Callable[[], int]  # that were sampled, of which the others do not know
     processes: int
-
-
-class Policy(Protocol):
-    """Decides the partial batches of steps, from what all processes know alike.
-
-    Attributes:
-      facts_of: facts of a complete group, which the others are told.
-      spreads: whether one process may call the others to a gather.
-      step: the one whose partial batches are decided.
-      mini_batch: of the next partial batch, from 0.
-      cut: counters of the step, as far as is known.
-      needs: first counter after those of the groups that the step may need.
-      end: first counter after those that the next partial batch waits for.
-    """
-
-    facts_of: FactsOf
-    spreads: bool
-    step: int
-    mini_batch: int
-    cut: Cut
-    needs: int
-    end: int
-
-    def begin(self, step: int) -> bool:
-        """Begins a step that is not under way yet; whether there is a group for it."""
-
-    def due(self, mine: View) -> bool:
-        """Whether a process has enough to tell."""
-
-    def learn(self, facts: Iterable[GroupFacts], tokens: int, given_up: Iterable[int]) -> None:
-        """Notes facts of complete groups, tokens that were sampled and prompts that were given up,
-        in any order."""
-
-    def next(self) -> PartialBatch | None:
-        """The next partial batch, which counts as taken then; None: more facts have to come
-        first."""
-
-    def metrics(self, sampled: int) -> Metrics:
-        """Metrics of the step, in which this process has sampled so many tokens."""
-
-    def finish(self) -> None:
-        """Ends a step whose last partial batch was taken."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ BUDGET = "rollout_budget"  # in the place of a node's id
 
 
 class RolloutBudget:
-    """Ends the rollouts of a run. It is a partial_batches.Policy."""
+    """Ends the rollouts of a run. It has the calls of a PartialBatchPlanner."""
 
     facts_of = staticmethod(decision_of)
     spreads, mini_batch = True, 0
