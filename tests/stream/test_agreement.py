@@ -309,11 +309,21 @@ def model(make_job, seed, steps):
         what, given = draw.choice(choices)
         what(*given)
     check(world, job)
-    for values, _ in gathers.begun:  # a gather tells something, or nobody would have begun it
-        told = [(asked, rows, tokens) for asked, _, _, tokens, rows in values.values()]
-        counted = job.kind == "budget"
-        assert any(asked or rows or (counted and tokens) for asked, rows, tokens in told)
+    check_gathers([values for values, _ in gathers.begun], world, job)
     return events
+
+
+def check_gathers(gathers, world, job):
+    """Each tells something, or nobody would have begun it; what was told is not told again."""
+    counters = []
+    for told in gathers:
+        counted = job.kind == "budget" and any(tokens for *_, tokens, _ in told.values())
+        assert counted or any(asked or rows for asked, *_, rows in told.values())
+        counters += [row[0] for *_, rows in told.values() for row in rows]
+    assert len(counters) == len(set(counters))
+    for process in world:
+        tokens = sum(told[process.index][3] for told in gathers if process.index in told)
+        assert tokens <= process.tokens
 
 
 JOBS = {"partial batches": Job, "rollouts": BudgetJob}

@@ -111,9 +111,6 @@ class Agreement:
             begun = self._producer.begun_up_to(end)
             if self._producer.given_up():
                 return True
-        if not self._gathers and not any(group.done for group in groups):
-            # a first group says which columns there are; without any there is none to come
-            return begun and not groups
         if self._peers.seen(GATHERS) > self._gathers:
             return True
         news = self._news(groups)
