@@ -40,7 +40,6 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
 
 UNTIL: dict[str, Until] = {"informative": informative}
 
-
 DATA_ENDED, PREEMPTED, NO_WORKERS = "the data ended", "stopped by SIGTERM", "no worker was there"
 _GO_ON = {DATA_ENDED: "raise data.epochs for more", PREEMPTED: "start again to go on"}
 
@@ -59,8 +58,7 @@ class Ended(Exception):
         return f"{self._what} after step {step} of {steps}; {self._fix}"
 
 
-def no_round() -> bool:
-    """No round of a region: its nodes ran before the step."""
+def no_round() -> bool:  # nodes of a region ran before the step
     return False
 
 

@@ -15,7 +15,7 @@ and steps.py takes the samples. All calls but `at_rest` are collective.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, Rounds, no_round
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, Rounds
 from distflow_jax.dag.plan import Plan
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
@@ -132,7 +132,7 @@ class Synchronous(Still):
         """Brings the weights of `version` finished steps to each sampler."""
         sync_weights(self._prepared, self._runtime, self._state, version, self._phases)
 
-    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+    def fill(self, coordinator: Coordinator, step: int) -> Callable[[], bool]:
         """Hands the coordinator a step's prompts; a region draws some in each of its rounds."""
         region = self._prepared.plan.region
         if region is None:
@@ -140,7 +140,7 @@ class Synchronous(Still):
             if given is None:
                 raise Ended(DATA_ENDED)
             coordinator.begin(given)
-            return no_round
+            return lambda: False
         self._rounds = Rounds(
             coordinator,
             lambda: self._draw(step),
