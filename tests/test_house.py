@@ -67,8 +67,9 @@ INNER_FLOORS = {
     ],
     "training": [{"objectives"}, {"."}],
     "stream": [
+        {"ahead"},
         {"batches"},
-        {"group_stream"},
+        {"driver"},
         {"worker", "delivery"},
         {"links", "lease_monitor"},
         {"buffer_sampler", "leased_nodes"},

@@ -24,7 +24,7 @@ def moved(sources, old, new):
     [
         ("runtime/samplers/make_source.py", "runtime/ahead.py"),
         ("planning/plan_run.py", "planning/agreement_of_settings.py"),
-        ("stream/group_stream.py", "runtime/run_ahead.py"),
+        ("stream/stream_checks.py", "runtime/checks_of_streams.py"),
     ],
 )
 def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
@@ -93,8 +93,8 @@ def split(text, name):
 @pytest.mark.parametrize(
     "path, name",
     [
-        ("stream/group_stream.py", "GroupStream"),
-        ("runtime/partial_batch_steps.py", "PartialBatchSteps"),
+        ("stream/ahead.py", "Ahead"),
+        ("runtime/steps.py", "PartialBatchSteps"),
     ],
 )
 def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):
@@ -127,7 +127,5 @@ def test_calls_that_unpack_what_stands_there_are_counted():
 
 def test_lines_are_those_of_the_room_wherever_a_module_stands(sources):
     before = house_measures.lines_by_room(sources)
-    after = house_measures.lines_by_room(
-        moved(sources, "stream/group_stream.py", "stream/deep/in/it.py")
-    )
+    after = house_measures.lines_by_room(moved(sources, "stream/ahead.py", "stream/deep/in/it.py"))
     assert after == before

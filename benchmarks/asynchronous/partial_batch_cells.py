@@ -24,8 +24,8 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.parallel import processes
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.runtime.build import Runtime, build
-from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
-from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
+from distflow_jax.runtime.steps import PartialBatchSteps
+from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 
 COMMON = {
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (config, settings)
 # call within another one is its own alone
 PARTS: list[tuple[Any, str, str]] = [
     (PartialBatchSteps, "run", "rest"),
-    (PartialBatchTaker, "take", "gather"),
+    (Agreement, "next", "gather"),
     (processes, "all_gather_ragged", "gather"),
     (PartialBatchPlanner, "learn", "plan"),
     (PartialBatchPlanner, "next", "plan"),
@@ -181,7 +181,7 @@ class CostedRun(MarkedRun):
 
     def run_step(self) -> dict[str, Any]:
         """One step, once all groups that may begin are complete on all processes."""
-        self.source.stream.drive(self._settled)
+        self.source.drive(self._settled)
         processes.barrier(f"step {self.state.step}")
         with contextlib.ExitStack() as parts:
             for owner, name, part in PARTS:
@@ -194,14 +194,14 @@ class CostedRun(MarkedRun):
     def start(self, files: contextlib.ExitStack) -> None:
         """Starts the sampler; weights of the step that has ended end its measurement."""
         super().start(files)
-        publish = self.source.stream.publish
+        publish = self.source.publish
 
         def measured(params: Any, version: int) -> None:
             if version == self.state.step:
                 self._cpu["spent"] += time.process_time() - self._cpu["begun"]
             publish(params, version)
 
-        self.source.stream.publish = measured
+        self.source.publish = measured
 
     def work(self) -> dict[str, Any]:
         """Seconds by part and CPU-seconds so far, and rows of the last step."""
@@ -210,7 +210,7 @@ class CostedRun(MarkedRun):
         return {"parts": dict(self._watch.seconds), "cpu": self._cpu["spent"], "rows": rows}
 
     def _settled(self) -> bool:
-        producer = self.source.stream.producer
+        producer = self.source.producer
         with producer.lock:
             end = producer.admission.end(producer.version)
             newest = producer.version >= self.state.step - 1

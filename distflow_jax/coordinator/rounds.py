@@ -16,6 +16,7 @@ from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
 Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]
+NextRound = Callable[[], bool]  # starts a round; False: no more are needed
 Given = Mapping[str, Sequence[Any]]  # the loader's columns, see FieldStore.of_step
 
 log = logging.getLogger("distflow_jax")
@@ -39,7 +40,6 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
 
 UNTIL: dict[str, Until] = {"informative": informative}
 
-
 DATA_ENDED, PREEMPTED, NO_WORKERS = "the data ended", "stopped by SIGTERM", "no worker was there"
 _GO_ON = {DATA_ENDED: "raise data.epochs for more", PREEMPTED: "start again to go on"}
 
@@ -56,6 +56,10 @@ class Ended(Exception):
     def told(self, step: int, steps: int) -> str:
         """A line on the end of a run of `steps` after so many."""
         return f"{self._what} after step {step} of {steps}; {self._fix}"
+
+
+def no_round() -> bool:  # nodes of a region ran before the step
+    return False
 
 
 class Rounds:

@@ -19,6 +19,9 @@ Runner = Callable[[Mapping[str, Any], Sequence[Any]], tuple[dict[str, Any], Sequ
 # name -> timer of a `with` block, under that name
 Span = Callable[[str], AbstractContextManager[Any]]
 
+# fields -> empty ones, see run_step
+Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
+
 
 class Coordinator(Protocol):
     """The store of a step's fields between writer and readers.
@@ -54,7 +57,7 @@ def run_step(
     coordinator: Coordinator,
     span: Span,
     next_round: Callable[[], bool] | None = None,
-    rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    rehearse: Rehearse | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
     """Runs the units of the plan that are active in this step.
 
@@ -98,7 +101,7 @@ def run_units(
     coordinator: Coordinator,
     span: Span,
     ran: set[str | None],
-    rehearse: Callable[[Sequence[Any]], Sequence[Any]] | None,
+    rehearse: Rehearse | None,
 ) -> Metrics:
     """Runs units in order, and returns their metrics; see `run_step`.
 

@@ -1,4 +1,4 @@
-"""How a run evaluates its weights: here after a step, in samplers/ahead.py beside later steps."""
+"""How a run evaluates its weights: after a step, or beside later steps."""
 
 import math
 
@@ -12,6 +12,7 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Source
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import validation_metrics
+from distflow_jax.stream.ahead import Ahead
 
 
 class EvaluateNow:
@@ -53,3 +54,38 @@ class EvaluateNow:
                 metrics = validation_metrics(scored, self._prepared.config.eval.num_samples)
             self._recorder.evaluation(step, scored)
         return metrics
+
+
+class EvaluateAhead:
+    """Records what samplers evaluate when they take a version, while later steps train."""
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        source: Ahead,
+        recorder: Recorder,
+        schedule: StepSchedule,
+        phases: Phases,
+    ):
+        self._config, self._source = prepared.config, source
+        self._recorder, self._schedule, self._phases = recorder, schedule, phases
+
+    def after(self, step: int) -> Metrics:
+        """Brings weights that are due to samplers, and records what these have evaluated."""
+        if self._schedule.evaluates(step):
+            self._source.update_weights(step)
+        # samplers made these before they began with the groups of this step
+        self.record(step - 1 - self._config.stream.max_staleness)
+        return {}
+
+    def record(self, up_to: int, *, end: float = math.inf) -> None:
+        """Records evaluations of versions up to one that are not recorded, and waits for them; none
+        of them if some are late at the `end` of the run, a time of time.monotonic()."""
+        source = self._source
+        with self._phases.span("testing"):
+            if (evaluated := source.evaluated(up_to, end=end)) is None:
+                return
+            for found in evaluated:
+                metrics = validation_metrics(found.scored, self._config.eval.num_samples)
+                self._recorder.late_evaluation(found, metrics)
+        source.saver.recorded(up_to)

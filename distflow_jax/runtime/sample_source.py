@@ -1,6 +1,6 @@
 """Sources of samples: what a run's steps train on, and where it comes from.
 
-Synchronous samples when a step asks for it. Ahead (samplers/ahead.py) has what samplers made while
+Synchronous samples when a step asks for it. Ahead (stream/ahead.py) has what samplers made while
 other steps trained, Recorded (samplers/replays.py) what those of another run made. Run calls
 
     begin(step)             brings the weights of all finished steps to samplers that need them
@@ -11,11 +11,11 @@ other steps trained, Recorded (samplers/replays.py) what those of another run ma
     before_save(), save(step), settle(step, end)
     close()
 
-and steps.py or partial_batch_steps.py takes the samples. All calls but `at_rest` are collective.
+and steps.py takes the samples. All calls but `at_rest` are collective.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
-from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, Rounds
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, Rounds
 from distflow_jax.dag.plan import Plan
 from distflow_jax.data.loader import Loader
 from distflow_jax.data.prefetch import Prefetch
@@ -36,13 +36,12 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_sampler import sync_weights
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.stream_checks import sampling_tasks
-
-NextRound = Callable[[], bool]  # see dag.plan_walker.run_step
 
 
 class Source(Protocol):
-    """A source as steps on whole batches and evaluations use it. All calls are collective."""
+    """A source as steps and evaluations use it. All calls are collective."""
 
     def update_weights(self, version: int) -> None:
         """Brings the weights of `version` finished steps to each sampler."""
@@ -56,6 +55,18 @@ class Source(Protocol):
 
     def free_sampler(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing samples, and the run's state has the sampler's."""
+
+
+class SourceOfPartialBatches(Source, Protocol):
+    """A source whose steps may come in partial batches."""
+
+    def partial_batches(self, step: int) -> Iterable[tuple[PartialBatch, FieldStore]]:
+        """The partial batches of a step, and the fields of this process's groups in each, which
+        `fill` gives together. Raises Ended where there are none."""
+
+    def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
+        """Records a partial batch that was taken last, whose groups lie in so many rows of so
+        many."""
 
 
 class Still:
@@ -121,7 +132,7 @@ class Synchronous(Still):
         """Brings the weights of `version` finished steps to each sampler."""
         sync_weights(self._prepared, self._runtime, self._state, version, self._phases)
 
-    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+    def fill(self, coordinator: Coordinator, step: int) -> Callable[[], bool]:
         """Hands the coordinator a step's prompts; a region draws some in each of its rounds."""
         region = self._prepared.plan.region
         if region is None:
@@ -129,7 +140,7 @@ class Synchronous(Still):
             if given is None:
                 raise Ended(DATA_ENDED)
             coordinator.begin(given)
-            return no_round
+            return lambda: False
         self._rounds = Rounds(
             coordinator,
             lambda: self._draw(step),
@@ -158,25 +169,13 @@ class Synchronous(Still):
             return None
         self.place.batches += 1
         given = loader_columns(batch, self._prepared.config.rollout.num_samples)
-        if _reads_step(self._prepared.plan):
+        if reads_step(self._prepared.plan):
             given[STEP] = np.full(len(given["uid"]), step, np.int64)
         return given
 
 
-def no_round() -> bool:
-    """No round of a region: its nodes ran before the step."""
-    return False
-
-
-def give_step(plan: Plan, store: FieldStore, step: int) -> None:
-    """Puts the number of the step for responses that were sampled ahead, of which nodes may have
-    dropped some, where a node reads it."""
-    if _reads_step(plan):
-        entries = store.uid if store.is_shared((None, STEP)) else store.own
-        store.put(None, STEP, np.full(len(entries), step, np.int64))
-
-
-def _reads_step(plan: Plan) -> bool:
+def reads_step(plan: Plan) -> bool:
+    """Whether nodes of a plan read the number of the step."""
     return STEP in dict(plan.loader_fields)
 
 

@@ -17,8 +17,8 @@ from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
 from distflow_jax.runtime.place import Place
+from distflow_jax.runtime.steps import PartialBatchSteps
 
 
 class Statistics:

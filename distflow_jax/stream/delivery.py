@@ -16,7 +16,6 @@ from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.stream.links.local import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling import Sampling
 from distflow_jax.stream.stream_config import StreamConfig
@@ -30,12 +29,14 @@ class Hooks:
       hand_on: takes complete groups on.
       arrive: a block with weights on the sampler's devices, of those that have left the trainer.
       span: times a decode call.
+      idle: is called under the producer's lock where nothing is under way or may begin.
       order: of the work, with weight updates at boundaries; `evaluations`: that it has.
     """
 
     hand_on: Callable[[], None]
     arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
     span: Callable[[], contextlib.AbstractContextManager[Any]]
+    idle: Callable[[], None]
     order: ExactOrder | None = None
     evaluations: Evaluations | None = None
 
@@ -45,8 +46,9 @@ class Delivery:
     """The parts that bring weights from the trainer to a sampler that runs ahead."""
 
     sync: WeightSync
-    publications: Publications
+    rule: PublishRule
     start: Callable[[Hooks], Sampling]  # starts what samples
+    peers: Peers | None = None  # of publications that the rule may leave out
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
@@ -56,11 +58,10 @@ def make_delivery(
     sampler: EpisodeSampler,
     producer: Producer,
     sync: WeightSync,
-    publish: Callable[[int], None],
     *,
     own_devices: bool,
 ) -> Delivery:
-    """The delivery of a run whose own processes sample; `publish(version)` as of Publications.
+    """The delivery of a run whose own processes sample.
 
     Collective. Only publishing by divergence has connections.
     """
@@ -74,25 +75,21 @@ def make_delivery(
 
         index, count = processes.process_index(), processes.process_count()
         peers = Peers(processes.second_exchange(), index, count, heard)
-    publications = Publications(rule, producer, peers, publish)
     start = _start_thread if own_devices else _start_inline
-    return Delivery(
-        sync, publications, functools.partial(start, config, sampler, producer, publications)
-    )
+    return Delivery(sync, rule, functools.partial(start, config, sampler, producer), peers=peers)
 
 
 def _start_inline(
     config: StreamConfig,
     sampler: EpisodeSampler,
     producer: Producer,
-    publications: Publications,
     hooks: Hooks,
 ) -> Sampling:
     return InlineLink(
         sampler,
         producer,
         hooks.hand_on,
-        idle=publications.note_idle,
+        idle=hooks.idle,
         cache=config.cache,
         span=hooks.span,
     )
@@ -102,7 +99,6 @@ def _start_thread(
     config: StreamConfig,
     sampler: EpisodeSampler,
     producer: Producer,
-    publications: Publications,
     hooks: Hooks,
 ) -> Sampling:
     return ThreadLink(
@@ -113,7 +109,7 @@ def _start_thread(
         order=hooks.order,
         evaluations=hooks.evaluations,
         buffers=config.buffers,
-        idle=publications.note_idle,
+        idle=hooks.idle,
         cache=config.cache,
         span=hooks.span,
     )

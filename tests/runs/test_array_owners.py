@@ -72,7 +72,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
 
     def often():
         looked.set()
-        assert runs[-1].source.stream.producer.sampler.busy  # or there was nothing to fear
+        assert runs[-1].source.producer.requests.busy  # or there was nothing to fear
         for _ in range(READS):
             read.append((live(), sum(host_memory.bytes_by_kind().values()), peak_memory_gb()))
         raise RuntimeError("Array has been deleted")

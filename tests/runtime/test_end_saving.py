@@ -1,8 +1,6 @@
 """The end of a run that was told to stop: whether its last checkpoint has all samples."""
 
 import shutil
-import time
-import types
 
 import jax.numpy as jnp
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from distflow_jax.checkpoint import additions
 from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from distflow_jax.parallel import processes
-from distflow_jax.runtime.samplers.ahead import end_saving
+from distflow_jax.runtime.samplers.run_ahead import warn_if_incomplete
 
 OF = additions.FOLDER
 
@@ -31,12 +29,10 @@ def test_others_may_add_their_samples_later(tmp_path, monkeypatch, caplog, adds)
                 shutil.copy(tmp_path / "3" / OF / f"0.{kind}", tmp_path / "3" / OF / f"1.{kind}")
         return gather(text)
 
-    def end(until):
-        saved.additions.add(3, {}, {})
-        saved.additions.wait()
-        monkeypatch.setattr(processes, "all_gather_text", other_process)
-
-    end_saving(types.SimpleNamespace(end_saving=end), saved, 3, time.monotonic())
+    saved.additions.add(3, {}, {})
+    saved.additions.wait()
+    monkeypatch.setattr(processes, "all_gather_text", other_process)
+    warn_if_incomplete(saved, 3)
     told = [text for text in caplog.messages if "step 3 needs are not complete" in text]
     assert len(told) == (not adds)
     saved.close()

@@ -2,7 +2,6 @@
 other leaves behind."""
 
 import contextlib
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Layout
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchPrograms
-from distflow_jax.runtime.partial_batch_steps import PartialBatchSteps
+from distflow_jax.runtime.steps import PartialBatchSteps
 from distflow_jax.stream.batches.group_facts import facts_of
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.streamed_nodes import streamed_nodes, streamed_units
@@ -88,27 +87,26 @@ class Prepared:
     """Hands out partial batches of a group each, and the groups together."""
 
     def __init__(self, groups):
-        self._groups, self._next = groups, 0
+        self._groups = groups
 
-    def take(self, step):
-        group, number = self._groups[self._next], self._next + 1
-        self._next = number
-        last = number == len(self._groups)
-        partial_batch = PartialBatch(step, number, 0, (facts_of(group, 0),), last, last)
-        return partial_batch, group.store.copy()
+    def partial_batches(self, step):
+        for number, group in enumerate(self._groups, 1):
+            last = number == len(self._groups)
+            partial_batch = PartialBatch(step, number, 0, (facts_of(group, 0),), last, last)
+            yield partial_batch, group.store.copy()
 
-    def end(self):
+    def fill(self, coordinator, step):
         stores = sorted(self._groups, key=lambda group: group.counter)
         first, *others = [group.store.copy() for group in stores]
         for other in others:
             first = joined(first, other)
-        return first, {}
+        coordinator.use(first)
 
     def record(self, partial_batch, *, rows, room):
         assert 0 < rows <= room
 
-    def note(self, metrics):
-        pass
+    def measured(self):
+        return {}
 
 
 def joined(one, other):
@@ -135,14 +133,13 @@ def steps(stages=STAGES):
         for _ in range(2)
     ]
     runners = {unit.name: make_runner(unit, stages) for unit in units if unit.name != "gen"}
-    source = types.SimpleNamespace(taker=None, finish=lambda step: None, measured=dict)
-    of_all = (runners | {"gen": None}, *coordinators, source)
+    of_all = (runners | {"gen": None}, *coordinators, Prepared([]))
     span = lambda name, **_: contextlib.nullcontext()  # noqa: E731
     return PartialBatchSteps(made, units, PartialBatchPrograms({}, {}), *of_all, span)
 
 
 def run(partial_batches, groups):
-    partial_batches._source.taker = Prepared(groups)
+    partial_batches._source = Prepared(groups)
     return partial_batches.run(1, {}, None)
 
 

@@ -18,8 +18,7 @@ from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
 from distflow_jax.layout import Layout
 from distflow_jax.stream.batches.group_facts import GroupFacts, lengths_of, step_lengths
-from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
 from distflow_jax.stream.schedule import Admission, Rule
 
 CASES = 500
@@ -264,7 +263,6 @@ def test_a_ready_partial_batch_waits_until_its_rows_are_full():
     assert planner.next() is None
     planner.learn([facts(4), facts(2), facts(5)])
     assert planner.next() is None  # 36 of 48 tokens
-    assert planner.missing() == (12, 13)
     planner.learn([facts(0)])
     partial_batch = planner.next()
     assert (partial_batch.counters, partial_batch.number, partial_batch.last) == (
@@ -290,10 +288,10 @@ def test_a_ready_partial_batch_takes_the_oldest_first():
 
 def test_counted_partial_batches_are_in_order_and_wait_for_what_is_late():
     planner = PartialBatchPlanner(Admission(Rule(5, 1)), prompts=2)
-    assert planner.wanted() == 2
+    assert planner.end == 2
     planner.learn([facts(1), facts(2), facts(3), facts(4)])
     assert planner.next() is None
-    assert planner.wanted() == 2
+    assert planner.end == 2
     planner.learn([facts(0)])
     assert [planner.next().counters for _ in range(3)] == [(0, 1), (2, 3), (4,)]
     with pytest.raises(ValueError, match="step 1 has no more partial batches"):
@@ -324,7 +322,7 @@ def test_emptied_groups_take_no_place_in_a_mini_batch():
         0,
         False,
     )
-    assert planner.wanted() == 4  # prompts 2 and 3 are the first mini-batch now
+    assert planner.end == 4  # prompts 2 and 3 are the first mini-batch now
     planner.learn([facts(2), facts(3)])
     partial_batch = planner.next()
     assert (partial_batch.counters, partial_batch.mini_batch, partial_batch.ends_mini_batch) == (

@@ -18,6 +18,7 @@ from distflow_jax.stream.batches.recordings import FOLDER, Recording, RecordWrit
 from distflow_jax.stream.batches.replay import PartialBatchReplay
 from distflow_jax.stream.batches.step_record import StepRecord
 from distflow_jax.stream.host_nodes import Group
+from distflow_jax.stream.step_groups import StepGroups
 
 HOST = Layout("host")
 NODES = ("rollout", "reward", "choose")
@@ -132,7 +133,7 @@ def test_a_replay_hands_out_what_was_trained(tmp_path):
     replay = PartialBatchReplay(
         Recording(tmp_path, 0, 0, 1),
         PartialBatchRecords(tmp_path / "replay", 0),
-        nodes=NODES,
+        steps=StepGroups(NODES),
         writers=WRITERS,
         prompt=prompt,
     )
@@ -148,7 +149,6 @@ def test_a_replay_hands_out_what_was_trained(tmp_path):
             assert store.columns["score"].dtype == np.float64
         store, metrics = replay.end()
         assert len(store.own) == sum(sizes)
-        replay.note(metrics)
         assert metrics["reward/mean"] == 0.1 + step and replay.finish(step) == GROUPS * step
     with pytest.raises(Ended, match="no whole record of a later one"):
         replay.take(4)

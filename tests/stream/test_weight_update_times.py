@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow_jax.stream.group_stream import WeightUpdateTimes, means
+from distflow_jax.stream.weight_update_times import WeightUpdateTimes, means
 
 
 class Clock:

@@ -14,7 +14,7 @@ from distflow_jax import run
 from distflow_jax.commands.main import run_script
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.sample_source import Synchronous
-from distflow_jax.runtime.samplers.ahead import Ahead
+from distflow_jax.stream.ahead import Ahead
 
 LONGEST = 0.2  # seconds
 REWARD = f"""

@@ -14,10 +14,10 @@ import signal
 from distflow_jax.commands.main import run_script
 from distflow_jax.parallel import job
 from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchUpdate
-from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
+from distflow_jax.stream.ahead import Ahead
 from support import delayed_train
 
-PLACES = {"finish": (PartialBatchUpdate, "finish"), "partial_batch": (PartialBatchTaker, "record")}
+PLACES = {"finish": (PartialBatchUpdate, "finish"), "partial_batch": (Ahead, "record")}
 
 
 def dying(method, calls: int):

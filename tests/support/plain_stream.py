@@ -1,9 +1,9 @@
-"""A flow of one process with a sampler that only counts: its own code, without models."""
+"""A source of one process with a sampler that only counts: its own code, without models."""
 
-import contextlib
 import math
 import pathlib
 import threading
+import types
 
 import numpy as np
 from etils import epath
@@ -13,11 +13,14 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout
-from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.rollout.requests import Response, SamplingParams
+from distflow_jax.stream.ahead import Ahead, KeptGroups
+from distflow_jax.stream.batches.group_facts import decision_of
+from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.delivery import make_delivery
+from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.group_records import GroupRecords
-from distflow_jax.stream.group_stream import GroupStream, Observer
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -122,37 +125,36 @@ def owned(*, first=0, mine=lambda counter: True, last=None):
     return draw
 
 
+class PlainPlace:
+    """The first prompt that no step has looked at."""
+
+    counter, begun, account = 0, None, None
+
+    def look_at(self, counter):
+        self.counter = counter
+
+
 def plain_stream(
     folder,
     draw,
     *,
     until=None,
     own_devices=False,
-    evaluator=None,
     weight_update="in_flight",
     staleness=1,
-    max_rounds=1,
-    note=lambda text: None,
+    trainer=Trainer(),  # noqa: B008
     **bounds,
 ):
-    """A flow of a run in `folder`; `bounds`: of its Admission, whose `judged` follows `until`."""
+    """A source of a run in `folder`; `bounds`: of its Admission, whose `judged` follows `until`."""
     folder, step = pathlib.Path(folder), bounds.get("step", 0)
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    rule = Rule(BATCH, staleness, max_rounds)
-    lock, config = (
-        threading.Condition(),
-        StreamConfig(max_staleness=staleness, weight_update=weight_update),
-    )
-    buffer = TaskBuffer(
-        rule,
-        exact=weight_update == "boundary",
-        version=step,
-        lease_seconds=math.inf,
-        max_tries=1,
-    )
+    rule, bounds = Rule(BATCH, staleness), bounds | {"judged": until is not None}
+    lock, boundary = threading.Condition(), weight_update == "boundary"
+    config = StreamConfig(max_staleness=staleness, weight_update=weight_update)
+    buffer = TaskBuffer(rule, exact=boundary, version=step, lease_seconds=math.inf, max_tries=1)
     producer = Producer(
         SampleRequests(buffer, lock),
-        Admission(rule, judged=until is not None, **bounds),
+        Admission(rule, **bounds),
         [SamplingNode(NODE, SamplingParams(SAMPLES, 8), None)],
         draw,
         writers={None: Layout("host"), "gen": Layout("host")},
@@ -161,36 +163,32 @@ def plain_stream(
         saved=SavedSamples(),
     )
     additions = AdditionWriter(epath.Path(folder / "checkpoints"))
-    delivery = make_delivery(
-        config,
-        PlainSampler(step),
-        producer,
-        PlainSync(),
-        lambda version: None,
-        own_devices=own_devices,
-    )
-    saver = SampleSaver(
-        producer,
-        additions,
-        GroupRecords(folder, step),
-        TokenAccount(),
-        steps=staleness if weight_update == "boundary" else None,
-        evaluates=evaluator.due if evaluator else lambda version: False,
-    )
-    stream = GroupStream(
+    steps = staleness if boundary else None
+    due = trainer.evaluator.due if trainer.evaluator else lambda version: False
+    account, records = TokenAccount(), GroupRecords(folder, step)
+    saver = SampleSaver(producer, additions, records, account, steps=steps, evaluates=due)
+    source = Ahead(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
-        delivery,
-        BackgroundGather(None),
+        make_delivery(config, PlainSampler(step), producer, PlainSync(), own_devices=own_devices),
+        PartialBatchPlanner(Admission(rule, **bounds), prompts=BATCH, facts_of=decision_of),
         config,
-        observer=Observer(lambda name: contextlib.nullcontext(), note, evaluator),
-        saver=saver,
+        trainer=trainer,
+        kept=KeptGroups(PlainPlace(), saver, PartialBatchRecords(folder, step)),
     )
-    close = stream.close
+    close = source.close
 
     def close_all():
         additions.close()  # as a run's checkpointer does: what has no checkpoint waits for it
         return close()
 
-    stream.close = close_all
-    return stream
+    source.close = close_all
+    return source
+
+
+def train(source, step):
+    """Takes the groups of a step; returns their fields and metrics, and the end of the step."""
+    found = []
+    coordinator = types.SimpleNamespace(use=found.append, merged=lambda m: found.append(m) or m)
+    source.fill(coordinator, step)
+    return (*found, source._kept.place.counter)

@@ -1,6 +1,5 @@
 """Makes the source of a run's samples, and starts samplers that run ahead."""
 
-import contextlib
 import functools
 import logging
 import math
@@ -10,41 +9,34 @@ from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
-from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.peers import Peers
 from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_rule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
-from distflow_jax.runtime.evaluating import EvaluateNow
+from distflow_jax.runtime.evaluating import EvaluateAhead, EvaluateNow
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.recorder import Recorder
-from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.sample_source import Synchronous
-from distflow_jax.runtime.samplers.ahead import Ahead, EvaluateAhead
+from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
+from distflow_jax.runtime.samplers.run_ahead import (
+    make_policy,
+    make_trainer,
+    warn_if_incomplete,
+)
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
+from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
-from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
-from distflow_jax.stream.batches.partial_batch_source import PartialBatchSource
-from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget
-from distflow_jax.stream.batches.rollout_taker import RolloutTaker
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
-from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.frames.image_frames import sent_bytes
 from distflow_jax.stream.group_records import GroupRecords
-from distflow_jax.stream.group_stream import GroupStream, Observer
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests, differs
@@ -91,11 +83,8 @@ def make_source(
             place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
     evaluates = _evaluates(config, schedule, recorder, state.step)
-    ahead = Ahead(prepared, runtime, state, place, phases, schedule, checkpointer)
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(ahead.close)
-        _open(ahead, prepared, runtime, state, instruments, checkpointer, added, evaluates)
-        on_failure.pop_all()
+    trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
+    ahead = _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
     if config.weight_update == "boundary":
         return ahead, EvaluateAhead(prepared, ahead, recorder, schedule, phases)
     return now(ahead)
@@ -116,30 +105,25 @@ def _evaluates(
     return lambda version: evaluates(version) and not (known and version == step)
 
 
-def _open(
-    source: Ahead,
+def _make_ahead(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
-    instruments: Instruments,
+    place: Place,
+    trainer: Trainer,
     checkpointer: Checkpointer,
     added: Sequence[Addition],
     evaluates: Callable[[int], bool] | None,
-) -> None:
+) -> Ahead:
     """Starts samplers that run ahead. `added`: samples of the checkpoint; `evaluates(version)`:
     whether samplers evaluate a version when they take it; None: they evaluate none. Collective."""
-    config, plan, place = prepared.config, prepared.plan, source.place
-    tasks = sampling_tasks(plan)
+    config, plan = prepared.config, prepared.plan
+    tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
     producer = _producer(prepared, runtime, state, place, tasks, added)
     if config.stream.workers:
         delivery = deliver_to_workers(
-            prepared,
-            state,
-            producer,
-            runtime.offload,
-            checkpointer.folder,
-            source.update_weights,
+            prepared, state, producer, runtime.offload, checkpointer.folder
         )
     else:
         sampler = EpisodeSampler(
@@ -153,84 +137,28 @@ def _open(
             sampler,
             producer,
             runtime.sync,
-            source.update_weights,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
-    stream = GroupStream(
+    admission = _admission(prepared, state.step, place.position)
+    for counter in producer.facts().get("given_up", ()):
+        admission.judge(counter, False)
+    writer = make_record_writer(prepared, folder, state)
+    return Ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
-        BackgroundGather(processes.second_exchange()),
+        make_policy(prepared, producer, admission),
         config.stream,
-        observer=Observer(
-            instruments.spans.span,
-            instruments.phases.note,
-            evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
+        trainer=trainer,
+        kept=KeptGroups(
+            place,
+            _saver(producer, config.stream, checkpointer, state, place, added, evaluates),
+            PartialBatchRecords(folder, state.step),
+            () if writer is None else (writer,),
+            functools.partial(warn_if_incomplete, checkpointer),
         ),
-        saver=_saver(producer, config.stream, checkpointer, state, place, added, evaluates),
+        numbered=reads_step(plan),
     )
-    source.open(stream)
-    if config.stream.in_partial_batches:
-        source.take_by(make_partial_batches(prepared, stream, checkpointer.folder.parent, state))
-    elif config.stream.round_tokens:
-        source.take_by(make_rollouts(prepared, stream))
-
-
-def make_partial_batches(
-    prepared: PreparedRun, stream: GroupStream, folder: pathlib.Path, state: RunState
-) -> PartialBatchTaker:
-    """Hands a step's groups to the training partial batch by partial batch. Collective."""
-    config = prepared.config
-    producer, region = stream.producer, prepared.plan.region is not None
-    ready = config.stream.partial_batches == "ready"
-    room = None
-    if ready:
-        packing = prepared.sizes.partial_batch
-        rows = packing.rows[packing.primary] * data_ranks(packing.primary)
-        room = PartialBatchRoom(rows, packing.limits)
-    planner = PartialBatchPlanner(
-        _admission(prepared, producer.admission.finished, producer.admission.position),
-        mini_batches=config.training.mini_batches,
-        prompts=None if ready else config.stream.partial_batch_prompts,
-        room=room,
-    )
-    index, count = processes.process_index(), processes.process_count()
-
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
-
-    source = PartialBatchSource(
-        planner,
-        producer,
-        BackgroundGather(processes.second_exchange()),
-        Peers(processes.second_exchange() if ready else None, index, count, heard),
-        # with weight updates at boundaries rounds bring filter decisions to the samplers' rule
-        judges=region and config.stream.weight_update != "boundary",
-        publications=stream.publications,
-    )
-    records = PartialBatchRecords(folder, state.step)
-    return PartialBatchTaker(stream, source, records, make_record_writer(prepared, folder, state))
-
-
-def make_rollouts(prepared: PreparedRun, stream: GroupStream) -> RolloutTaker:
-    """Hands a step's groups to the training where rollouts have a budget of tokens. Collective."""
-    tokens = prepared.config.stream.round_tokens
-    producer, count = stream.producer, processes.process_count()
-    assert isinstance(producer.admission, Deadlines), "made by `_deadlines`"
-
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
-
-    budget = RolloutBudget(
-        producer,
-        producer.admission,
-        BackgroundGather(processes.second_exchange()),
-        Peers(processes.second_exchange(), processes.process_index(), count, heard),
-        tokens=tokens,
-    )
-    return RolloutTaker(stream, budget, tokens=tokens)
 
 
 def _tell_of_staleness(added: Sequence[Addition], config: StreamConfig, step: int) -> None:
@@ -376,11 +304,3 @@ def _account(
     if not saved and place.account is not None:
         saved = [place.account]
     return records, TokenAccount.restored(saved, records.known)
-
-
-def _evaluator(
-    prepared: PreparedRun, runtime: Runtime, spans: Spans, due: Callable[[int], bool]
-) -> Evaluator:
-    evaluation = evaluation_of(prepared, runtime)
-    span = functools.partial(spans.span, "evaluation")
-    return Evaluator(due, evaluation.answer, evaluation.score, span)

@@ -3,12 +3,16 @@ sampler."""
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.coordinator.batch_metrics import staleness_metrics
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import NextRound, no_round
 from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import named_path
@@ -16,10 +20,12 @@ from distflow_jax.planning.partial_batches.replayed_run import start_of_run
 from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.sample_source import Still
+from distflow_jax.runtime.sample_source import Still, reads_step
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import Recording, RecordWriter, drop_later
 from distflow_jax.stream.batches.replay import PartialBatchReplay
+from distflow_jax.stream.step_groups import StepGroups
 from distflow_jax.stream.stream_checks import nodes_ahead
 
 
@@ -56,36 +62,49 @@ def make_record_writer(
 
 
 class Recorded(Still):
-    """The samples of another run, partial batch by partial batch; see runtime/sample_source.py.
+    """The samples of another run, partial batch by partial batch; see runtime/sample_source.py."""
 
-    Attributes:
-      taker: hands the groups of a step over.
-    """
-
-    def __init__(self, prepared: PreparedRun, place: Place, taker: PartialBatchReplay):
+    def __init__(self, prepared: PreparedRun, place: Place, replay: PartialBatchReplay):
         super().__init__(place)
-        self._max_staleness, self.taker = prepared.config.stream.max_staleness, taker
+        self._max_staleness, self._replay = prepared.config.stream.max_staleness, replay
+        self._measured: Metrics = {}
 
     def begin(self, step: int) -> None:
         """Nothing: no sampler needs weights."""
 
     update_weights = begin
 
-    def finish(self, step: int) -> None:
-        """Ends a step whose groups were taken."""
-        self.place.look_at(self.taker.finish(step))
+    def partial_batches(self, step: int) -> Iterator[tuple[PartialBatch, FieldStore]]:
+        """The recorded partial batches of a step. Raises Ended after the last recorded step."""
+        last = False
+        while not last:
+            partial_batch, store = self._replay.take(step)
+            last = partial_batch.last
+            yield partial_batch, store
+
+    def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
+        """Records a partial batch that was taken last."""
+        self._replay.record(partial_batch, rows=rows, room=room)
+
+    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+        """Hands the coordinator the groups of all partial batches of a step, and ends it."""
+        store, metrics = self._replay.end()
+        coordinator.use(store)
+        self._measured = dict(coordinator.merged(metrics))
+        self.place.look_at(self._replay.finish(step))
+        return no_round
 
     def measured(self) -> Metrics:
-        """Nothing: recorded metrics come with the groups."""
-        return {}
+        """Recorded metrics of the nodes that ran ahead."""
+        found, self._measured = self._measured, {}
+        return found
 
     def observe(self, samples: Samples, step: int) -> Metrics:
         """Ages of the samples of a step."""
         return staleness_metrics(samples, step, self._max_staleness)
 
     def close(self) -> None:
-        """Ends the replay."""
-        self.taker.close()
+        """Ends nothing: recorded steps are read one by one."""
 
 
 def make_replay(
@@ -96,7 +115,7 @@ def make_replay(
     replay = PartialBatchReplay(
         recording,
         PartialBatchRecords(folder, state.step),
-        nodes={node.id for node in nodes_ahead(plan)},
+        steps=StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan)),
         writers={task.node.id: task.layout for task in plan.tasks}
         | {None: sampler_layout(prepared.sizes)},
         prompt=prepared.loader.prompt,

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ from distflow_jax.stream.links.buffer_addresses import (
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -43,12 +41,10 @@ def deliver_to_workers(
     producer: Producer,
     offload: Offload,
     checkpoints: pathlib.Path,
-    publish: Callable[[int], None],
 ) -> Delivery:
     """The delivery of a run with workers, who may join from now on. Collective.
 
     Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
-    `publish(version)` as of Publications.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
     said = [secrets.token_hex(8), start_before(workdir)]
@@ -105,7 +101,7 @@ def deliver_to_workers(
 
     rule = PublishRule(0.0, config.stream.max_staleness)
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
-    return Delivery(sync, Publications(rule, producer, None, publish), start, nodes)
+    return Delivery(sync, rule, start, nodes=nodes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Facts of a complete group that processes tell each other."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,9 @@ class GroupFacts:
         return copies * self.prompt + sum(self.responses)
 
 
+FactsOf = Callable[[Group, int], GroupFacts]  # of a group that is done, and its process
+
+
 def facts_of(group: Group, buffer: int) -> GroupFacts:
     """The facts of a group whose nodes that run ahead have run, all responses that were kept."""
     columns = group.store.columns
@@ -55,6 +58,11 @@ def facts_of(group: Group, buffer: int) -> GroupFacts:
         last=int(versions.max()) if len(versions) else 0,
         keep=group.keep,
     )
+
+
+def decision_of(group: Group, buffer: int) -> GroupFacts:
+    """The filter decision alone, of a group whose step is not divided."""
+    return GroupFacts(group.counter, buffer, 0, (), 0, 0, group.keep)
 
 
 def lengths_of(groups: Sequence[GroupFacts], sites: int, processes: int) -> Lengths:

@@ -1,20 +1,23 @@
-"""The planner of partial batches: which groups of a step go through its nodes next, without a
-controller.
+"""The policy of partial batches: which groups of a step go through its nodes next.
 
 A partial batch is a set of complete groups of the present step. All processes tell each other the
-facts of their complete groups, and each plans alike from what all of them know. With K mini-batches
-the first B / K groups of a step are the first mini-batch, and so on, as Shares.make has them at
-once; a partial batch has groups of one mini-batch, and complete groups of later ones wait. A group
-all of whose responses were dropped is in a partial batch, and takes no place in a mini-batch.
+facts of their complete groups, and each plans alike from what all of them know (agreement.py). With
+K mini-batches the first B / K groups of a step are the first mini-batch, and so on, as Shares.make
+has them at once; a partial batch has groups of one mini-batch, and complete groups of later ones
+wait. A group all of whose responses were dropped is in a partial batch, and takes no place in a
+mini-batch. A step at once is a step whose first partial batch has all of its groups.
 
 Nothing here communicates, and nothing depends on the order in which facts come.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from distflow_jax.stream.batches.group_facts import GroupFacts
-from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
+from distflow_jax.coordinator.first_fit import RowLimits
+from distflow_jax.coordinator.packing import rows_needed
+from distflow_jax.layout import Metrics
+from distflow_jax.stream.batches.group_facts import FactsOf, GroupFacts, facts_of, lengths_of
+from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.schedule import Admission, Cut
 
 
@@ -34,8 +37,79 @@ class PartialBatch:
 
     @property
     def counters(self) -> tuple[int, ...]:
-        """The counters of its groups, rising."""
         return tuple(group.counter for group in self.groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The groups of one process, when it may be time to tell the others."""
+
+    groups: Sequence[Group]  # that have begun and are not trained on
+    end: int  # of the policy
+    begun: bool  # whether all groups below `end` have
+    news: Sequence[GroupFacts]  # of complete groups, which the others do not know
+    tokens: Callable[[], int]  # that were sampled, of which the others do not know
+    processes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialBatchRoom:
+    """The static rows of a partial batch over all data ranks: at most L tokens, S sequences each.
+
+    Says how many of the groups that wait go into them.
+    """
+
+    rows: int
+    limits: RowLimits
+
+    def fill(self, groups: Sequence[GroupFacts]) -> tuple[int, bool]:
+        """(how many of the groups, the first ones, go into the rows; whether these are full then).
+
+        They are full if the next group does not fit, or one as large as the mean of these. Raises
+        ValueError if the first group alone does not fit.
+        """
+        most, tokens, sequences = 0, 0, 0
+        for group in groups:
+            tokens += self._tokens(group)
+            sequences += len(group.responses)
+            if not self._holds(tokens, sequences):
+                break
+            most += 1
+        while most and not self._fits(groups[:most]):
+            most -= 1
+        if groups and not most:
+            raise ValueError(
+                f"the group of prompt {groups[0].counter}, {self._tokens(groups[0])} tokens, does "
+                f"not fit the {self.rows} rows of a partial batch: raise stream.partial_batch_rows"
+            )
+        if most < len(groups):
+            return most, True
+        full = most and not self._holds(tokens + tokens // most, sequences + sequences // most)
+        return most, bool(full)
+
+    def free(self, groups: Sequence[GroupFacts]) -> tuple[int, int]:
+        """Tokens and sequences that can still be added to these groups, at most; never below 1."""
+        tokens, sequences = self.size(groups)
+        limits = self.limits
+        free = self.rows * limits.tokens - tokens, self.rows * limits.sequences - sequences
+        return max(1, free[0]), max(1, free[1])
+
+    def size(self, groups: Sequence[GroupFacts]) -> tuple[int, int]:
+        """Tokens and sequences of groups."""
+        return sum(map(self._tokens, groups)), sum(len(group.responses) for group in groups)
+
+    def _tokens(self, group: GroupFacts) -> int:
+        return group.tokens(shared=self.limits.shared)
+
+    def _holds(self, tokens: int, sequences: int) -> bool:
+        limits = self.limits
+        return tokens <= self.rows * limits.tokens and sequences <= self.rows * limits.sequences
+
+    def _fits(self, groups: Sequence[GroupFacts]) -> bool:
+        # numbered as in the rows: first-fit-decreasing breaks ties by these numbers
+        ordered = sorted(groups, key=lambda group: group.counter)
+        lengths = lengths_of(ordered, 1, 1 + max(group.buffer for group in ordered))
+        return rows_needed(lengths, self.limits) <= self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +122,9 @@ class _Open:
 
 
 class PartialBatchPlanner:
-    """The partial batches of a run, step after step. All processes that learn the same facts agree.
+    """The partial batches of a run by `prompts` or by `room`, one of which is given.
 
-    Exactly one of `prompts` and `room` is given.
+    All processes that learn the same facts agree.
 
     Args:
       admission: the rule and its filter decisions, which nothing else changes.
@@ -66,11 +140,13 @@ class PartialBatchPlanner:
         mini_batches: int = 1,
         prompts: int | None = None,
         room: PartialBatchRoom | None = None,
+        facts_of: FactsOf = facts_of,
     ):
         if (prompts is None) == (room is None):
             raise ValueError("a partial batch has either a number of groups or a room")
         self._admission, self._room = admission, room
-        self._prompts = prompts
+        self._prompts, self.facts_of = prompts, facts_of
+        self.spreads = prompts is None  # otherwise each process waits for groups of its own
         self._minis, self._size = mini_batches, admission.rule.groups // mini_batches
         self._facts: dict[int, GroupFacts] = {}  # of groups that no finished step has
         self._taken: set[int] = set()  # counters of this step's partial batches
@@ -78,26 +154,63 @@ class PartialBatchPlanner:
 
     @property
     def step(self) -> int:
-        """The step whose partial batches are planned."""
         return self._admission.finished + 1
 
     @property
     def mini_batch(self) -> int:
-        """The mini-batch of the next partial batch, from 0."""
         return self._mini
 
     @property
     def cut(self) -> Cut:
-        """The counters of the step, as far as filter decisions say."""
         return self._admission.cut(self.step)
 
-    def knows(self, counter: int) -> bool:
-        """Whether the facts of a group are known."""
-        return counter in self._facts or counter < self._admission.position
+    @property
+    def needs(self) -> int:
+        return self.cut.end
 
-    def learn(self, facts: Iterable[GroupFacts]) -> None:
-        """Notes facts, in any order; those of a group that is known must be the same."""
-        for group in sorted(facts, key=lambda group: group.counter):
+    @property
+    def end(self) -> int:
+        """The first counter after those that the next partial batch waits for, if all of them are
+        kept; with a room it takes what is complete of the step."""
+        if self._prompts is None:
+            return self.cut.end
+        mine, most = [], 0
+        for counter in self.cut.kept:
+            if most // self._size == self._mini and counter not in self._taken:
+                mine.append(counter)
+            group = self._facts.get(counter)
+            most += group is None or bool(group.responses)
+        return mine[: self._prompts][-1] + 1
+
+    def begin(self, step: int) -> bool:
+        """Begins a step, which must be the next one; whether there is a group for it."""
+        if self.step != step:
+            raise ValueError(
+                f"partial batches of step {self.step} come before those of step {step}"
+            )
+        return self._admission.has_step(step)
+
+    def due(self, mine: View) -> bool:
+        """Whether a process has all of its groups of the next partial batch; with a room, whether
+        it could be filled, if all processes have as many new groups."""
+        whole = mine.begun and all(g.done for g in mine.groups if g.counter < mine.end)
+        if self._room is None:
+            return whole
+        news = [facts for facts in mine.news if facts.counter < mine.end]
+        if whole or not news:
+            return bool(news)
+        missing = self._room.free(self._open().complete)
+        sizes = zip(self._room.size(news), missing, strict=True)
+        return any(size * mine.processes >= most for size, most in sizes)
+
+    def learn(
+        self, facts: Iterable[GroupFacts], tokens: int = 0, given_up: Iterable[int] = ()
+    ) -> None:
+        """Notes facts and prompts that were given up, in any order; facts of a group that is known
+        must be the same."""
+        for counter in given_up:
+            self._admission.judge(counter, False)
+        for group in facts:
             if group.counter < self._admission.position:
                 continue
             if self._facts.setdefault(group.counter, group) != group:
@@ -120,29 +233,9 @@ class PartialBatchPlanner:
         chosen = sorted(groups, key=lambda group: group.counter)
         return PartialBatch(self.step, self._number, mini, tuple(chosen), ends, last)
 
-    def wanted(self) -> int | None:
-        """The first counter after those that the next partial batch waits for, if all of them are
-        kept.
-
-        None: partial batches have a room, and take what is complete.
-        """
-        if self._prompts is None:
-            return None
-        mine, most = [], 0
-        for counter in self.cut.kept:
-            if most // self._size == self._mini:
-                mine.append(counter)
-            group = self._facts.get(counter)
-            most += group is None or bool(group.responses)
-        return [c for c in mine if c not in self._taken][: self._prompts][-1] + 1
-
-    def missing(self) -> tuple[int, int]:
-        """Tokens and sequences that would fill the room for sure, each at least 1."""
-        return self._room.free(self._open().complete)
-
-    def size(self, groups: Sequence[GroupFacts]) -> tuple[int, int]:
-        """Tokens and sequences that groups take of a room."""
-        return self._room.size(groups)
+    def metrics(self, sampled: int) -> Metrics:
+        """None: steps are of one size."""
+        return {}
 
     def finish(self) -> Cut:
         """Ends a step whose last partial batch was taken; its facts are forgotten."""

@@ -1,5 +1,4 @@
-"""The recorded groups of a run's steps, partial batch by partial batch: a PartialBatchTaker without
-samplers."""
+"""The recorded groups of a run's steps, partial batch by partial batch, without samplers."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -18,23 +17,22 @@ from distflow_jax.stream.step_groups import StepGroups
 
 
 class PartialBatchReplay:
-    """Hands a step's recorded groups to the training, with the calls that a PartialBatchTaker
-    has."""
+    """Hands a step's recorded groups to the training."""
 
     def __init__(
         self,
         recording: Recording,
         records: PartialBatchRecords,
         *,
-        nodes: Collection[str],
+        steps: StepGroups,
         writers: Mapping[str | None, Layout],
         prompt: Callable[[int], Prompt],
     ):
-        """`records`: of this run's partial batches. `nodes`: ids of those that ran ahead;
-        `writers`, `prompt`: see step_record.from_arrays."""
+        """`records`: of this run's partial batches; `steps`: joins their groups; `writers`,
+        `prompt`: see step_record.from_arrays."""
         self._recording, self._records = recording, records
         self._writers, self._prompt = writers, prompt
-        self._steps = StepGroups(nodes)
+        self._steps = steps
         self._record = StepRecord(0, (), (), 0, {})  # of the present step
         self._left: deque[PartialBatch] = deque()  # its partial batches
         self._other: list[Group] = []  # any group, for the columns of a partial batch without one
@@ -49,7 +47,7 @@ class PartialBatchReplay:
             self._begin(step)
         partial_batch = self._left.popleft()
         counters = partial_batch.counters
-        return partial_batch, self._steps.fields(tuple(counters), self._mine(counters))
+        return partial_batch, self._steps.fields(step, counters, self._mine(counters))
 
     def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
         """Records a partial batch that was taken last, whose groups lie in so many rows of so
@@ -64,18 +62,9 @@ class PartialBatchReplay:
         cut = Cut(record.step, start, record.end, record.counters, final=True)
         return self._steps.join(cut, self._mine(record.counters), record.metrics)
 
-    def note(self, metrics: Metrics) -> None:
-        """Takes metrics of the nodes that ran ahead, over all processes: they are known here."""
-
     def finish(self, step: int) -> int:
         """Ends a step; returns the first counter that it did not look at."""
         return self._record.end
-
-    def wait(self) -> None:
-        """Waits until what a checkpoint needs is written: nothing is."""
-
-    def close(self) -> None:
-        """Ends the replay."""
 
     def _begin(self, step: int) -> None:
         if step > self._recording.last:

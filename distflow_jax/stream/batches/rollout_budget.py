@@ -1,126 +1,103 @@
-"""The end of a rollout by a budget of tokens, which all processes see at the same point.
+"""The policy of rollouts that end by a budget of tokens, at the same point on all processes.
 
 A rollout ends once that many tokens were sampled in it, over all processes, or its step is full;
-and once the groups that the step must train are complete. Each process counts its own tokens and
-groups, and all gather these numbers: first when one of P processes has a P-th of the tokens that
-are missing, or of the groups that fill the step; then whenever a group ends that the step waits
-for. A number that spreads (parallel/peers.py) has the others join. Samplers decode meanwhile.
+and once the groups that the step must train are complete. Its step is one partial batch. Each
+process counts its own tokens and groups, and all gather these numbers (agreement.py): first when
+one of P processes has a P-th of the tokens that are missing, or of the groups that fill the step;
+then whenever a group ends that the step waits for. Samplers decode meanwhile.
 """
 
-from collections.abc import Generator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
-from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.peers import Peers
-from distflow_jax.stream.batches.partial_batch_source import GATHERS, Drive, Wait
+from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stream.batches.group_facts import GroupFacts, decision_of
+from distflow_jax.stream.batches.partial_batches import PartialBatch, View
 from distflow_jax.stream.deadlines import Deadlines, Taken
-from distflow_jax.stream.producer import Producer
+
+BUDGET = "rollout_budget"  # in the place of a node's id
 
 
 class RolloutBudget:
-    """Ends the rollouts of a run with the other processes. The thread that trains uses it."""
+    """Ends the rollouts of a run. It has the calls of a PartialBatchPlanner."""
 
-    def __init__(
-        self,
-        producer: Producer,
-        admission: Deadlines,
-        gather: BackgroundGather,
-        peers: Peers,
-        *,
-        tokens: int,
-    ):
-        """`admission`: the producer's. `gather`, `peers`: nothing else uses them. `tokens`: of a
+    facts_of = staticmethod(decision_of)
+    spreads, mini_batch = True, 0
+
+    def __init__(self, admission: Deadlines, admit: Callable[[], object], *, tokens: int):
+        """`admission`: the producer's; `admit()`: begins all groups that may begin; `tokens`: of a
         rollout, over all processes."""
-        self._producer, self._admission = producer, admission
-        self._gather, self._peers = gather, peers
-        self._budget = tokens
-        self._told: set[int] = set()  # counters of complete groups that the others know
-        self._gathers = 0
-        self._start = 0  # tokens of this process before the rollout
-        self._told_tokens = 0  # and those that the others know
+        self._admission, self._admit, self._budget = admission, admit, tokens
+        self._facts: dict[int, GroupFacts] = {}  # of complete groups that are not trained on
         self._known = 0  # tokens of the rollout that all processes know
 
-    def end(self, drive: Drive) -> Taken:
-        """Samples until the rollout ends; returns the groups of its step. Collective."""
-        waits = self.waits()
-        while True:
-            try:
-                until, needs = next(waits)
-            except StopIteration as end:
-                return end.value
-            drive(until, needs=needs)
+    @property
+    def step(self) -> int:
+        return self._admission.finished + 1
 
-    def waits(self) -> Generator[Wait, None, Taken]:
-        """`end`, for a caller with a way of its own to wait: go on when what it yields is true."""
-        admission = self._admission
-        step, self._known = admission.finished + 1, 0
-        self._told_tokens = self._start
-        while not self._over():
-            yield self._due, admission.end(admission.finished)
-            self._gathers += 1
-            self._peers.raise_to(GATHERS, self._gathers)
-            told = self._gather.begin(self._news())
-            told.add_done_callback(lambda _: self._wake())
-            yield told.done, 0
-            with self._producer.lock:
-                for tokens, counters in told.result():
-                    self._known += tokens
-                    for counter in counters:
-                        admission.complete(counter)
-        cut = admission.cut(step)
-        self._told -= set(cut.kept)
-        return cut
+    @property
+    def cut(self) -> Taken:
+        return self._admission.cut(self.step)
 
-    def sampled(self) -> int:
-        """Tokens that this process has sampled in the rollout, which has ended; those after it are
-        of the next one."""
-        with self._producer.lock:
-            before, self._start = self._start, self._producer.counts().tokens
-        return self._start - before
+    @property
+    def needs(self) -> int:
+        """The first counter that may not begin: any of these groups may be the step's."""
+        return self._admission.end(self._admission.finished)
 
-    def close(self) -> None:
-        """Ends the connections."""
-        self._gather.close()
-        self._peers.close()
+    end = needs
 
-    def _over(self) -> bool:
-        """Whether the rollout has ended, by what all processes know."""
-        admission = self._admission
-        if admission.awaited() is not None:
-            return False
-        return self._known >= self._budget or not admission.lacking
+    def begin(self, step: int) -> bool:
+        """Begins the rollout of a step: all that may begin is under way before anything is due."""
+        has_step = self._admission.has_step(step)
+        if has_step:
+            self._admit()
+        return has_step
 
-    def _due(self) -> bool:
-        """Whether it is time for the next gather."""
-        self._peers.check()
-        with self._producer.lock:
-            groups = list(self._producer.groups.values())
-            done = [group.counter for group in groups if group.done]
-            if not self._gathers and groups and not done:
-                return False  # a first group says which columns there are
-            news = [counter for counter in done if counter not in self._told]
-            tokens = self._producer.counts().tokens - self._told_tokens
-        if self._peers.seen(GATHERS) > self._gathers:
-            return True
-        if len(done) == len(groups):  # nothing is under way here
-            return bool(news or tokens)
+    def due(self, mine: View) -> bool:
+        """Whether a process could end the rollout, if all processes have as much."""
+        tokens = mine.tokens()
+        if all(group.done for group in mine.groups):  # nothing is under way here
+            return bool(mine.news or tokens)
         missing, lacking = self._budget - self._known, self._admission.lacking
         if missing > 0 and lacking:
-            shares = (tokens, missing), (len(news), lacking)
-            return any(mine * self._peers.count >= all_of_it for mine, all_of_it in shares)
+            shares = (tokens, missing), (len(mine.news), lacking)
+            return any(share * mine.processes >= all_of_it for share, all_of_it in shares)
         awaited = self._admission.awaited()
-        return awaited is not None and any(counter < awaited for counter in news)
+        return awaited is not None and any(facts.counter < awaited for facts in mine.news)
 
-    def _news(self) -> list[Any]:
-        """Tokens and complete groups of this process that the others do not know."""
-        with self._producer.lock:
-            groups = self._producer.groups.values()
-            news = [g.counter for g in groups if g.done and g.counter not in self._told]
-            tokens = self._producer.counts().tokens
-        untold, self._told_tokens = tokens - self._told_tokens, tokens
-        self._told |= set(news)
-        return [untold, news]
+    def learn(self, facts: Iterable[GroupFacts], tokens: int, given_up: Iterable[int] = ()) -> None:
+        """Notes complete groups, and tokens that were sampled; no prompt is given up."""
+        self._known += tokens
+        for group in facts:
+            self._facts[group.counter] = group
+            self._admission.complete(group.counter)
 
-    def _wake(self) -> None:
-        with self._producer.lock:
-            self._producer.lock.notify_all()
+    def next(self) -> PartialBatch | None:
+        """The step's groups, once its rollout has ended by what all processes know."""
+        full = self._known >= self._budget or not self._admission.lacking
+        if not full or self._admission.awaited() is not None:
+            return None
+        cut = self.cut
+        groups = tuple(self._facts[counter] for counter in cut.kept)
+        return PartialBatch(cut.step, 1, 0, groups, ends_mini_batch=True, last=True)
+
+    def metrics(self, sampled: int) -> Metrics:
+        """Tokens and groups of the step, of which this process has sampled so many tokens."""
+        found = {"tokens": sampled, "groups": len(self.cut.kept)}
+        return {BUDGET: Parts((found,), functools.partial(rollout_metrics, budget=self._budget))}
+
+    def finish(self) -> None:
+        """Forgets the groups of the step; tokens from now on are the next rollout's."""
+        kept = set(self.cut.kept)
+        self._facts = {c: facts for c, facts in self._facts.items() if c not in kept}
+        self._known = 0
+
+
+def rollout_metrics(found: Sequence[dict[str, int]], *, budget: int) -> dict[str, float]:
+    """Metrics of a rollout of a budget, from the numbers of all processes."""
+    tokens = sum(one["tokens"] for one in found)
+    return {
+        "training/rollout_tokens": float(tokens),
+        "training/rollout_tokens_beyond": float(max(0, tokens - budget)),
+        "training/groups": float(found[0]["groups"]),
+    }

@@ -5,20 +5,20 @@ import dataclasses
 import sys
 import threading
 import time
-import types
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream
+from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream, train
 from support.waiting import HANG
 
-from distflow_jax.stream import group_stream as flow_module
-from distflow_jax.stream import sampling
-from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.stream import driver, sampling
+from distflow_jax.stream.driver import ALL, Trainer
 from distflow_jax.stream.evaluations import Evaluator
-from distflow_jax.stream.group_stream import ALL, RegionRounds
 from distflow_jax.stream.links.local import ThreadLink
 from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.token_account import TokenAccount
 
 
@@ -27,28 +27,43 @@ def in_few_batches(counter):
     return counter in (1, 9, 22)
 
 
-def test_a_first_step_amid_a_batch_that_has_no_group_of_this_process(tmp_path):
+@pytest.fixture
+def beside_another(monkeypatch):
+    """Another process has all prompts that this one has not, and is done with them."""
+    rows = [[c, 0, [], 0, 0, True] for c in range(4 * BATCH) if not in_few_batches(c)]
+    begin = BackgroundGather.begin
+
+    def with_another(self, value):
+        begun = begin(self, value)
+        both = Future()
+        both.set_result([*begun.result(), [False, [], [], 0, rows]])
+        return both
+
+    monkeypatch.setattr(BackgroundGather, "begin", with_another)
+
+
+def test_a_first_step_amid_a_batch_that_has_no_group_of_this_process(tmp_path, beside_another):
     """After a restart steps need not begin with a batch: a process may own none of 13 to 20. A
     group of the next step says which fields there are."""
     draw = owned(first=13, mine=in_few_batches)
     stream = plain_stream(tmp_path, draw, step=3, counter=13, steps=5)
-    store, metrics = stream.take(4)
+    store, metrics, end = train(stream, 4)
     assert store.uid.shape == (0, 2) and store.columns["response"] == []
     assert {"prompt", "response", "response_mask"} <= store.columns.keys()
-    assert metrics["account"].values and stream.finish(4) == 13 + BATCH
+    assert metrics["account"].values and end == 13 + BATCH
     stream.publish(np.zeros(1), 4)
-    store, _ = stream.take(5)
+    store, *_ = train(stream, 5)
     assert store.uid[:, 0].tolist() == [22] * SAMPLES
     stream.close()
 
 
 @pytest.mark.parametrize("bounds", [{"steps": 4}, {"last": 2 * BATCH}], ids=str)
-def test_a_process_without_a_group_in_all_that_is_left(tmp_path, bounds):
+def test_a_process_without_a_group_in_all_that_is_left(tmp_path, beside_another, bounds):
     """It does not wait for a step that will not come: the error names what would help."""
     draw = owned(first=13, mine=in_few_batches, last=bounds.get("last"))
     stream = plain_stream(tmp_path, draw, step=3, counter=13, **bounds)
     with pytest.raises(ValueError, match="no group of step 4, and none follows .* training.steps"):
-        stream.take(4)
+        train(stream, 4)
     stream.close()
 
 
@@ -56,8 +71,7 @@ def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
     """The account after a run's last step goes on as if the run had not ended there."""
     stream, whole = plain_stream(tmp_path, owned(), steps=2), BATCH * SAMPLES * TOKENS
     for step in (1, 2):
-        stream.take(step)
-        stream.finish(step)
+        train(stream, step)
         stream.publish(np.zeros(1), step)
     assert stream.saver.total_account() == TokenAccount(sampled=2 * whole, trained=2 * whole)
     stream.close()
@@ -65,8 +79,7 @@ def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
 
 def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
     stream, whole = plain_stream(tmp_path, owned(), steps=9), BATCH * SAMPLES * TOKENS
-    stream.take(1)
-    stream.finish(1)
+    train(stream, 1)
     stream.drive(lambda: stream.producer.counts().tokens == 2 * whole)
     saved = stream.saver.total_account()
     assert saved == TokenAccount(sampled=2 * whole, trained=whole)
@@ -76,12 +89,11 @@ def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
 
 
 def owing(folder, evaluator=None, until=None):
-    """A flow with weight updates at boundaries that has trained step 1; its checkpoint waits for
+    """A source with weight updates at boundaries that has trained step 1; its checkpoint waits for
     step 2."""
-    how = {"weight_update": "boundary", "own_devices": True, "evaluator": evaluator, "until": until}
-    stream = plain_stream(folder, owned(), steps=9, **how)
-    stream.take(1)
-    stream.finish(1)
+    how = {"weight_update": "boundary", "own_devices": True, "until": until}
+    stream = plain_stream(folder, owned(), steps=9, trainer=Trainer(evaluator=evaluator), **how)
+    train(stream, 1)
     stream.publish(np.zeros(1), 1)
     stream.save(1)
     return stream
@@ -105,9 +117,7 @@ def test_an_error_of_a_group_that_a_checkpoint_waits_for(tmp_path):
     stream.close()
 
 
-def test_an_error_of_the_sampler_ends_the_wait_for_a_steps_last_partial_batch(
-    tmp_path, monkeypatch
-):
+def test_an_error_of_the_sampler_ends_the_wait_for_a_step(tmp_path, monkeypatch):
     """Filter decisions of its groups come from the sampler's thread: without it none is known."""
 
     def broken(self, end):
@@ -116,10 +126,8 @@ def test_an_error_of_the_sampler_ends_the_wait_for_a_steps_last_partial_batch(
     monkeypatch.setattr(RegionRounds, "known", broken)
     how = {"weight_update": "boundary", "own_devices": True}
     stream = plain_stream(tmp_path, owned(), until=lambda columns: columns["uid"][:, 0] >= 0, **how)
-    cut = stream.producer.admission.cut(1)
-    source = types.SimpleNamespace(planner=types.SimpleNamespace(step=1, cut=cut))
     with pytest.raises(RuntimeError, match="no filter decision today"):
-        PartialBatchTaker(stream, source, None).end()
+        train(stream, 1)
     stream.close()
 
 
@@ -139,7 +147,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
     assert stream.evaluated(0, end=time.monotonic()) is None
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
-    thread = stream._sampling
+    thread = stream.drive.sampling
     stream.close()
     thread.raise_error()
 
@@ -170,7 +178,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
 
 def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
     """The watchdog hears which one is missing; of groups behind it in the thread of rewards too."""
-    monkeypatch.setattr(flow_module, "NOTE_SECONDS", HANG)  # it is told once
+    monkeypatch.setattr(driver, "NOTE_SECONDS", HANG)  # it is told once
     goes_on, scoring, notes = threading.Event(), threading.Event(), []
 
     def score(answers):
@@ -178,22 +186,19 @@ def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
         assert goes_on.wait(HANG)
         return []
 
+    def note(text):
+        notes.append(text)
+        goes_on.set()
+
     made = dataclasses.replace(evaluator(lambda state, heard: (state, [])), score=score)
     stream = plain_stream(
         tmp_path,
         owned(),
         weight_update="boundary",
         own_devices=True,
-        evaluator=made,
-        note=notes.append,
+        trainer=Trainer(note=note, evaluator=made),
     )
     assert scoring.wait(HANG)
-
-    def note(text):
-        notes.append(text)
-        goes_on.set()
-
-    object.__setattr__(stream._observer, "note", note)
     stream.evaluated(0)
     assert notes == ["evaluation of step 0"]
     stream.close()
@@ -228,7 +233,7 @@ def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, weight_updat
         )
         assert begun.wait(HANG)
         for _ in range(4):  # amid 80 rounds
-            with stream.at_rest(0):
+            with stream.at_rest():
                 resting.set()
                 time.sleep(0.02)  # for ten rounds of one that does not rest
                 resting.clear()

@@ -1,0 +1,122 @@
+"""A run's side of samplers that run ahead: its training beside them, and how it takes groups."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.coordinator.assignment import data_ranks
+from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.observe.spans import Spans
+from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.runtime.build import Runtime
+from distflow_jax.runtime.instruments import Instruments
+from distflow_jax.runtime.run_sampler import evaluation_of
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.step_schedule import StepSchedule
+from distflow_jax.stream.batches.agreement import Policy
+from distflow_jax.stream.batches.group_facts import decision_of
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
+from distflow_jax.stream.batches.rollout_budget import RolloutBudget
+from distflow_jax.stream.deadlines import Deadlines
+from distflow_jax.stream.driver import Trainer
+from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.schedule import Admission
+
+log = logging.getLogger("distflow_jax")
+
+
+def make_trainer(
+    prepared: PreparedRun,
+    runtime: Runtime,
+    state: RunState,
+    instruments: Instruments,
+    schedule: StepSchedule,
+    evaluates: Callable[[int], bool] | None,
+) -> Trainer:
+    """The training beside a source; `evaluates` as of make_source."""
+    phases, sampler = instruments.phases, next(iter(prepared.samplers))
+    (policy, *_) = prepared.sampled.values()
+
+    @contextlib.contextmanager
+    def weights() -> Iterator[Any]:
+        with phases.span("update_weights"), runtime.offload.staying(UPDATE_WEIGHTS, state.models):
+            yield state.policy_params(policy)
+
+    def lend(of_sampler: SamplerState) -> None:
+        state.models[sampler] = of_sampler
+
+    return Trainer(
+        span=instruments.spans.span,
+        note=phases.note,
+        phase=phases.span,
+        weights=weights,
+        lend=lend,
+        give_back=lambda: state.models.pop(sampler),
+        # the first evaluation is of the weights that the sampler still holds
+        keeps_weights=schedule.evaluates_first,
+        evaluator=evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
+    )
+
+
+def _evaluator(
+    prepared: PreparedRun, runtime: Runtime, spans: Spans, due: Callable[[int], bool]
+) -> Evaluator:
+    evaluation = evaluation_of(prepared, runtime)
+    span = functools.partial(spans.span, "evaluation")
+    return Evaluator(due, evaluation.answer, evaluation.score, span)
+
+
+# -- how a step takes its groups ------------------------------------------------------------------
+
+
+def make_policy(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
+    """The partial batches of a run's steps; `admission`: the producer's rule once more, for what
+    all processes know."""
+    config = prepared.config.stream
+    if config.round_tokens:
+        assert isinstance(producer.admission, Deadlines), "as make_source has it"
+        return RolloutBudget(producer.admission, producer.admit, tokens=config.round_tokens)
+    return PartialBatchPlanner(admission, **PLANNED[config.partial_batches](prepared))
+
+
+def _whole(prepared: PreparedRun) -> dict[str, Any]:
+    return {"prompts": prepared.config.data.prompts_per_step, "facts_of": decision_of}
+
+
+def _counter(prepared: PreparedRun) -> dict[str, Any]:
+    config = prepared.config
+    minis, prompts = config.training.mini_batches, config.stream.partial_batch_prompts
+    return {"mini_batches": minis, "prompts": prompts}
+
+
+def _ready(prepared: PreparedRun) -> dict[str, Any]:
+    packing = prepared.sizes.partial_batch
+    rows = packing.rows[packing.primary] * data_ranks(packing.primary)
+    room = PartialBatchRoom(rows, packing.limits)
+    return {"mini_batches": prepared.config.training.mini_batches, "room": room}
+
+
+# how a PartialBatchPlanner divides steps, by stream.partial_batches
+PLANNED = {"off": _whole, "counter": _counter, "ready": _ready}
+
+
+def warn_if_incomplete(checkpointer: Checkpointer, step: int) -> None:
+    """Warns if the checkpoint of `step` lacks samples of a process that had no more time.
+    Collective."""
+    processes.all_gather_text("")  # all have added theirs then, or have no more time
+    checkpointer.wait()
+    complete = checkpointer.latest() or 0
+    if complete != step and not processes.process_index():
+        log.warning(
+            "the samples that the checkpoint of step %d needs are not complete: the run goes on "
+            "after step %d, its last complete one; give it more time to end by the launcher's "
+            "--grace_seconds",
+            step,
+            complete,
+        )

@@ -1,0 +1,355 @@
+"""The source of a run whose samplers run ahead: a step takes the groups that are due.
+
+The rule of schedule.py says which groups may begin and which of them a step takes; nothing else
+decides, and no process asks another one. What processes tell each other is that they have their
+groups, and a region's filter decisions (batches/agreement.py). With weight updates at boundaries
+filter decisions follow each round of a region instead (region_rounds.py).
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from distflow_jax.batch import Samples
+from distflow_jax.coordinator.batch_metrics import staleness_metrics
+from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, no_round
+from distflow_jax.layout import Metrics
+from distflow_jax.parallel import processes
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.peers import Peers
+from distflow_jax.stream.batches.agreement import Agreement, Policy
+from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.batches.partial_batches import PartialBatch
+from distflow_jax.stream.batches.recordings import RecordWriter
+from distflow_jax.stream.batches.step_record import StepRecord
+from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.driver import ALL, Driver, Trainer
+from distflow_jax.stream.evaluations import Evaluated
+from distflow_jax.stream.host_nodes import Group, NodesAhead
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.region_rounds import RegionRounds
+from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.schedule import Cut
+from distflow_jax.stream.step_groups import StepGroups
+from distflow_jax.stream.stream_config import StreamConfig
+
+WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
+
+
+class Place(Protocol):
+    """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
+
+    begun: dict[str, Any] | None
+    account: dict[str, int] | None
+
+    def look_at(self, counter: int) -> None:
+        """Notes the first prompt that no step has looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptGroups:
+    """Places where a source keeps its groups: for checkpoints, for readers and for replays."""
+
+    place: Place
+    saver: SampleSaver
+    partial_batches: PartialBatchRecords
+    writers: Sequence[RecordWriter] = ()
+    check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint
+
+
+class Ahead:
+    """Samples that were made while other steps trained, see runtime/sample_source.py.
+
+    Samplers with devices of their own sample in a thread; on the trainer's devices this thread
+    samples, while it waits for groups. Make one on all processes at once.
+
+    Attributes:
+      publications: say which weights samplers need.
+      saver: of samples, into checkpoints.
+      drive: samples while the training waits.
+    """
+
+    saves_samples = True
+
+    def __init__(
+        self,
+        producer: Producer,
+        nodes: NodesAhead,
+        delivery: Delivery,
+        policy: Policy,
+        config: StreamConfig,
+        *,
+        trainer: Trainer,
+        kept: KeptGroups,
+        numbered: bool = False,
+    ):
+        """`delivery`: of weights to the sampler; `policy`: of the partial batches of steps;
+        `numbered`: whether groups get the number of their step."""
+        self.producer, self.saver, self._config = producer, kept.saver, config
+        self._delivery, self._policy, self._kept = delivery, policy, kept
+        self._trainer, self._lock = trainer, producer.lock
+        self.publications = Publications(
+            delivery.rule, producer, delivery.peers, self.update_weights
+        )
+        self._steps = StepGroups(nodes.ids, numbered=numbered)
+        self._counts = producer.counts()  # that `measured` has looked at
+        self._measured: Metrics = {}  # of the nodes that ran ahead, for the present step
+        self._partial_batches: list[PartialBatch] = []  # of the present step
+        self._groups: list[Group] = []  # of this process, in these partial batches
+        self._waited = 0.0  # seconds, for the last of them
+        # with these filter decisions reach all processes after each round, without partial batches
+        by_rounds = config.weight_update == "boundary" and nodes.until is not None
+        self._rounds = RegionRounds(producer, _gather()) if by_rounds else None
+        self._agreement = Agreement(
+            policy,
+            producer,
+            _gather(),
+            _peers(producer, spreads=policy.spreads),
+            self.publications,
+            config,
+            judges=nodes.until is not None and not by_rounds,
+            missing=lambda: self.drive.sampling.missing_workers,
+        )
+        self.drive = Driver(
+            producer,
+            nodes,
+            delivery,
+            config,
+            trainer,
+            kept.saver,
+            idle=self.publications.note_idle,
+            known=self._rounds.known if self._rounds else lambda end: True,
+        )
+        self._sampling, self._times = self.drive.sampling, self.drive.times
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Brings the weights of all finished steps to samplers, unless these do without."""
+        if not self.publications.passed_over(step - 1):
+            self.update_weights(step - 1)
+
+    def update_weights(self, version: int) -> None:
+        """Brings the weights of `version` finished steps to the sampler. Collective."""
+        with self._trainer.weights() as params:
+            self.publish(params, version)
+
+    def publish(self, params: Any, version: int) -> None:
+        """Gives the sampler the trainer's weights after `version` steps. Collective."""
+        if version == self.publications.newest:
+            return
+        self.publications.newest = version
+        with self._times.block("leave"):
+            self._times.moved(self._sampling.bring(self._delivery.sync, params, version))
+
+    def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
+        """Publishes the weights of a step with these metrics, or not; returns metrics of that."""
+        if self._trainer.keeps_weights(step):
+            return {}
+        return self.publications.offer(step, metrics, needed=needed)
+
+    # -- the groups of a step ---------------------------------------------------------------------
+
+    def partial_batches(self, step: int) -> Iterator[tuple[PartialBatch, FieldStore]]:
+        """The partial batches of a step, and the fields of this process's groups in each.
+
+        Collective. Raises Ended where the data have no group for the step, or no worker comes to
+        sample it, and what a sampler, an environment or a node that ran ahead has raised for a
+        group of the step.
+        """
+        while not self._partial_batches or not self._partial_batches[-1].last:
+            number = 1 + len(self._partial_batches)
+            with self._trainer.phase("wait_for_samples", partial_batch=number):
+                partial_batch, groups = self._next(step)
+                store = self._steps.fields(step, partial_batch.counters, groups)
+            yield partial_batch, store
+
+    def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
+        """Records a partial batch that was taken last, whose groups lie in so many rows of so
+        many."""
+        records = self._kept.partial_batches
+        records.write(partial_batch, rows=rows, room=room, waited=self._waited)
+
+    def fill(self, coordinator: Coordinator, step: int) -> NextRound:
+        """Hands the coordinator the groups of a step, all of whose rounds were sampled, and ends
+        it. Collective; raises what `partial_batches` does."""
+        with self._trainer.phase("wait_for_samples"):
+            store, metrics = self.take(step)
+        coordinator.use(store)
+        self._measured = dict(coordinator.merged(metrics))
+        self._finish(step)
+        return no_round
+
+    def take(self, step: int) -> tuple[FieldStore, Metrics]:
+        """The fields of all of this process's groups of a step, once all its partial batches are
+        decided, and metrics of the nodes that ran on them."""
+        admission = self.producer.admission
+
+        def decided() -> bool:  # then all groups of the step are done
+            with self._lock:
+                return admission.cut(step).final
+
+        while not self._partial_batches or not self._partial_batches[-1].last:
+            self._next(step)
+        cut = self._policy.cut
+        with self._times.block("wait"):
+            self.drive(decided, needs=cut.end)
+        self._sampling.rest()  # devices that it shares are the trainer's from here on
+        store, metrics = self._joined(cut)
+        return store, metrics | self._policy.metrics(self._agreement.sampled())
+
+    def _next(self, step: int) -> tuple[PartialBatch, list[Group]]:
+        """The next partial batch, and this process's groups in it, once it is decided and the
+        fields of groups are known."""
+        if not self._partial_batches and not self._policy.begin(step):
+            raise Ended(DATA_ENDED)
+        begun = time.monotonic()
+        with self._times.block("wait"):
+            partial_batch = self._agreement.next(self.drive)
+            counters = partial_batch.counters
+            self.drive(lambda: self._steps.knows(self.producer, step, counters), needs=ALL)
+        self._waited = time.monotonic() - begun
+        with self._lock:
+            mine = [self.producer.groups[c] for c in counters if c in self.producer.groups]
+        self._partial_batches.append(partial_batch)
+        self._groups += mine
+        return partial_batch, mine
+
+    def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
+        """The fields of this process's groups of a step, which is decided, and metrics of the nodes
+        that ran on them. The groups are the step's from then on."""
+        self.saver.settle()  # while the groups are there
+        with self._lock:
+            groups = self.producer.forget(cut.counters)
+            account = self.saver.took(cut, groups)
+        times = {WEIGHT_UPDATES: self._times.take()}
+        return self._steps.join(cut, groups, times | account.metrics())
+
+    def _finish(self, step: int) -> None:
+        """Ends a step. Raises the error of a disk that could not take a record of its groups."""
+        self._agreement.finish()
+        with self._lock:
+            end = self.producer.admission.finish(step).end
+        place, groups = self._kept.place, sorted(self._groups, key=lambda group: group.counter)
+        place.look_at(end)
+        place.begun = self.producer.admission.begun
+        record = StepRecord(step, tuple(self._partial_batches), tuple(groups), end, self._measured)
+        self._partial_batches, self._groups = [], []
+        for writer in self._kept.writers:
+            writer.add(record)
+
+    # -- what a step leaves behind ----------------------------------------------------------------
+
+    def measured(self) -> Metrics:
+        """Metrics of the nodes that ran ahead, decode calls since the last call of this, and what
+        the producer has measured."""
+        with self._lock:
+            before, self._counts = self._counts, self.producer.counts()
+            more = self.producer.measured()
+        calls = self._counts.generate_calls - before.generate_calls
+        occupancy = self._counts.occupancy.plus(before.occupancy, -1)
+        found, self._measured = self._measured, {}
+        return found | {"perf/generate_calls": calls} | occupancy.metrics() | more
+
+    def observe(self, samples: Samples, step: int) -> Metrics:
+        """Accounts for the samples of a step; returns their ages."""
+        self.saver.record(samples)
+        return staleness_metrics(samples, step, self._config.max_staleness)
+
+    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:
+        """Evaluations up to a version that were not returned before; waits for them.
+
+        Of the versions that the evaluator evaluates; none without an evaluator. With an `end`, a
+        time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
+        process lacks an evaluation then, all return None. Collective.
+        """
+        if (evaluations := self.drive.evaluations) is None:
+            return []
+        if end < math.inf:
+            self._sampling.end_with(version)
+
+        for due in evaluations.missing(version):
+
+            def ended(due: int = due) -> bool:
+                return due not in evaluations.missing(due) or time.monotonic() > end
+
+            self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
+        if end < math.inf and any(processes.all_gather_json(evaluations.missing(version))):
+            return None
+        return evaluations.take(version)
+
+    # -- the sampler's arrays ---------------------------------------------------------------------
+
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other thread touches an array."""
+        return self.drive.at_rest(0)
+
+    @contextlib.contextmanager
+    def free_sampler(self) -> Iterator[None]:
+        """A block in which nothing samples, and the run has the sampler's state.
+
+        It holds the weights that were published last. What is under way is suspended, and goes on
+        afterwards; responses in turns end first.
+        """
+        with self.drive.suspended(self.publications.newest) as held:
+            self._trainer.lend(held[0])
+            yield
+            held[:] = [self._trainer.give_back()]
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def before_save(self, *, with_samples: bool) -> None:
+        """Waits for records of steps; accounts for tokens where no samples are saved that do."""
+        for writer in self._kept.writers:
+            writer.wait()
+        account = None if with_samples else self.saver.total_account().to_dict()
+        self._kept.place.account = account
+
+    def save(self, step: int) -> None:
+        """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
+        self.saver.save(step, self.at_rest())
+
+    def settle(self, step: int, end: float) -> None:
+        """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
+        time.monotonic(); warns if it lacks some. Collective."""
+        with self._trainer.phase("wait_for_samples"):
+            self.end_saving(end)
+            self._kept.check_complete(step)
+
+    def end_saving(self, end: float) -> None:
+        """Waits until the samples of all checkpoints are complete and written, at most until `end`,
+        a time of time.monotonic()."""
+        self.drive(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
+        self.saver.wait(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Drops what is under way, unless a sampler's thread is still at it, and waits for what is
+        being written."""
+        self.drive.close()
+        self._agreement.close()
+        if self._rounds is not None:
+            self._rounds.close()
+        self.publications.close()
+        for writer in self._kept.writers:
+            writer.close()
+
+
+def _gather() -> BackgroundGather:
+    return BackgroundGather(processes.second_exchange())
+
+
+def _peers(producer: Producer, *, spreads: bool) -> Peers:
+    """Numbers that call the others to a gather; without connections where none is called."""
+
+    def heard() -> None:
+        with producer.lock:
+            producer.lock.notify_all()
+
+    exchange = processes.second_exchange() if spreads else None
+    return Peers(exchange, processes.process_index(), processes.process_count(), heard)

@@ -1,0 +1,180 @@
+"""The agreement of all processes on the partial batches of a step, one gather after the other.
+
+When a process gathers: as soon as it has enough to tell, as the policy says (partial_batches.py,
+rollout_budget.py). With a policy that spreads it says so by a number (parallel/peers.py), and the
+others join: so none waits in a loop of gathers, and what all of them together can decide is found.
+A sampler that needs newer weights, while no optimizer step has changed those that it needs, brings
+a gather forward too; so do a missing worker and a prompt that was given up.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from distflow_jax.coordinator.rounds import NO_WORKERS, Ended
+from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.parallel.peers import Peers
+from distflow_jax.stream.batches.group_facts import GroupFacts
+from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner, View
+from distflow_jax.stream.batches.rollout_budget import RolloutBudget
+from distflow_jax.stream.host_nodes import Group
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.stream_config import StreamConfig
+
+GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
+
+# what has to be true, and the first counter whose group it does not need
+Wait = tuple[Callable[[], bool], int]
+Policy = PartialBatchPlanner | RolloutBudget
+
+
+class Agreement:
+    """Decides partial batches with the other processes. The thread that trains uses it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        producer: Producer,
+        gather: BackgroundGather,
+        peers: Peers,
+        publications: Publications,
+        config: StreamConfig,
+        *,
+        judges: bool,
+        missing: Callable[[], Sequence[str]] = tuple,
+    ):
+        """`gather`, `peers`: nothing else uses them. `judges`: whether filter decisions reach the
+        rule of the samplers by this alone. `missing()`: nodes for which this process has no
+        worker."""
+        self.policy, self._producer = policy, producer
+        self._gather, self._peers = gather, peers
+        self._publications, self._config = publications, config
+        self._judges, self._missing = judges, missing
+        self._facts: dict[int, GroupFacts] = {}  # of this process's complete groups, by counter
+        self._told: set[int] = set()  # counters of groups whose facts the others know
+        self._gathers = 0
+        self._start = 0  # tokens of this process before the step
+        self._told_tokens = 0  # tokens that the others know
+
+    def next(self, drive: Callable[..., None]) -> PartialBatch:
+        """The next partial batch of the step, once it is decided. Collective.
+
+        `drive(until, needs=)`: as of Driver. Raises Ended where a process has waited for workers in
+        vain.
+        """
+        waits = self.waits()
+        while True:
+            try:
+                until, needs = next(waits)
+            except StopIteration as end:
+                return end.value
+            drive(until, needs=needs)
+
+    def waits(self) -> Generator[Wait, None, PartialBatch]:
+        """`next`, for a caller with a way of its own to wait: go on when what it yields is true."""
+        while (partial_batch := self.policy.next()) is None:
+            end = self.policy.end
+            yield lambda end=end: self._due(end), self.policy.needs
+            told = self._tell()
+            yield told.done, 0
+            self._learn(told.result())
+        return partial_batch
+
+    def sampled(self) -> int:
+        """Tokens that this process has sampled in the step, which is decided; those after it are of
+        the next one."""
+        with self._producer.lock:
+            before, self._start = self._start, self._producer.counts().tokens
+        self._told_tokens = self._start
+        return self._start - before
+
+    def finish(self) -> None:
+        """Ends a step whose last partial batch was taken."""
+        taken = set(self.policy.cut.counters)
+        self.policy.finish()
+        self._told -= taken
+        self._facts = {c: facts for c, facts in self._facts.items() if c not in taken}
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._gather.close()
+        self._peers.close()
+
+    def _due(self, end: int) -> bool:
+        """Whether it is time for the next gather."""
+        self._peers.check()
+        if self._asked_for_weights() or self._missing():
+            return True
+        with self._producer.lock:
+            groups = list(self._producer.groups.values())
+            begun = self._producer.begun_up_to(end)
+            if self._producer.given_up():
+                return True
+        if self._peers.seen(GATHERS) > self._gathers:
+            return True
+        news = self._news(groups)
+        return self.policy.due(View(groups, end, begun, news, self._new_tokens, self._peers.count))
+
+    def _tell(self) -> Future[list[Any]]:
+        """Begins a gather of what the others do not know."""
+        self._gathers += 1
+        self._peers.raise_to(GATHERS, self._gathers)
+        with self._producer.lock:
+            groups = list(self._producer.groups.values())
+            given_up = self._producer.given_up()
+        news, tokens = self._news(groups), self._new_tokens()
+        self._told |= {facts.counter for facts in news}
+        self._told_tokens += tokens
+        rows = [facts.to_json() for facts in news]
+        told = self._gather.begin(
+            [self._asked_for_weights(), self._missing(), given_up, tokens, rows]
+        )
+        told.add_done_callback(lambda _: self._wake())
+        return told
+
+    def _learn(self, of_all: Sequence[Any]) -> None:
+        asked, missing, given_up, tokens, tables = zip(*of_all, strict=True)
+        if nodes := {node for theirs in missing for node in theirs}:
+            raise no_workers(self._config, sorted(nodes))
+        facts = [GroupFacts.from_json(i, row) for i, rows in enumerate(tables) for row in rows]
+        lost = [counter for theirs in given_up for counter in theirs]
+        decisions = [(counter, False) for counter in lost]
+        if self._judges:
+            decisions += [(group.counter, group.keep) for group in facts]
+        with self._producer.lock:
+            self.policy.learn(facts, sum(tokens), lost)
+            for counter, keep in decisions:  # more groups of the step may begin at once
+                self._producer.judge(counter, keep)
+            self._producer.lock.notify_all()
+        self._publications.agree(self.policy.step - 1, asked)
+
+    def _asked_for_weights(self) -> bool:
+        """Whether a sampler needs the weights that the step has begun with, which were not
+        published, and which no mini-batch has changed yet."""
+        if self.policy.mini_batch:
+            return False
+        return self._publications.asked_for(self.policy.step - 1)
+
+    def _news(self, groups: Sequence[Group]) -> list[GroupFacts]:
+        """Facts of complete groups that the others do not know, which are found once for each."""
+        news = [group for group in groups if group.done and group.counter not in self._told]
+        for group in news:
+            if group.counter not in self._facts:
+                self._facts[group.counter] = self.policy.facts_of(group, self._peers.index)
+        return [self._facts[group.counter] for group in news]
+
+    def _new_tokens(self) -> int:
+        with self._producer.lock:
+            return self._producer.counts().tokens - self._told_tokens
+
+    def _wake(self) -> None:
+        with self._producer.lock:
+            self._producer.lock.notify_all()
+
+
+def no_workers(config: StreamConfig, nodes: Sequence[str]) -> Ended:
+    """The end of a run for want of workers for some nodes."""
+    served = f" for {' and '.join(map(repr, nodes))} (worker --nodes)"  # beside those that sample
+    missing = f" for {config.no_workers_seconds:g} s{served if config.worker_nodes else ''}"
+    return Ended(NO_WORKERS, more=missing, fix="start again, with workers, to go on")

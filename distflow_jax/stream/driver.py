@@ -1,0 +1,163 @@
+"""Sampling for one process: in a thread of its own, by workers, or while its training waits."""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.stream.delivery import Delivery, Hooks
+from distflow_jax.stream.evaluations import Evaluations, Evaluator
+from distflow_jax.stream.exact_order import ExactOrder
+from distflow_jax.stream.host_nodes import NodesAhead, Span
+from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.weight_update_times import WeightUpdateTimes
+from distflow_jax.watchdog.gossip import OTHERS
+
+IDLE_SECONDS = 0.01  # between two looks at what other threads have done
+ALL = sys.maxsize  # above every counter
+NOTE_SECONDS = 0.5  # between two words to the watchdog on what the training waits for
+
+
+def _span(name: str, **labels: Any) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The calls by which a source reaches the training beside it, and what observes both."""
+
+    span: Span = _span  # times a block under a name, in any thread
+    note: Callable[[str], None] = lambda text: None  # what the running phase waits for; any thread
+    phase: Callable[..., contextlib.AbstractContextManager] = _span  # of the training, by its name
+    # a block with the weights that samplers take, on their devices
+    weights: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    lend: Callable[[SamplerState], None] = lambda state: None  # the sampler's arrays
+    give_back: Callable[[], SamplerState | None] = lambda: None
+    keeps_weights: Callable[[int], bool] = lambda step: False  # whether samplers do, for now
+    # with weight updates at boundaries, for the versions that samplers evaluate when they take them
+    evaluator: Evaluator | None = None
+
+
+class Driver:
+    """Samples the groups of a process, and hands them on to the nodes that run on each.
+
+    Attributes:
+      sampling: brings weights to the sampler, and samples.
+      evaluations: those that the sampler makes; None: it makes none.
+      times: of weight updates.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        nodes: NodesAhead,
+        delivery: Delivery,
+        config: StreamConfig,
+        trainer: Trainer,
+        saver: SampleSaver,
+        *,
+        idle: Callable[[], None],
+        known: Callable[[int], bool],
+    ):
+        """`idle()`: the sampler has nothing to do; `known(counter)`: with weight updates at
+        boundaries, whether all processes know the filter decisions of all groups below."""
+        self._producer, self._lock = producer, producer.lock
+        self._trainer, self._saver, self._sync = trainer, saver, delivery.sync
+        self._host = delivery.nodes(nodes, trainer.span, self._lock)
+        self.times = WeightUpdateTimes()
+        self.evaluations: Evaluations | None = None
+        if trainer.evaluator is not None:
+            held = producer.version
+            self.evaluations = Evaluations(trainer.evaluator, self._host, held=held)
+        order = None
+        if config.weight_update == "boundary":
+            due = self.evaluations.due if self.evaluations else lambda version: False
+            order = ExactOrder(producer.admission, held=producer.version, known=known, due=due)
+        span = functools.partial(trainer.span, producer.name)
+        self.sampling = delivery.start(
+            Hooks(self.hand_on, self._arrive, span, idle, order, self.evaluations)
+        )
+
+    def __call__(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
+        """Samples until something is true, for which groups below a counter are needed.
+
+        Raises what a sampler or a node that ran ahead has raised for one of these groups.
+        `waits_for`: what it is, for the watchdog; "": the oldest of them.
+        """
+        next_note = 0.0  # when the watchdog is told again what the training waits for
+        while not until():
+            if needs:
+                self._raise_errors(needs)
+            if time.monotonic() >= next_note:
+                self._trainer.note(waits_for or self._missing(needs))
+                next_note = time.monotonic() + NOTE_SECONDS
+            if not self.sampling.round():
+                with self._lock:
+                    self._lock.wait(IDLE_SECONDS)
+
+    def hand_on(self) -> None:
+        """Hands complete groups on."""
+        for group in self._producer.round():
+            self._host.submit(group, self._saver.settle)
+
+    @contextlib.contextmanager
+    def _arrive(self, left: Any) -> Iterator[Any]:
+        """A block in which the sampler does not decode, with the weights that have left."""
+        with self.times.block("arrive"), self._trainer.span("take_weights"):
+            yield jax.block_until_ready(self._sync.arrive(left))
+
+    @contextlib.contextmanager
+    def at_rest(self, version: int) -> Iterator[None]:
+        """A block in which no other thread touches an array, and the sampler holds the weights of a
+        version or later ones. The watchdog is told what it waits for."""
+        self._trainer.note(self._producer.oldest)
+        with self.sampling.hold(version):
+            self._trainer.note("")
+            yield
+
+    @contextlib.contextmanager
+    def suspended(self, version: int) -> Iterator[list[SamplerState]]:
+        """A block as of `at_rest` that has the sampler's state in a list, and leaves it there: what
+        is under way goes on afterwards; responses in turns end first."""
+        self._trainer.note(self._producer.oldest)
+        with self.sampling.suspended(version) as held:
+            self._trainer.note("")
+            yield held
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.sampling.close()
+        self._host.close()
+
+    def _raise_errors(self, needs: int) -> None:
+        """Raises what a sampler or a disk has raised, or a node that ran on a group below a
+        counter."""
+        self._saver.check()
+        self.sampling.raise_error()
+        with self._lock:
+            groups = [g for c, g in self._producer.groups.items() if c < needs]
+        for running in [g.running for g in groups if g.running is not None]:
+            if running.done():
+                running.result()
+
+    def _missing(self, needs: int) -> str:
+        """The oldest group below a counter that is not done, and the node that it waits for."""
+        if not needs:
+            return OTHERS
+        with self._lock:
+            groups = [g for c, g in self._producer.groups.items() if c < needs and not g.done]
+            begun = self._producer.begun_up_to(needs)
+        oldest = min(groups, key=lambda group: group.counter, default=None)
+        if oldest is None:
+            return OTHERS if begun else f"{self._producer.name} has not begun"
+        if oldest.sampling:
+            return f"{min(oldest.sampling)} of prompt {oldest.counter}"
+        return self._host.waits_for(oldest)
