@@ -11,16 +11,16 @@ import numpy as np
 from distflow_jax.batch import Samples
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report.progress import Progress
+from distflow_jax.report.provenance import provenance
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import open_trackers
-from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import describe_run, describe_start
 from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import EVALUATED, Scored
 from distflow_jax.stream.evaluations import Evaluated
 

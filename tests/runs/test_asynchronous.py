@@ -16,6 +16,7 @@ from support.tiny_config import SMALL_AHEAD, tiny_config
 
 from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.samplers.ahead import Ahead
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer
 
@@ -171,15 +172,15 @@ def check_evaluations(folder, config):
 def delayed(monkeypatch, seed):
     """Delays of samplers and trainers, of random lengths."""
     draw = random.Random(seed)
-    rounds, steps, nodes = Producer.round, run.Run.run_step, NodesAhead.run
+    rounds, begin, nodes = Producer.round, Ahead.begin, NodesAhead.run
 
     def late_round(self):
         time.sleep(draw.uniform(0, 0.05))
         return rounds(self)
 
-    def late_step(self):
+    def late_step(self, step):
         time.sleep(draw.uniform(0, 0.2))
-        return steps(self)
+        begin(self, step)
 
     def late_nodes(self, group, span):
         time.sleep(draw.uniform(0, 0.05))
@@ -187,7 +188,7 @@ def delayed(monkeypatch, seed):
 
     monkeypatch.setattr(NodesAhead, "run", late_nodes)
     monkeypatch.setattr(Producer, "round", late_round)
-    monkeypatch.setattr(run.Run, "run_step", late_step)
+    monkeypatch.setattr(Ahead, "begin", late_step)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import NextRound, give_step, no_round
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.batches.rollout_taker import RolloutTaker

@@ -17,6 +17,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_rule
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.evaluating import EvaluateNow
@@ -29,7 +30,6 @@ from distflow_jax.runtime.sample_source import Synchronous
 from distflow_jax.runtime.samplers.ahead import Ahead, EvaluateAhead
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers, make_buffer_sampler
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
