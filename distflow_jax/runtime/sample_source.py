@@ -27,7 +27,7 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_sampler import sync_weights
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.stream.stream_checks import sampling_tasks
+from distflow_jax.stream.checks import sampling_tasks
 
 NextRound = Callable[[], bool]  # see dag.plan_walker.run_step
 

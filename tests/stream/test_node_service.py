@@ -24,6 +24,7 @@ from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.stream.buffer_producer import BufferProducer
 from distflow_jax.stream.buffer_sampler import BufferSampler
+from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import (
     of_plain,
@@ -47,10 +48,8 @@ from distflow_jax.stream.producer import SamplingNode
 from distflow_jax.stream.refills import Refills
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.stream_checks import sampling_tasks
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.wire.wire_server import WireServer
-from distflow_jax.stream.worker_checks import check_nodes
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {

@@ -39,6 +39,7 @@ from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.batches.rollout_taker import RolloutTaker
 from distflow_jax.stream.buffer_producer import BufferProducer
+from distflow_jax.stream.checks import sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.evaluations import Evaluator
@@ -50,7 +51,6 @@ from distflow_jax.stream.refills import Refills
 from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
-from distflow_jax.stream.stream_checks import sampling_tasks
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.token_account import TokenAccount
 

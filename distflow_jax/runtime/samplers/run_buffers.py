@@ -19,6 +19,7 @@ from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.buffer_producer import BufferProducer
 from distflow_jax.stream.buffer_sampler import BufferSampler, differs
+from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.host_nodes import HostThread
@@ -36,7 +37,6 @@ from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_tasks import NodeTasks
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
