@@ -15,11 +15,10 @@ the batch between them. With the built-in graph grpo (configs/dags/grpo.yaml) th
     batch |= advantage(batch)                             # advantage
     policy, metrics = update(policy, batch)
 
-Runs differ in their source (runtime/sample_source.py). In a synchronous run `begin` brings the
-policy's weights to the sampler, the batch is the next prompts, all nodes run, and `offer` has
-nothing to do. In an asynchronous run samplers have run the nodes before `advantage` while other
-steps trained: the batch is the groups that are due, at once or partial batch by partial batch, and
-`offer` publishes the new weights.
+Runs differ in their source (runtime/sample_source.py). Synchronous: `begin` brings the policy's
+weights to the sampler, the batch is the next prompts, all nodes run, and `offer` does nothing.
+Asynchronous: samplers ran the nodes before `advantage` while other steps trained, the batch is the
+groups that are due, at once or partial batch by partial batch, and `offer` publishes the weights.
 """
 
 import contextlib
@@ -71,22 +70,21 @@ def train(
     """Runs a training run, or continues it; returns the exit code. Collective.
 
     `job` is the job that this process has joined, see parallel/job.py. `stop` is what SIGTERM sets,
-    if the caller receives that; otherwise it is received here. A watchdog process supervises this
-    one (watchdog/controller.py). `chosen` are the config keys that the command line gives: they win
+    if the caller receives that. `chosen` are the config keys that the command line gives: they win
     over the settings of the graph. `replay` is the folder of a run whose recorded training is
-    repeated, without a sampler; "": none.
+    repeated, without a sampler; "": none. A watchdog process supervises this one.
 
     Raises ValueError or FileNotFoundError for user errors, before any device works.
     """
     with contextlib.ExitStack() as files:
-        if stop is None:
-            stop = files.enter_context(stop_on_sigterm())
+        stop = stop or files.enter_context(stop_on_sigterm())
         stop.leave_at_once()
         watchdog = files.enter_context(watched(config.health, job))
         stop.before_leaving.append(watchdog.stopped)
         if processes.process_index():
             log_lines.only_errors()
-        code = _train(config, workdir, watchdog, stop, chosen, replay, argv=sys.argv)
+        held = (watchdog, stop, sys.argv)
+        code = train_here(config, workdir, *held, chosen=chosen, replay=replay)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
@@ -95,33 +93,21 @@ def train(
 def train_here(
     config: Config,
     workdir: str | os.PathLike,
+    watchdog: Watchdog | None = None,
+    stop: StopSignal | None = None,
+    argv: Sequence[str] = (),
     *,
     chosen: Collection[str] = (),
     replay: str | os.PathLike = "",
     dataset: Dataset | None = None,
 ) -> int:
-    """Runs `train` as one process in an interpreter that lives on: a notebook's, a test's.
+    """Runs `train` in an interpreter that lives on: a notebook's, a test's.
 
-    `dataset`: in the place of that of data.train. There is no watchdog: it would end the
-    interpreter some seconds after any error.
+    There is no `watchdog`, which would end the interpreter some seconds after any error. `argv`:
+    the command that started the run. `dataset`: in the place of that of data.train.
     """
-    watchdog = Watchdog(config.health, 1)  # never started
-    with stop_on_sigterm() as stop:
-        return _train(config, workdir, watchdog, stop, chosen, replay, dataset)
-
-
-def _train(
-    config: Config,
-    workdir: str | os.PathLike,
-    watchdog: Watchdog,
-    stop: StopSignal,
-    chosen: Collection[str],
-    replay: str | os.PathLike,
-    dataset: Dataset | None = None,
-    argv: Sequence[str] = (),
-) -> int:
-    """Opens what a run owns, plans it, makes its steps, and describes their end."""
     with contextlib.ExitStack() as files:
+        stop = stop or files.enter_context(stop_on_sigterm())
         folder, terminal, saved = files.enter_context(open_folder(config, workdir, stop))
         done = saved.latest() or 0
         if done >= config.training.steps:
@@ -132,6 +118,7 @@ def _train(
         date = recorded_date(pathlib.Path(replay or folder))
         prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
         files.enter_context(contextlib.closing(prepared))
+        watchdog = watchdog or Watchdog(config.health, 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)
     if code == EXIT_DONE:
@@ -187,7 +174,7 @@ def open_run(
 
 
 def one_step(run: OpenRun) -> Metrics:
-    """Makes the step whose number is run.state.step; returns its metrics on the host. Collective.
+    """Makes the step run.state.step; returns its metrics, on the host. Collective.
 
     Raises Ended where there are no samples for it.
     """
@@ -221,12 +208,11 @@ def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = on
 
     `step`: a benchmark may put another around `one_step`. Collective.
     """
-    after = after_step(stop)
     try:
         while run.state.step < run.prepared.config.training.steps:
             with next_step(run):
                 metrics = step(run)
-            for due, action in after:
+            for due, action in after_step(stop):
                 if due(run):
                     action(run, metrics)
     except Ended as ended:

@@ -32,21 +32,11 @@ from distflow_jax.stages.evaluate import Scored
 from distflow_jax.watchdog.supervision import StopSignal
 
 # that a run makes
-FOLDERS = (
-    *("checkpoints", "groups", "launches", "profile"),
-    *("recorded", "samples", "tensorboard", "trackers"),
-)
+FOLDERS = "checkpoints groups launches profile recorded samples tensorboard trackers".split()
 FILES = (
-    *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
-    *(
-        "plan.txt",
-        "report.html",
-        "run.lock",
-        "stragglers.jsonl",
-        "trace.json",
-        "partial_batches.jsonl",
-    ),
-)
+    "config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl plan.json plan.svg "
+    "plan.txt report.html run.lock stragglers.jsonl trace.json"
+).split()
 
 log = logging.getLogger("distflow_jax")
 
