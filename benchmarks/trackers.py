@@ -16,6 +16,7 @@ Steps while the trackers start are left out. The exit code is 1 if it is above -
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -27,13 +28,15 @@ from typing import Any
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
+from distflow_jax.layout import Metrics
 from distflow_jax.notebook import load_config
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.report.trackers.workers import Trackers
-from distflow_jax.run import Run
+from distflow_jax.run import loop, one_step, open_run
 from distflow_jax.runtime import recorder
+from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
@@ -52,22 +55,23 @@ class Gate(Trackers):
             super().rows(step)
 
 
-class PairedRun(Run):
-    """A run that notes when each step starts, and stops the trackers in every other one."""
+@dataclasses.dataclass
+class PairedSteps:
+    """Notes when each step starts, and stops the trackers in every other one."""
 
     gate: Gate
-    starts: list[float]
+    starts: list[float] = dataclasses.field(default_factory=list)
 
-    def run_step(self) -> dict[str, Any]:
+    def step(self, run: OpenRun) -> Metrics:
         """One step."""
         self.starts.append(time.perf_counter())
-        step = self.state.step
+        step = run.state.step
         if step > WARM_STEPS:
             signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
         # the row of this step is given in the next
         self.gate.open = step < WARM_STEPS or with_trackers(step + 1)
-        row = super().run_step()
-        if self.state.step == self.config.training.steps:  # stopped ones could not end
+        row = one_step(run)
+        if step == run.prepared.config.training.steps:  # stopped ones could not end
             signal_trackers(signal.SIGCONT)
         return row
 
@@ -112,14 +116,14 @@ def measure(config: Config, folder: pathlib.Path) -> list[float]:
     ):
         prepared = prepare(config)
         with contextlib.closing(prepared.rewards):
-            quiet = Terminal(enabled=False)
-            run = PairedRun(prepared, folder, saved, Watchdog(config.health, 1), quiet)
-            (run.gate,), run.starts = gates, []
-            try:
-                run.loop(stop)
-            finally:
-                signal_trackers(signal.SIGCONT)
-    return [b - a for a, b in zip(run.starts[:-1], run.starts[1:], strict=True)]
+            quiet, watchdog = Terminal(enabled=False), Watchdog(config.health, 1)
+            with open_run(prepared, folder, saved, watchdog, quiet) as run:
+                paired = PairedSteps(*gates)
+                try:
+                    loop(run, stop, paired.step)
+                finally:
+                    signal_trackers(signal.SIGCONT)
+    return [b - a for a, b in zip(paired.starts[:-1], paired.starts[1:], strict=True)]
 
 
 def main() -> int:

@@ -11,6 +11,8 @@ from asynchronous.marked_run import MarkedRun
 from asynchronous.simulated_run import SimulatedCell, SimulatedRun, SimulatedSync
 from streaming_model import SLOTS, Costs
 
+from distflow_jax.planning.plan_run import PreparedRun
+
 
 @dataclasses.dataclass(frozen=True)
 class FarCell(SimulatedCell):
@@ -50,14 +52,16 @@ class FarCell(SimulatedCell):
         changed["stream.no_workers_seconds"] = 60.0
         return changed
 
-    def make_run(self, *given: Any) -> MarkedRun:
-        """The run of the trainers; `given`: what a Run takes."""
-        return FarRun(self, *given)
+    def make_run(self) -> MarkedRun:
+        """How the run of the trainers is made and noted."""
+        return FarRun(self)
 
 
 class FarRun(SimulatedRun):
     """The trainers of a run with workers."""
 
-    def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
+    def make_sampler(
+        self, prepared: PreparedRun, costs: Costs
+    ) -> tuple[SimulatedEngine, SimulatedSync] | None:
         """None: workers sample."""
         return None

@@ -31,8 +31,9 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import read_addresses
-from distflow_jax.stream.links.buffer_client import BufferClient, Pace, WorkerState
+from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links
+from distflow_jax.stream.links.remote import RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import WeightPull, pull_target
 from distflow_jax.stream.worker import Worker
@@ -97,20 +98,20 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         weight_update=EXPOSED * weight_update,
     )
     began, cpu = time.perf_counter(), own_cpu_seconds()
-    worker = Worker(
-        sampler,
-        BufferClient(
-            links,
-            joining,
-            WorkerState(version=links.first_version, newest=links.newest, slots=sizes.engine.slots),
-            Pace(config.stream.save_seconds, 60.0),
-            NodeRunner({}),
-        ),
-        _Pull(source, sizes, (1 - EXPOSED) * weight_update),
-        cache=config.stream.cache,
-        ended=ended,
+    slots, save_seconds = sizes.engine.slots, config.stream.save_seconds
+    state = WorkerState(
+        links=links,
+        capacity=slots,
+        version=links.first_version,
+        newest=links.newest,
+        slots=slots,
     )
-    worker.serve()
+    pull = _Pull(source, sizes, (1 - EXPOSED) * weight_update)
+    link = RemoteLink(state, pull, ended, save_seconds=save_seconds)
+    client = BufferClient(
+        state, joining, NodeRunner({}), save_seconds=save_seconds, orphan_seconds=60.0
+    )
+    client.sample(Worker(sampler, link, cache=config.stream.cache), link, lambda: False)
     seconds = time.perf_counter() - began
     found = {
         "seconds": seconds,

@@ -7,34 +7,40 @@ import pathlib
 import time
 from typing import Any
 
+from distflow_jax.layout import Metrics
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
-from distflow_jax.run import Run
+from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.run import one_step
+from distflow_jax.runtime.build import Runtime, Span, build
+from distflow_jax.runtime.open_run import OpenRun
 
 
-class MarkedRun(Run):
-    """A run with notes, which `write_marks` leaves in its folder."""
+class MarkedRun:
+    """Notes of a run whose parts `build` makes, and whose steps `step`: see run.open_run, run.loop.
+    `write_marks` leaves them in its folder."""
 
-    marks: list[dict[str, Any]]
+    def __init__(self):
+        self.marks: list[dict[str, Any]] = []
 
-    def __init__(self, *given: Any):
-        """`given`: what a Run takes."""
-        self.marks = []
-        super().__init__(*given)
+    def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:
+        """The parts of the run, as of runtime/build.py."""
+        return build(prepared, spans, phase)
 
-    def run_step(self) -> dict[str, Any]:
+    def step(self, run: OpenRun) -> Metrics:
         """One step."""
-        metrics = super().run_step()
+        metrics = one_step(run)
         now = {"time": time.perf_counter(), "own_cpu": own_cpu_seconds()}
-        self.marks.append(now | {"machine_cpu": machine_cpu_seconds()} | self.work())
+        self.marks.append(now | {"machine_cpu": machine_cpu_seconds()} | self.work(run))
         return metrics
 
-    def work(self) -> dict[str, Any]:
+    def work(self, run: OpenRun) -> dict[str, Any]:
         """Seconds of simulated devices by kind of work, so far: none here."""
         return {}
 
-    def write_marks(self) -> None:
+    def write_marks(self, folder: pathlib.Path) -> None:
         """Writes the notes of this process."""
-        path = self.folder / f"marks-{processes.process_index()}.json"
+        path = folder / f"marks-{processes.process_index()}.json"
         path.write_text(json.dumps(self.marks))
 
 

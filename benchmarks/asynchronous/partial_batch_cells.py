@@ -21,9 +21,13 @@ from asynchronous.simulated_run import SimulatedSync, simulated_engine
 
 from distflow_jax.coordinator.assignment import Shares
 from distflow_jax.coordinator.coordinator import Coordinator
+from distflow_jax.layout import Metrics
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
+from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.unit_programs import Program
-from distflow_jax.runtime.build import Runtime, build
+from distflow_jax.runtime.build import Runtime, Span, build
+from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.runtime.steps import PartialBatchSteps
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
@@ -115,9 +119,9 @@ class PartialBatchCell:
             return changed | partial_batch
         return changed
 
-    def make_run(self, *given: Any) -> MarkedRun:
-        """The run; `given`: what a Run takes."""
-        return CostedRun(*given)
+    def make_run(self) -> MarkedRun:
+        """How it is made and noted."""
+        return CostedRun()
 
 
 class Stopwatch:
@@ -161,58 +165,61 @@ class CostedRun(MarkedRun):
     leave for the sampler.
     """
 
-    def __init__(self, *given: Any):
-        """`given`: what a Run takes."""
+    def __init__(self):
+        super().__init__()
         self._watch = Stopwatch()
         self._cpu = {"begun": 0.0, "spent": 0.0}
-        super().__init__(*given)
+        self._publishes = False  # whether weights on their way end a measurement already
 
-    def make_runtime(self) -> Runtime:
+    def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:
         """The parts of a real run, but for a sampler that takes no time."""
-        limit = self.prepared.config.rollout.max_response_length
+        limit = prepared.config.rollout.max_response_length
         engine = simulated_engine(
-            self.prepared,
+            prepared,
             Lane(1),
             DecodeCosts(0.0, 0.0),
             lambda rng, count: rng.integers(1, limit + 1, count),
         )
         sampler = engine, SimulatedSync(0.0, Lane(1))
-        return build(self.prepared, self.instruments.spans, self.phases.span, sampler=sampler)
+        return build(prepared, spans, phase, sampler=sampler)
 
-    def run_step(self) -> dict[str, Any]:
+    def step(self, run: OpenRun) -> Metrics:
         """One step, once all groups that may begin are complete on all processes."""
-        self.source.drive(self._settled)
-        processes.barrier(f"step {self.state.step}")
+        if not self._publishes:
+            self._end_with_weights(run)
+        run.source.drive(functools.partial(_settled, run))
+        processes.barrier(f"step {run.state.step}")
         with contextlib.ExitStack() as parts:
             for owner, name, part in PARTS:
                 call = getattr(owner, name)
                 parts.callback(setattr, owner, name, call)
                 setattr(owner, name, self._watch.following(call, part))
             self._cpu["begun"] = time.process_time()
-            return super().run_step()
+            return super().step(run)
 
-    def start(self, files: contextlib.ExitStack) -> None:
-        """Starts the sampler; weights of the step that has ended end its measurement."""
-        super().start(files)
-        publish = self.source.publish
+    def _end_with_weights(self, run: OpenRun) -> None:
+        """Has the weights of the step that has ended end its measurement."""
+        self._publishes, publish = True, run.source.publish
 
         def measured(params: Any, version: int) -> None:
-            if version == self.state.step:
+            if version == run.state.step:
                 self._cpu["spent"] += time.process_time() - self._cpu["begun"]
             publish(params, version)
 
-        self.source.publish = measured
+        run.source.publish = measured
 
-    def work(self) -> dict[str, Any]:
+    def work(self, run: OpenRun) -> dict[str, Any]:
         """Seconds by part and CPU-seconds so far, and rows of the last step."""
-        shares = self.runtime.coordinator.shares if self.runtime.partial_batches is None else None
+        shares = run.runtime.coordinator.shares if run.runtime.partial_batches is None else None
         rows = sum(len(mini.rows) for mini in shares.minis) if shares is not None else 0
         return {"parts": dict(self._watch.seconds), "cpu": self._cpu["spent"], "rows": rows}
 
-    def _settled(self) -> bool:
-        producer = self.source.producer
-        with producer.lock:
-            end = producer.admission.end(producer.version)
-            newest = producer.version >= self.state.step - 1
-            done = all(group.done for group in producer.groups.values())
-            return newest and producer.begun_up_to(end) and done
+
+def _settled(run: OpenRun) -> bool:
+    """Whether all groups that may begin before a step are complete."""
+    producer = run.source.producer
+    with producer.lock:
+        end = producer.admission.end(producer.version)
+        newest = producer.version >= run.state.step - 1
+        done = all(group.done for group in producer.groups.values())
+        return newest and producer.begun_up_to(end) and done

@@ -52,6 +52,6 @@ class RealCell:
         ahead = {"stream.max_staleness": self.staleness} if self.staleness else {}
         return MODELS[self.model][1] | where | common | ahead
 
-    def make_run(self, *given: Any) -> MarkedRun:
-        """The run; `given`: what a Run takes."""
-        return MarkedRun(*given)
+    def make_run(self) -> MarkedRun:
+        """How it is made and noted."""
+        return MarkedRun()

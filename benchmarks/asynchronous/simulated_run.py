@@ -25,10 +25,12 @@ from streaming_model import (
 )
 
 from distflow_jax.batch import Rows
+from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh, processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.unit_programs import Program
-from distflow_jax.runtime.build import Runtime, build
+from distflow_jax.runtime.build import Runtime, Span, build
+from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.update import HAS_SEQUENCES
 
@@ -117,9 +119,9 @@ class SimulatedCell:
             changed |= slow_rewards(Costs.of(self.lengths).reward)
         return changed | ({"stream.max_staleness": self.staleness} if self.staleness else {})
 
-    def make_run(self, *given: Any) -> MarkedRun:
-        """The run; `given`: what a Run takes."""
-        return SimulatedRun(self, *given)
+    def make_run(self) -> MarkedRun:
+        """How it is made and noted."""
+        return SimulatedRun(self)
 
 
 def slow_rewards(mean: float) -> dict[str, Any]:
@@ -246,27 +248,25 @@ def simulated_engine(
 class SimulatedRun(MarkedRun):
     """A run on simulated devices, which notes their work too."""
 
-    def __init__(self, cell: SimulatedCell, *given: Any):
-        """`given`: what a Run takes."""
+    def __init__(self, cell: SimulatedCell):
+        super().__init__()
         self.cell, here = cell, processes.process_count()
         self.sampler = self.trainer = Lane(cell.samplers // here)
         if cell.own_devices:
             self.trainer = Lane(cell.trainers // here)
-        super().__init__(*given)
 
-    def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
-        """The sampler of this process and its weight weight updates; None: workers sample."""
+    def make_sampler(
+        self, prepared: PreparedRun, costs: Costs
+    ) -> tuple[SimulatedEngine, SimulatedSync] | None:
+        """The sampler of this process and its weight updates; None: workers sample."""
         lengths = self.cell.lengths.lengths
-        engine = simulated_engine(
-            self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths
-        )
+        engine = simulated_engine(prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths)
         return engine, SimulatedSync(costs.weight_update, self.sampler)
 
-    def make_runtime(self) -> Runtime:
+    def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
         costs = Costs.of(self.cell.lengths)
-        spans, phase = self.instruments.spans, self.phases.span
-        runtime = build(self.prepared, spans, phase, sampler=self.make_sampler(costs))
+        runtime = build(prepared, spans, phase, sampler=self.make_sampler(prepared, costs))
         partial_batches = runtime.partial_batches
         simulated = {
             name: SimulatedProgram(
@@ -285,6 +285,6 @@ class SimulatedRun(MarkedRun):
             runtime, runners=runtime.runners | simulated, partial_batches=partial_batches
         )
 
-    def work(self) -> dict[str, Any]:
+    def work(self, run: OpenRun) -> dict[str, Any]:
         """Seconds of simulated devices by kind of work, so far."""
         return {"sampler": dict(self.sampler.busy), "trainer": dict(self.trainer.busy)}

@@ -16,6 +16,7 @@ from distflow_jax.notebook import load_config
 from distflow_jax.parallel import job, processes
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.terminal import Terminal
+from distflow_jax.run import loop, open_run
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
@@ -42,8 +43,9 @@ def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:
                 prepared = prepare(config)
                 files.callback(prepared.rewards.close)
                 quiet, watchdog = Terminal(enabled=False), Watchdog(config.health, 1)
-                run = cell.make_run(prepared, place, saved, watchdog, quiet)
-                run.loop(stop)
-            run.write_marks()
+                marked = cell.make_run()
+                opened = open_run(prepared, place, saved, watchdog, quiet, build=marked.build)
+                loop(files.enter_context(opened), stop, marked.step)
+            marked.write_marks(place)
             processes.barrier(f"end of {cell.name}")
     processes.shutdown()

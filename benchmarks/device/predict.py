@@ -14,11 +14,11 @@ from distflow_jax.pods.roofline import Estimate, estimate
 from distflow_jax.pods.topology import Pod, present_pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.text_table import text_table
-from distflow_jax.run import Run
+from distflow_jax.runtime.open_run import OpenRun
 
 
 def beside_prediction(
-    run: Run, times: SegmentTimes, steps: Sequence[Mapping[str, float]], chip: Chip
+    run: OpenRun, times: SegmentTimes, steps: Sequence[Mapping[str, float]], chip: Chip
 ) -> list[dict[str, Any]]:
     """Predicted seconds of each segment at the chip's rates, and the median of the measured ones.
 
@@ -64,7 +64,7 @@ def _of_program(pod: Pod, cost: Costs, devices: int) -> Estimate:
     return estimate(pod, flops=cost.flops / devices, accessed=accessed, traffic=cost.traffic)
 
 
-def _sampling(run: Run, pod: Pod, steps: Sequence[Mapping[str, float]]) -> GenerationEstimate:
+def _sampling(run: OpenRun, pod: Pod, steps: Sequence[Mapping[str, float]]) -> GenerationEstimate:
     """The estimate for the sampled lengths; the longest is the mean over steps of the longest."""
     prepared = run.prepared
     ranks = pod.size // prepared.sizes.rollout_tensor

@@ -1,6 +1,7 @@
 """A run without checkpoints, and the time of each of its segments."""
 
 import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,25 @@ import jax
 from distflow_jax.batch import Rows
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.plan_walker import Runner
+from distflow_jax.layout import Metrics
 from distflow_jax.observe.device_times import DeviceTimes
-from distflow_jax.planning.plan_run import prepare
+from distflow_jax.observe.spans import Spans
+from distflow_jax.planning.plan_run import PreparedRun, prepare
+from distflow_jax.planning.unit_programs import Program
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.report.terminal import Terminal
-from distflow_jax.run import Run
+from distflow_jax.run import loop, one_step, open_run
+from distflow_jax.runtime.build import Runtime, Span, build
+from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import StopSignal
 
 
 class Nowhere:
     """A Checkpointer that has no checkpoints and saves nothing."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder / "checkpoints"
 
     def latest(self) -> None:
         """Returns None: there is no checkpoint."""
@@ -41,11 +50,24 @@ class SegmentTimes:
     Measuring does not block (observe/device_times.py), so the run is not slowed down.
     """
 
-    def __init__(self, run: Run):
-        self._run, self._times = run, DeviceTimes()
+    def __init__(self):
+        self._times, self._step = DeviceTimes(), 1
         self._host: dict[str, float] = {}
         self.rows: dict[str, int] = {}  # by segment, of its last call
-        run.runners = {name: self._timed(name, r) for name, r in run.runners.items()}
+
+    def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:
+        """The parts of a run, whose runners are timed."""
+        runtime = build(prepared, spans, phase)
+        timed = {
+            name: self._timed(name, runner, runtime.programs.get(name))
+            for name, runner in runtime.runners.items()
+        }
+        return dataclasses.replace(runtime, runners=timed)
+
+    def step(self, run: OpenRun) -> Metrics:
+        """One step."""
+        self._step = run.state.step
+        return one_step(run)
 
     def take(self) -> dict[str, list[float]]:
         """Seconds by segment, one number for each step but the first; ends the measurement."""
@@ -56,12 +78,10 @@ class SegmentTimes:
         self._times.close()
         return found
 
-    def _timed(self, name: str, runner: Runner) -> Runner:
-        program = self._run.runtime.programs.get(name)
-
+    def _timed(self, name: str, runner: Runner, program: Program | None) -> Runner:
         def follow(states, values):
             self.rows[name] = _filled(values)
-            devices, key = program.mesh.local_devices, f"{self._run.state.step}/{name}"
+            devices, key = program.mesh.local_devices, f"{self._step}/{name}"
             # states are donated to the next program that uses them
             return self._times.follow(
                 key, devices, lambda: runner(states, values), lambda found: found[1:]
@@ -70,7 +90,7 @@ class SegmentTimes:
         def clock(states, values):
             started = time.perf_counter()
             found = runner(states, values)
-            self._host[f"{self._run.state.step}/{name}"] = time.perf_counter() - started
+            self._host[f"{self._step}/{name}"] = time.perf_counter() - started
             return found
 
         return clock if program is None else follow
@@ -78,7 +98,7 @@ class SegmentTimes:
 
 def run_timed(
     config: Config, folder: pathlib.Path
-) -> tuple[Run, SegmentTimes, list[dict[str, float]]]:
+) -> tuple[OpenRun, SegmentTimes, list[dict[str, float]]]:
     """Runs all steps; returns (the run, times of its segments, metrics of all steps but the first).
 
     The run's output is in stdout.txt of its new `folder`. Raises ValueError or FileNotFoundError
@@ -87,11 +107,11 @@ def run_timed(
     prepared = prepare(config)
     folder.mkdir(parents=True)
     said = (folder / "stdout.txt").open("w", encoding="utf-8")
+    times, quiet, watchdog = SegmentTimes(), Terminal(enabled=False), Watchdog(config.health, 1)
     with contextlib.closing(prepared.rewards), said, contextlib.redirect_stdout(said):
-        quiet = Terminal(enabled=False)
-        run = Run(prepared, folder, Nowhere(), Watchdog(config.health, 1), quiet)
-        times = SegmentTimes(run)
-        run.loop(StopSignal())
+        opened = open_run(prepared, folder, Nowhere(folder), watchdog, quiet, build=times.build)
+        with opened as run:
+            loop(run, StopSignal(), times.step)
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] > 1]
     return run, times, steps
 

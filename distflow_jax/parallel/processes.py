@@ -256,6 +256,11 @@ def all_gather_ints(array: np.ndarray) -> np.ndarray:
     return np.stack(all_gather_ragged(array))
 
 
+def any_process(value: bool) -> bool:
+    """Whether a value is true on any process. Collective."""
+    return bool(all_gather_ints(np.int32(value)).any())
+
+
 def all_gather_ragged(array: np.ndarray) -> list[np.ndarray]:
     """Gathers every process's array, in the order of the processes: [N, ...] -> P x [N_p, ...].
 

@@ -1,6 +1,6 @@
-"""Ranges and choices of a section's settings, told by the key, the value and what fits."""
+"""Ranges, choices and combinations of settings, told by the key, the value and what fits."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -24,3 +24,18 @@ def check_one_of(key: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         known = ", ".join(choice or '""' for choice in choices)
         raise ValueError(f"{key} must be one of {known}, got {value!r}")
+
+
+def refuse(rows: Mapping[str, str], holds: Mapping[str, object], **values: Any) -> None:
+    """Raises ValueError for the first of these combinations that holds.
+
+    `rows`: {words that hold together: the message, a template of `values`}. `holds`: {word: whether
+    it does}; "!word" in a row: it does not.
+
+    >>> refuse({"cats !house": "{count} cats need a house"}, {"cats": 1, "house": 0}, count=2)
+    Traceback (most recent call last):
+    ValueError: 2 cats need a house
+    """
+    for words, message in rows.items():
+        if all(bool(holds[word.lstrip("!")]) != word.startswith("!") for word in words.split()):
+            raise ValueError(message.format(**values))

@@ -31,6 +31,11 @@ class CompiledPlan:
         """One line on a device that has less memory than the plan needs, with ways out, or ""."""
         return shortage(self.run, self.memory, self.programs, self.costs)
 
+    def check(self) -> None:
+        """Raises ValueError if a device has less memory than the plan needs."""
+        if missing := self.shortage:
+            raise ValueError(missing)
+
 
 def compile_plan(
     run: RunPlan,

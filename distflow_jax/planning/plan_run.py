@@ -68,12 +68,11 @@ from distflow_jax.stream.batches.streamed_nodes import (
     streamed_nodes,
     streamed_units,
 )
+from distflow_jax.stream.checks import Surroundings, check_plan
 from distflow_jax.stream.frames.node_frames import prompt_facts
 from distflow_jax.stream.links.buffer_addresses import check_listen
 from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.stream_checks import check_partial_batches, check_stream
 from distflow_jax.stream.wire.tls import read_wire_tls
-from distflow_jax.stream.worker_checks import check_workers
 from distflow_jax.user_functions import load_function
 
 
@@ -88,15 +87,18 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     graph = opened.build(config)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
-    if config.rollout.environment:
-        graph = with_environment_rewards(graph)
     updates = config.training.mini_batches * config.training.epochs
+    written = {ALPHA: ALPHA in config.algorithm.update_reads, AGE: config.stream.ahead}
+    ages = [name for name, asked in written.items() if asked]
+    changes = (  # (whether the run needs it, change of the graph)
+        (config.rollout.environment, with_environment_rewards),
+        (config.training.router_replay, with_router_replay),
+        (True, lambda graph: with_ages(graph, ages)),
+        (True, lambda graph: settle_reads(graph, Demands(config.algorithm, updates))),
+    )
     with _named(config.dag):
-        if config.training.router_replay:
-            graph = with_router_replay(graph)
-        ages = [ALPHA] if ALPHA in config.algorithm.update_reads else []
-        graph = with_ages(graph, [*ages, AGE] if config.stream.ahead else ages)
-        graph = settle_reads(graph, Demands(config.algorithm, updates))
+        for needed, change in changes:
+            graph = change(graph) if needed else graph
     return config, graph
 
 
@@ -173,6 +175,8 @@ class RunPlan:
     plan: Plan
     models: dict[str, ModelOfRun]  # by state key
     until: Until | None  # where the plan has a region
+    # whether trainers sample, not workers, or nobody in a replay
+    trainers_sample: bool = dataclasses.field(default=True, kw_only=True)
     # of a pod that is planned for, in the canonical order; None: those of this job
     devices: Sequence[jax.Device] | None = dataclasses.field(default=None, kw_only=True)
 
@@ -215,12 +219,11 @@ class RunPlan:
 
     @property
     def samplers(self) -> dict[str, str]:
-        """State key of each sampler -> that of the policy whose weights it has; none where workers
-        sample.
+        """State key of each sampler of the trainers -> that of the policy whose weights it has.
 
         Evaluation samples too: of the one policy that is trained, if there is one.
         """
-        return {} if self.config.stream.workers else self.sampled
+        return self.sampled if self.trainers_sample else {}
 
     @property
     def sampled(self) -> dict[str, str]:
@@ -240,13 +243,12 @@ class RunPlan:
         """The residency of each node by its id, with training.offload; {} without."""
         if self.config.training.offload == "none":
             return {}
-        samplers = self.sampled if self.config.stream.workers else self.samplers
-        return plan_residency(self.plan, samplers, apart=self.samples_apart)
+        return plan_residency(self.plan, self.sampled, apart=self.samples_apart)
 
     @property
     def samples_apart(self) -> bool:
         """Whether samplers run ahead on devices of their own."""
-        return self.config.stream.ahead and _apart(self.config, self.sizes)
+        return self.config.stream.ahead and self.sizes.samplers_have_own_devices
 
 
 @dataclasses.dataclass
@@ -265,11 +267,6 @@ class PreparedRun(RunPlan):
         if self.environments is not None:
             self.environments.close()
 
-    @property
-    def samplers(self) -> dict[str, str]:
-        """As of RunPlan; none in a replay."""
-        return super().samplers if self.recording is None else {}
-
 
 def plan_run(
     config: Config,
@@ -287,8 +284,6 @@ def plan_run(
     if config.training.device_memory_gib:
         limit = int(config.training.device_memory_gib * 2**30)
         machine = dataclasses.replace(machine, memory=limit)
-    if config.rollout.environment:
-        load_environment(config.rollout.environment)
     source = open_configured(config, open_source)
     if config.training.freeze != "none":
         source = freeze(source, config.training.freeze)
@@ -303,42 +298,35 @@ def plan_run(
             f"model.vision={config.model.vision!r} would stay random; use lora.rank=0, or export "
             "a model whose tower is trained"
         )
-    if config.rollout.environment and source.config.vision is not None:
-        graph = with_response_images(graph)
+    if config.rollout.environment:
+        load_environment(config.rollout.environment)
+        sees = source.config.vision is not None
+        graph = with_response_images(graph) if sees else graph
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
-    check_workers(
-        config.stream,
-        made,
-        sampler_part=SAMPLERS in config.mesh.roles,
-        environment=config.rollout.environment,
-        eval_dataset=config.eval.dataset,
-        stuck_seconds=config.health.stuck_seconds,
-    )
-    own_devices = _apart(config, sizes)
-    check_stream(
-        config.stream,
-        made,
-        config.algorithm,
-        sampler_hosts=sizes.sampler_hosts,
-        own_devices=own_devices,
-        offload=config.training.offload,
-        group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
-    )
-    check_partial_batches(
-        config.stream,
-        made,
-        own_devices=own_devices,
-        offload=config.training.offload,
-        aggregation=config.algorithm.loss_aggregation,
-        mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
-    )
+    check_plan(config.stream, made, _surroundings(config, sizes))
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)
     run = RunPlan(config, graph, machine, source, sizes, made, models, until)
+    run.trainers_sample = not config.stream.workers
     if run.waiting is not None:
         run.waiting.check()
     return run
+
+
+def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
+    return Surroundings(
+        config.algorithm,
+        sampler_hosts=sizes.sampler_hosts,
+        sampler_part=SAMPLERS in config.mesh.roles,
+        own_devices=sizes.samplers_have_own_devices,
+        offload=config.training.offload,
+        environment=config.rollout.environment,
+        eval_dataset=config.eval.dataset,
+        group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
+        mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
+        stuck_seconds=config.health.stuck_seconds,
+    )
 
 
 def open_configured(
@@ -391,6 +379,7 @@ def prepare(
             weights, table = starting_weights(run.models, run.source), config_table(run.config)
             ours = start_of_run(table, run.plan.digest, weights, machine.devices)
             check_replay(recording, ours)
+            run.trainers_sample = False
     config, source, sizes = run.config, run.source, run.sizes
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
@@ -599,11 +588,6 @@ def sampler_share(sizes: Sizes, machine: Machine, *, in_turn: bool = False) -> S
     """The sampler that this process belongs to; `in_turn`: as of SamplerShare."""
     index, hosts = processes.process_index(), sizes.sampler_hosts
     return SamplerShare(index // hosts, machine.processes // hosts, hosts, in_turn)
-
-
-def _apart(config: Config, sizes: Sizes) -> bool:
-    """Whether what samples has devices that no trainer uses."""
-    return config.stream.workers or sizes.samplers_have_own_devices
 
 
 def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:

@@ -49,6 +49,7 @@ class Sizes:
     rollout_tensor: int
     sampler_hosts: int  # processes that share one sampler
     sampler_submesh: Submesh | None  # of every host's devices, on which samplers are; None: all
+    workers_sample: bool  # whose devices are their own
     sampler_ranks: int  # devices of one sampler, divided by rollout_tensor
     packing: PackingPlan
     engine: EngineConfig
@@ -76,7 +77,7 @@ class Sizes:
     def samplers_have_own_devices(self) -> bool:
         """Whether samplers have devices that no trainer uses."""
         trained = {mesh.submesh for mesh in (self.mesh, *self.role_meshes.values())}
-        return self.sampler_submesh is not None and self.sampler_submesh not in trained
+        return self.workers_sample or self.sampler_submesh not in {None, *trained}
 
     @property
     def pipeline_ranks(self) -> int:
@@ -150,6 +151,7 @@ def derive_sizes(
         rollout_tensor=config.mesh.rollout_tensor,
         sampler_hosts=hosts,
         sampler_submesh=submesh,
+        workers_sample=config.stream.workers,
         sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
         packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
         engine=_engine_config(config, model, of_samplers, dtype, hosts),
@@ -482,24 +484,24 @@ def _partial_batch_packing(
 ) -> PackingPlan | None:
     """Rows of a partial batch on every training mesh; None without partial batches. `micro`: as of
     `_packing`."""
-    stream = config.stream
+    stream, rows = config.stream, config.stream.partial_batch_rows
     if not stream.in_partial_batches:
         return None
     limits, needed = _limits_and_rows(config, graph, max(1, stream.partial_batch_prompts))
-    if stream.partial_batches == "ready":
+    if rows:  # which whatever is complete fills
         by = {"training.micro_batch_rows": mesh.ranks * micro[0]}
         if any(sizes.pipeline > 1 for sizes in (mesh, *roles.values())):
             by["training.pipeline_microbatches"] = micro[1]
-        _divides("stream.partial_batch_rows", stream.partial_batch_rows, by)
-        if needed > stream.partial_batch_rows:
+        _divides("stream.partial_batch_rows", rows, by)
+        if needed > rows:
             unit = math.prod(by.values())
             raise ValueError(
-                f"stream.partial_batch_rows={stream.partial_batch_rows} are too few for the "
+                f"stream.partial_batch_rows={rows} are too few for the "
                 f"longest group, which takes up to {needed} rows of "
                 f"training.row_tokens={config.training.row_tokens}; use at least "
                 f"{-(-needed // unit) * unit}"
             )
-        needed = stream.partial_batch_rows
+        needed = rows
     packing = _packing_of(config, limits, needed, micro, mesh, roles)
     return dataclasses.replace(packing, mini_batches=1)
 

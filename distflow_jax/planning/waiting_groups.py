@@ -26,7 +26,7 @@ from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.batches.recordings import MOST_UNWRITTEN
-from distflow_jax.stream.stream_checks import nodes_ahead
+from distflow_jax.stream.checks import nodes_ahead
 
 _TOKEN, _NUMBER = 4, 8  # bytes of a token or of its number, and of a number of a response
 
@@ -122,7 +122,6 @@ def waiting_groups(
         return None
     ahead = nodes_ahead(plan)
     samplers = machine.processes // sizes.sampler_hosts
-    own = sizes.samplers_have_own_devices or config.stream.workers
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     of_response = {"uid": 2 * _NUMBER}
     for node in ahead:
@@ -142,7 +141,7 @@ def waiting_groups(
         prompts_per_step=config.data.prompts_per_step,
         share=-(-config.data.prompts_per_step // samplers),
         columns=columns,
-        buffers=config.stream.buffers if own else 0,
+        buffers=config.stream.buffers if sizes.samplers_have_own_devices else 0,
         buffer=_leaving_bytes(sizes, model, machine),
         host=machine.host_memory,
         # the one that waits to be written is beyond them

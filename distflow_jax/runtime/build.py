@@ -157,10 +157,8 @@ def _trace(
     specs = FieldSpecs(run.sizes.packing, meshes, run.sizes.routed)
     if not run.config.stream.in_partial_batches:
         return trace_plan(run.plan, stages, states, specs), None
-    units, of_partial_batch = (
-        run.streamed_units,
-        dataclasses.replace(specs, packing=run.sizes.partial_batch),
-    )
+    units = run.streamed_units
+    of_partial_batch = dataclasses.replace(specs, packing=run.sizes.partial_batch)
     partial_batches = trace_partial_batches(run.plan, stages, states, of_partial_batch, units)
     check_deferred(run.plan, units, partial_batches.units.values(), of_partial_batch)
     programs: dict[str, Program] = {}

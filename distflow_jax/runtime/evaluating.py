@@ -1,18 +1,29 @@
 """How a run evaluates its weights: after a step, or beside later steps."""
 
 import math
+from typing import Protocol
 
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_sampler import evaluate_sampler
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Source
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.stream.ahead import Ahead
+
+
+class Evaluating(Protocol):
+    """How a run evaluates."""
+
+    def after(self, step: int) -> Metrics:
+        """Evaluates what is due after a step, or records what samplers have evaluated."""
+
+    def record(self, up_to: int, *, end: float = math.inf) -> None:
+        """Records evaluations of versions up to one that are not recorded yet."""
 
 
 class EvaluateNow:

@@ -6,8 +6,8 @@ from typing import Any
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.loader import Loader
+from distflow_jax.parsing.setting_checks import refuse
 from distflow_jax.stream.deadlines import in_order
-from distflow_jax.stream.stream_config import StreamConfig
 
 
 @dataclasses.dataclass
@@ -31,8 +31,7 @@ class Place:
     ) -> "Place":
         """The place in a checkpoint of `step`, to which the loader is set. ValueError if the run
         would train prompts twice."""
-        check_order(info, step, config.stream)
-        check_batches(info, step, config)
+        check_place(info, step, config)
         loader.restore(info["loader"])
         batch, ahead = config.data.prompts_per_step, config.stream.ahead
         return cls(
@@ -68,43 +67,42 @@ class Place:
         }
 
 
-def check_order(info: Mapping[str, Any], step: int, config: StreamConfig) -> None:
-    """Raises ValueError if the run would train prompts again that a step before their turn took."""
-    begun = info.get("begun")
-    if begun is not None and not config.round_tokens and not in_order(begun):
-        raise ValueError(
-            f"the checkpoint of step {step} has trained prompts before others with lower counters, "
-            "as stream.round_tokens does: with stream.round_tokens=0 some would be trained twice; "
-            "give stream.round_tokens and stream.max_staleness again, or start in a new --workdir"
-        )
+# {what holds, see `check_place`: the message}
+_MOVED = {
+    "unordered !budget": "the checkpoint of step {step} has trained prompts before others with "
+    "lower counters, as stream.round_tokens does: with stream.round_tokens=0 some would be trained "
+    "twice; give stream.round_tokens and stream.max_staleness again, or start in a new --workdir",
+    "split": "data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
+    "{position} prompts, which are no whole number of such batches, so some would be trained on "
+    "twice; give the number of before, or start in a new --workdir",
+    "amid !ahead": "the checkpoint of step {step} stands amid a batch, before prompt {counter}: "
+    "with stream.max_staleness=0 steps take whole batches, so prompts from {first} on would be "
+    "trained on twice; give stream.max_staleness again, or start in a new --workdir",
+    "counted ahead elsewhere": "data.prompts_per_step={batch}: the checkpoint of step {step} had "
+    "another number, by which its batch began at prompt {position}; give that again, or start in a "
+    "new --workdir",
+}
 
 
-def check_batches(info: Mapping[str, Any], step: int, config: Config) -> None:
-    """Raises ValueError if the next batch would not begin where the checkpoint's did.
+def check_place(info: Mapping[str, Any], step: int, config: Config) -> None:
+    """Raises ValueError if the run would train on prompts again, or not begin its next batch where
+    the checkpoint's did.
 
-    Steps of a region, or of a budget of tokens, end amid a batch.
+    A budget of tokens takes some prompts before their turn; its steps, and those of a region, end
+    amid a batch.
     """
     counter, batch = info.get("counter"), config.data.prompts_per_step
-    position = int(info["loader"]["position"])
-    if counter is None or not config.stream.ahead:
-        if position % batch:
-            raise ValueError(
-                f"data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
-                f"{position} prompts, which are no whole number of such batches, so some would be "
-                "trained on twice; give the number of before, or start in a new --workdir"
-            )
-    if counter is None:
-        return
-    first = counter // batch * batch
-    if not config.stream.ahead and counter > first:
-        raise ValueError(
-            f"the checkpoint of step {step} stands amid a batch, before prompt {counter}: with "
-            f"stream.max_staleness=0 steps take whole batches, so prompts from {first} on would be "
-            "trained on twice; give stream.max_staleness again, or start in a new --workdir"
-        )
-    if config.stream.ahead and position != first:
-        raise ValueError(
-            f"data.prompts_per_step={batch}: the checkpoint of step {step} had another number, "
-            f"by which its batch began at prompt {position}; give that again, or start in a new "
-            "--workdir"
-        )
+    begun, position = info.get("begun"), int(info["loader"]["position"])
+    first = position if counter is None else counter // batch * batch
+    whole_batches = counter is None or not config.stream.ahead
+    holds = {
+        "ahead": config.stream.ahead,
+        "budget": config.stream.round_tokens,
+        "unordered": begun is not None and not in_order(begun),
+        "counted": counter is not None,
+        "split": whole_batches and position % batch,
+        "amid": counter is not None and counter > first,
+        "elsewhere": position != first,
+    }
+    facts = {"step": step, "batch": batch, "counter": counter, "position": position}
+    refuse(_MOVED, holds, first=first, **facts)

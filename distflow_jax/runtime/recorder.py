@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Samples
+from distflow_jax.coordinator.rounds import NO_WORKERS, PREEMPTED
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report.progress import Progress
+from distflow_jax.report.provenance import provenance
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import open_trackers
-from distflow_jax.runtime.provenance import provenance
 from distflow_jax.runtime.run_description import describe_run, describe_start
 from distflow_jax.runtime.run_files import evaluation_lines, sample_lines
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.evaluate import EVALUATED, Scored
 from distflow_jax.stream.evaluations import Evaluated
 
-DONE, DATA_ENDED, PREEMPTED = "done", "the data ended", "stopped by SIGTERM"
-NO_WORKERS = "no worker was there"
+DONE = "done"
 
 
 class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
     `state` is read for the number of the step. `stop_reason` is what the record says at the end:
-    DONE, DATA_ENDED, PREEMPTED or STARVED, unless an error ends the run. The record survives a
+    DONE, or the reason of Ended, unless an error ends the run. The record survives a
     resume: steps after the checkpoint's are dropped, events are kept.
     """
 

@@ -13,6 +13,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt, Samples
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.checkpoint.run_lock import only_run
 from distflow_jax.config.config_dict import REMOVED, RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.data_uris import first_of_prompts, pictures
@@ -21,25 +23,20 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import named_path
-from distflow_jax.report.json_lines import json_line
+from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.programs.launch_log import launch_log
+from distflow_jax.report.json_lines import explained_disk_errors, json_line
+from distflow_jax.report.terminal import Terminal
+from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.stages.evaluate import Scored
+from distflow_jax.watchdog.supervision import StopSignal
 
 # that a run makes
-FOLDERS = (
-    *("checkpoints", "groups", "launches", "profile"),
-    *("recorded", "samples", "tensorboard", "trackers"),
-)
+FOLDERS = "checkpoints groups launches profile recorded samples tensorboard trackers".split()
 FILES = (
-    *("config.json", "events.jsonl", "memory.json", "metrics.jsonl", "plan.json", "plan.svg"),
-    *(
-        "plan.txt",
-        "report.html",
-        "run.lock",
-        "stragglers.jsonl",
-        "trace.json",
-        "partial_batches.jsonl",
-    ),
-)
+    "config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl plan.json plan.svg "
+    "plan.txt report.html run.lock stragglers.jsonl trace.json"
+).split()
 
 log = logging.getLogger("distflow_jax")
 
@@ -47,6 +44,37 @@ log = logging.getLogger("distflow_jax")
 def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
     """The folder of a run, see `named_path`."""
     return named_path("--workdir", workdir)
+
+
+@contextlib.contextmanager
+def open_folder(
+    config: Config, workdir: str | os.PathLike, stop: StopSignal
+) -> Iterator[tuple[pathlib.Path, Terminal, Checkpointer]]:
+    """A block in which a run alone has its folder: (folder, terminal, checkpoints). Collective.
+
+    A last checkpoint, which is saved beside the steps, is waited for at the end.
+    """
+    folder = run_folder(workdir)
+    if processes.process_index() == 0:  # the others have no use for their packages
+        check_trackers(config.observe.trackers)
+    terminal = Terminal(enabled=processes.process_index() == 0)
+    with explained_disk_errors(folder), contextlib.ExitStack() as files:
+        files.enter_context(private_files(config.observe.private))
+        check_writable(folder)
+        files.callback(terminal.close)
+        release = files.enter_context(only_run(folder))
+        stop.before_leaving += [terminal.console.show_cursor, release]
+        saved = Checkpointer(folder / "checkpoints", config.checkpoint)
+        files.callback(_close, saved, terminal)
+        files.enter_context(kept_programs(config.compilation_cache))
+        launches = folder / "launches" / f"{processes.process_index()}.txt"
+        files.enter_context(launch_log(launches if config.observe.launches else None))
+        yield folder, terminal, saved
+
+
+def _close(saved: Checkpointer, terminal: Terminal) -> None:
+    with terminal.activity("close"):
+        saved.close()
 
 
 @contextlib.contextmanager

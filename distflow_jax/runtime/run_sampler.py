@@ -5,7 +5,6 @@ import jax
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.observe.phases import Phases
-from distflow_jax.planning.compiled_plan import CompiledPlan
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
@@ -15,14 +14,12 @@ from distflow_jax.stages.evaluate import Evaluation, Scored
 
 def start_samplers(
     prepared: PreparedRun, runtime: Runtime, state: RunState, phases: Phases
-) -> CompiledPlan:
-    """First weights for every sampler, and their programs compiled; updates `state`. Collective.
-
-    Returns the runtime's compiled plan, with the memory that the sampler's programs need.
-    """
-    engine, plan, compiled = runtime.engine, runtime.compiled, False
+) -> None:
+    """First weights for every sampler, and their programs compiled; updates `state`, and the memory
+    that is needed. Collective. ValueError if that is more than there is."""
+    engine, compiled = runtime.engine, False
     if engine is None:
-        return plan
+        return
     with runtime.offload.staying(UPDATE_WEIGHTS, state.models):
         for key, policy in prepared.samplers.items():
             params = state.policy_params(policy)
@@ -33,9 +30,10 @@ def start_samplers(
                 with phases.span("compile_sampler"):
                     engine.compile(weights)
                     needed = engine.programs.temporaries(weights)
-                    plan = plan.with_sampler(needed, runtime.sync.temporaries(params))
+                    sync = runtime.sync.temporaries(params)
+                    runtime.compiled = runtime.compiled.with_sampler(needed, sync)
             compiled = True
-    return plan
+    runtime.compiled.check()
 
 
 def sync_weights(

@@ -3,15 +3,12 @@
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from distflow_jax.checkpoint.adapters import adapters_info, changed_adapters
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.checkpoint.node_states import encoded, from_json, to_json
+from distflow_jax.layout import Metrics
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
@@ -20,7 +17,6 @@ from distflow_jax.runtime.place import Place
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.training_config import TrainingConfig
 
-MOST_NUMBERS = 10_000  # of an array: a state that is larger is a model's
 log = logging.getLogger("distflow_jax")
 
 
@@ -34,11 +30,14 @@ class RunState:
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
 
-    def count_lost(self, metrics: Mapping[str, Any], nonfinite: float) -> None:
-        """Counts the step if it trained on nothing; `nonfinite` is its number of skipped updates.
+    def count_lost(self, metrics: Metrics) -> None:
+        """Counts the step if it trained on nothing, and replaces the updates that each node skipped
+        by their sum.
 
         A step that was wholly rejected has a largest weight of exactly 0.
         """
+        of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
+        metrics["training/nonfinite"] = nonfinite = sum(metrics.pop(name) for name in of_nodes)
         kept = [value for name, value in metrics.items() if name.endswith(_KEPT)]
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         self.rejected = self.rejected + 1 if 0 in kept else 0
@@ -91,13 +90,13 @@ _DIGESTS = {"starting_weights", "model"}  # keys of a checkpoint's info; the sec
 _UNKNOWN_START = "it does not say which weights the run was started from, and continues with"
 
 
-def check_lost(state: RunState, config: TrainingConfig, folder: pathlib.Path) -> None:
+def check_lost(state: RunState, config: TrainingConfig) -> None:
     """Warns of a step that trained on nothing; RuntimeError after too many of them in a row."""
     if state.nonfinite > config.max_nonfinite:
         raise RuntimeError(
             f"loss or gradient was not finite in {state.nonfinite} steps in a row, the "
-            f"last being {state.step}; the batches are in {folder / 'samples'} as "
-            "nonfinite-*. Lower training.optimizer.lr, or raise training.max_nonfinite"
+            f"last being {state.step}; samples/nonfinite-* of the run's folder have the batches. "
+            "Lower training.optimizer.lr, or raise training.max_nonfinite"
         )
     if not state.rejected:
         return
@@ -170,62 +169,3 @@ def node_states(prepared: PreparedRun, state: RunState) -> dict[str, Any]:
     others = prepared.models.keys() | prepared.samplers.keys()
     own = {key: x for key, x in state.models.items() if key not in others}
     return {key: encoded(key.removeprefix("node:"), x) for key, x in own.items()}
-
-
-def to_json(states: Sequence[Any]) -> dict[str, Any]:
-    """A node's states on all processes, each as `encoded` gives it, for a checkpoint."""
-    alike = all(repr(state) == repr(states[0]) for state in states)  # NaN is no exception
-    return {"same": states[0]} if alike else {"by_process": list(states)}
-
-
-def encoded(key: str, value: Any) -> Any:
-    """A process's own value as JSON. ValueError for what is none of the values above."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"plain": value}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {"map": {name: encoded(key, entry) for name, entry in value.items()}}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encoded(key, entry) for entry in value]}
-    if isinstance(value, jax.Array | np.ndarray | np.generic):
-        whole = not isinstance(value, jax.Array) or value.is_fully_replicated
-        if whole and value.size <= MOST_NUMBERS and value.dtype != object:
-            array = np.asarray(value)
-            numbers = array if array.dtype.kind in "biuf" else array.astype(np.float32)
-            return {"dtype": array.dtype.name, "array": numbers.tolist()}
-    raise ValueError(
-        f"node {key!r} returned a state of type {type(value).__name__}"
-        f"{list(value.shape) if isinstance(value, jax.Array | np.ndarray) else ''}, which a "
-        "checkpoint cannot keep: return numbers, texts, arrays of at most "
-        f"{MOST_NUMBERS:,} numbers that every device has whole, or maps and lists of these"
-    )
-
-
-def from_json(key: str, value: Any, process: int, processes: int) -> Any:
-    """Inverse of `to_json`, for one process. ValueError where a checkpoint has the states of
-    another number of processes."""
-    if not isinstance(value, Mapping):  # a number of version 0.2 and before
-        return np.float32(value)
-    if "same" in value:
-        return _decoded(value["same"])
-    states = value["by_process"]
-    if len(states) != processes:
-        raise ValueError(
-            f"node {key!r} keeps a state of its own on each process, and the checkpoint is of "
-            f"{len(states)} processes: go on with so many, not {processes}, or start in a new "
-            "--workdir"
-        )
-    return _decoded(states[process])
-
-
-def _decoded(value: Any) -> Any:
-    ((kind, content), *more) = value.items() if "dtype" not in value else [("array", value)]
-    assert not more, "one kind each"
-    if kind == "array":
-        return np.array(content["array"], jnp.dtype(content["dtype"]))[()]
-    if kind == "map":
-        return {name: _decoded(entry) for name, entry in content.items()}
-    if kind in ("list", "tuple"):
-        entries = [_decoded(entry) for entry in content]
-        return tuple(entries) if kind == "tuple" else entries
-    return content

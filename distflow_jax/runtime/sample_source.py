@@ -1,17 +1,8 @@
 """Sources of samples: what a run's steps train on, and where it comes from.
 
 Synchronous samples when a step asks for it. Ahead (stream/ahead.py) has what samplers made while
-other steps trained, Recorded (samplers/replays.py) what those of another run made. Run calls
-
-    begin(step)             brings the weights of all finished steps to samplers that need them
-    update_weights(version)
-    offer(step, metrics)    publishes the weights of a step that has finished, or not
-    observe(samples, step)  takes account of what a step has trained on
-    at_rest(), free_sampler()
-    before_save(), save(step), settle(step, end)
-    close()
-
-and steps.py takes the samples. All calls but `at_rest` are collective.
+other steps trained, Recorded (samplers/replays.py) what those of another run made.
+run.py calls a Source, and steps.py takes its samples.
 """
 
 import contextlib
@@ -37,11 +28,22 @@ from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_sampler import sync_weights
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.stream_checks import sampling_tasks
+from distflow_jax.stream.checks import sampling_tasks
 
 
 class Source(Protocol):
-    """A source as steps and evaluations use it. All calls are collective."""
+    """A source of samples. All calls but `at_rest` are collective.
+
+    Attributes:
+      place: in the data.
+      saves_samples: whether checkpoints of steps that others follow hold samples.
+    """
+
+    place: Place
+    saves_samples: bool
+
+    def begin(self, step: int) -> None:
+        """Brings the weights of all finished steps to samplers that need them."""
 
     def update_weights(self, version: int) -> None:
         """Brings the weights of `version` finished steps to each sampler."""
@@ -53,8 +55,26 @@ class Source(Protocol):
     def measured(self) -> Metrics:
         """Metrics of the samples of the step that has run."""
 
+    def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
+        """Publishes the weights of a step that has finished with these metrics, or not."""
+
+    def observe(self, samples: Samples, step: int) -> Metrics:
+        """Accounts for what a step has trained on; returns metrics of it."""
+
     def free_sampler(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing samples, and the run's state has the sampler's."""
+
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other thread touches an array."""
+
+    def before_save(self, *, with_samples: bool) -> None:
+        """Waits for what a checkpoint needs."""
+
+    def save(self, step: int) -> None:
+        """Adds samples to the checkpoint of a step."""
+
+    def settle(self, step: int, end: float) -> None:
+        """Waits for these samples, at most until `end`, a time of time.monotonic()."""
 
 
 class SourceOfPartialBatches(Source, Protocol):
@@ -70,12 +90,7 @@ class SourceOfPartialBatches(Source, Protocol):
 
 
 class Still:
-    """A source beside whose steps nothing samples.
-
-    Attributes:
-      place: in the data.
-      saves_samples: whether checkpoints of steps that others follow hold samples.
-    """
+    """A source beside whose steps nothing samples."""
 
     saves_samples = False
 

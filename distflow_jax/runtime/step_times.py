@@ -40,15 +40,21 @@ class StepTimes:
         self._names = {unit.name: _timing(unit) for unit in plan.units}
         self._communicated = processes.communication_seconds()
         self._spent = np.array([time.process_time(), processes.coordination_cpu_seconds()])
+        self._started = time.perf_counter()
         self.warm = False
 
+    def begin(self) -> None:
+        """Starts the clock of a step."""
+        self._started = time.perf_counter()
+
     def take(
-        self, step: int, seconds: float, metrics: Mapping[str, float], received: int
+        self, step: int, metrics: Mapping[str, float], received: int
     ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """(metrics of the step that just ended, its straggler report). Collective.
 
-        `seconds` it took, `metrics` are the batch's, `received` are bytes from other processes.
+        `metrics` are the batch's, `received` are bytes from other processes.
         """
+        seconds = time.perf_counter() - self._started
         spent = self._spans.take()
         compiled = self._compilations.names()
         if compiled and self.warm:

@@ -394,13 +394,16 @@ class WholeSteps:
         return states, metrics | self._source.measured()
 
 
+Steps = WholeSteps | PartialBatchSteps
+
+
 def make_steps(
     prepared: PreparedRun,
     runtime: Runtime,
     runners: Mapping[str, Runner],
     source: Source,
     span: Callable[..., AbstractContextManager[Any]],
-) -> WholeSteps | PartialBatchSteps:
+) -> Steps:
     """The steps of a run; `runners` are those of all units."""
     plan, coordinator = prepared.plan, runtime.coordinator
     if runtime.partial_batches is None:

@@ -70,6 +70,7 @@ class Ahead:
     samples, while it waits for groups. Make one on all processes at once.
 
     Attributes:
+      place: in the data.
       publications: say which weights samplers need.
       saver: of samples, into checkpoints.
       drive: samples while the training waits.
@@ -92,6 +93,7 @@ class Ahead:
         """`delivery`: of weights to the sampler; `policy`: of the partial batches of steps;
         `numbered`: whether groups get the number of their step."""
         self.producer, self.saver, self._config = producer, kept.saver, config
+        self.place = kept.place
         self._delivery, self._policy, self._kept = delivery, policy, kept
         self._trainer, self._lock = trainer, producer.lock
         self.publications = Publications(
@@ -236,7 +238,7 @@ class Ahead:
         self._agreement.finish()
         with self._lock:
             end = self.producer.admission.finish(step).end
-        place, groups = self._kept.place, sorted(self._groups, key=lambda group: group.counter)
+        place, groups = self.place, sorted(self._groups, key=lambda group: group.counter)
         place.look_at(end)
         place.begun = self.producer.admission.begun
         record = StepRecord(step, tuple(self._partial_batches), tuple(groups), end, self._measured)
@@ -309,7 +311,7 @@ class Ahead:
         for writer in self._kept.writers:
             writer.wait()
         account = None if with_samples else self.saver.total_account().to_dict()
-        self._kept.place.account = account
+        self.place.account = account
 
     def save(self, step: int) -> None:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""

@@ -5,12 +5,47 @@ import math
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.addresses import checked_address
-from distflow_jax.parsing.setting_checks import check_least, check_one_of
+from distflow_jax.parsing.setting_checks import check_least, check_one_of, refuse
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 
 WEIGHT_UPDATES = ("in_flight", "boundary")
 CACHES = ("keep", "recompute")
 PARTIAL_BATCHES = ("off", "counter", "ready")
+_NEED_STALENESS = ("weight_update", "cache", "partial_batches", "order", "divergence")
+_OWN_SAMPLERS = {
+    "partial": "partial_batches",
+    "budget": "round_tokens",
+    "divergence": "divergence",
+}
+_COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
+    "boundary recompute": "stream.cache='recompute' has no effect with "
+    "stream.weight_update='boundary': no response is under way when the weights change; use "
+    "cache='keep'",
+    "impossible": "stream.divergence must be finite and not negative, got {stream.divergence}; 0: "
+    "weights go to the samplers after every step",
+    "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
+    "samplers, and stream.round_tokens={stream.round_tokens} gives groups a deadline by the "
+    "newest; use divergence=0 or round_tokens=0",
+    "divergence boundary": "stream.divergence={stream.divergence!r} says when samplers take new "
+    "weights, and with stream.weight_update='boundary' each step's version is fixed; use "
+    "weight_update='in_flight', or take it out",
+    "budget !ahead": "stream.round_tokens={stream.round_tokens} lets max_staleness x "
+    "prompts_per_step groups begin, none with stream.max_staleness=0: raise that, or use "
+    "round_tokens=0",
+    "record !partial": "stream.record=True keeps the groups of partial batches, and "
+    "stream.partial_batches='off' makes none; use another one, or take it out",
+    "hasty": "stream.lease_seconds={stream.lease_seconds:g} would end between two words of a "
+    "worker: use at least {least:g}, twice stream.save_seconds",
+    "nodes !workers": "stream.worker_nodes={stream.worker_nodes!r} has no effect with "
+    "stream.workers=False; set workers=True, or take it out",
+    "workers !ahead": "stream.workers=True samples beside the training, and with "
+    "stream.max_staleness=0 neither could begin before the other ends: use at least 1, or "
+    "workers=False",
+} | {
+    f"workers {word}": f"stream.{name}={{stream.{name}!r}} is for samplers of the trainers' own "
+    "processes; take it out, or use stream.workers=False"
+    for word, name in _OWN_SAMPLERS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,124 +97,53 @@ class StreamConfig:
     max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
 
     def __post_init__(self):
-        if self.max_staleness < 0:
-            raise ValueError(
-                f"stream.max_staleness must not be negative, got {self.max_staleness}; 0: samplers "
-                "do not run ahead"
-            )
-        for name, known in (
-            ("weight_update", WEIGHT_UPDATES),
-            ("cache", CACHES),
-            ("partial_batches", PARTIAL_BATCHES),
-        ):
-            check_one_of(f"stream.{name}", getattr(self, name), known)
-        if self.weight_update == "boundary" and self.cache == "recompute":
-            raise ValueError(
-                "stream.cache='recompute' has no effect with stream.weight_update='boundary': no "
-                "response is under way when the weights change; use cache='keep'"
-            )
+        check_one_of("stream.weight_update", self.weight_update, WEIGHT_UPDATES)
+        check_one_of("stream.cache", self.cache, CACHES)
+        check_one_of("stream.partial_batches", self.partial_batches, PARTIAL_BATCHES)
         if self.order not in ORDERS:
             raise ValueError(f"stream.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
-        self._check_publishing()
-        defaults = {
-            "weight_update": WEIGHT_UPDATES[0],
-            "cache": CACHES[0],
-            "partial_batches": PARTIAL_BATCHES[0],
-            "order": "longest",
+        for name in ("save_seconds", "lease_seconds", "no_workers_seconds"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"stream.{name} must be finite and above 0, got {value}")
+        check_least("stream", self, 0, "max_staleness", "round_tokens")
+        check_least("stream", self, 1, "max_tries")
+        checked_address("stream.listen", self.listen, least_port=0)
+        holds = {
+            "ahead": self.ahead,
+            "boundary": self.weight_update == "boundary",
+            "recompute": self.cache == "recompute",
+            "divergence": self.divergence,
+            "impossible": not 0 <= self.divergence < math.inf,
+            "budget": self.round_tokens,
+            "partial": self.in_partial_batches,
+            "record": self.record,
+            "workers": self.workers,
+            "nodes": self.worker_nodes,
+            "hasty": self.lease_seconds < 2 * self.save_seconds,
         }
-        defaults["divergence"] = 0.0
-        for name, default in defaults.items():
-            if not self.max_staleness and getattr(self, name) != default:
+        refuse(_COMBINATIONS, holds, stream=self, least=2 * self.save_seconds)
+        self._check_needs()
+
+    def _check_needs(self) -> None:
+        """Raises ValueError for a setting without the one that it needs, or the other way round."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _NEED_STALENESS:
+            if not self.ahead and (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(
-                    f"stream.{name}={getattr(self, name)!r} has no effect with "
-                    "stream.max_staleness=0; raise that, or take it out"
+                    f"stream.{name}={value!r} has no effect with stream.max_staleness=0; raise "
+                    "that, or take it out"
                 )
-        if self.round_tokens < 0 or (self.round_tokens and not self.max_staleness):
-            raise ValueError(
-                f"stream.round_tokens={self.round_tokens} "
-                + (
-                    "must not be negative; 0: rollouts have no budget"
-                    if self.round_tokens < 0
-                    else "lets max_staleness x prompts_per_step groups begin, none with "
-                    "stream.max_staleness=0: raise that, or use round_tokens=0"
-                )
-            )
-        self._check_partial_batches()
-        self._check_workers()
-
-    def _check_publishing(self) -> None:
-        """Raises ValueError for numbers that cannot be, and for what boundaries have no use of."""
-        if not 0 <= self.divergence < math.inf:
-            raise ValueError(
-                f"stream.divergence must be finite and not negative, got {self.divergence}; 0: "
-                "weights go to the samplers after every step"
-            )
-        if self.divergence and self.round_tokens:
-            raise ValueError(
-                f"stream.divergence={self.divergence:g} keeps older weights in the samplers, and "
-                f"stream.round_tokens={self.round_tokens} gives groups a deadline by the newest; "
-                "use divergence=0 or round_tokens=0"
-            )
-        if self.divergence and self.weight_update == "boundary":
-            raise ValueError(
-                f"stream.divergence={self.divergence!r} says when samplers take new weights, and "
-                "with stream.weight_update='boundary' each step's version is fixed; use "
-                "weight_update='in_flight', or take it out"
-            )
-
-    def _check_partial_batches(self) -> None:
-        """Raises ValueError unless a partial batch has the one size that its kind takes."""
         for name, kind in (("partial_batch_prompts", "counter"), ("partial_batch_rows", "ready")):
-            value = getattr(self, name)
-            if self.partial_batches == kind and value < 1:
+            value, chosen = getattr(self, name), self.partial_batches
+            if chosen == kind and value < 1:
                 raise ValueError(
                     f"stream.partial_batches={kind!r} needs stream.{name} of at least 1, got "
                     f"{value}"
                 )
-            if self.partial_batches != kind and value:
+            if chosen != kind and value:
                 raise ValueError(
-                    f"stream.{name}={value} has no effect with "
-                    f"stream.partial_batches={self.partial_batches!r}; use "
-                    f"partial_batches={kind!r}, or take it out"
-                )
-        if self.record and not self.in_partial_batches:
-            raise ValueError(
-                "stream.record=True keeps the groups of partial batches, and "
-                "stream.partial_batches='off' makes none; use another one, or take it out"
-            )
-
-    def _check_workers(self) -> None:
-        """Raises ValueError for numbers that workers cannot have."""
-        for name in ("save_seconds", "lease_seconds", "no_workers_seconds"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"stream.{name} must be finite and above 0, got {value}")
-        if self.lease_seconds < 2 * self.save_seconds:
-            raise ValueError(
-                f"stream.lease_seconds={self.lease_seconds:g} would end between two words of a "
-                f"worker: use at least {2 * self.save_seconds:g}, twice stream.save_seconds"
-            )
-        check_least("stream", self, 1, "max_tries")
-        checked_address("stream.listen", self.listen, least_port=0)
-        if self.worker_nodes and not self.workers:
-            raise ValueError(
-                f"stream.worker_nodes={self.worker_nodes!r} has no effect with "
-                "stream.workers=False; set workers=True, or take it out"
-            )
-        if not self.workers:
-            return
-        if not self.max_staleness:
-            raise ValueError(
-                "stream.workers=True samples beside the training, and with stream.max_staleness=0 "
-                "neither could begin before the other ends: use at least 1, or workers=False"
-            )
-        taken = {"partial_batches": self.in_partial_batches, "round_tokens": self.round_tokens > 0}
-        taken["divergence"] = self.divergence > 0
-        for name, chosen in taken.items():
-            if chosen:
-                raise ValueError(
-                    f"stream.{name}={getattr(self, name)!r} is for samplers of the trainers' own "
-                    "processes; take it out, or use stream.workers=False"
+                    f"stream.{name}={value} has no effect with stream.partial_batches={chosen!r}; "
+                    f"use partial_batches={kind!r}, or take it out"
                 )
 
     @property

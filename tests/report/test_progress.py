@@ -7,9 +7,9 @@ import re
 import pytest
 import rich.console
 
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report.progress import Progress, TimeLeft, fitted, numbers, size_lines
 from distflow_jax.report.terminal import Terminal
-from distflow_jax.runtime.step_schedule import StepSchedule
 
 SHARED = {"response_length/mean": 9.5, "perf/throughput": 812.3, "perf/time_per_step": 2.0}
 SCORED = {"critic/score/mean": 0.25, "actor/loss": 0.5}

@@ -11,10 +11,10 @@ import pytest
 
 from distflow_jax.report import run_writer
 from distflow_jax.report.page import provenance_table
+from distflow_jax.report.provenance import command, commit, provenance
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.sections.run_timeline import attempts_of, run_timeline
-from distflow_jax.runtime.provenance import command, commit, provenance
 
 BEGIN = 1_700_000_000.0
 

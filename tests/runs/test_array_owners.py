@@ -2,6 +2,7 @@
 chance: no array is read that another thread donates (docs/architecture.md, "Threads and arrays").
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.parallel import host_memory
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.run import open_run
 from distflow_jax.runtime.recorder import Recorder
 
 SMALL = (
@@ -53,12 +55,14 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
     """Beside checkpoints, evaluations and weights on their way; and a metric that cannot be read is
     left out of the run."""
     live, read, runs = host_memory.live_bytes, [], []
-    start, looked, ended = run.Run.start, threading.Event(), set()
+    looked, ended = threading.Event(), set()
 
-    def started(self, files):
-        start(self, files)
-        runs.append(self)
-        assert not self.state.models.keys() & self.prepared.samplers.keys()  # its thread's alone
+    @contextlib.contextmanager
+    def opened(*parts):
+        with open_run(*parts) as made:
+            runs.append(made)
+            assert not made.state.models.keys() & made.prepared.samplers.keys()  # its thread's
+            yield made
 
     def round(self):
         if ended >= set(range(8)) and not looked.is_set():  # those of the first step are there
@@ -77,7 +81,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
             read.append((live(), sum(host_memory.bytes_by_kind().values()), peak_memory_gb()))
         raise RuntimeError("Array has been deleted")
 
-    monkeypatch.setattr(run.Run, "start", started)
+    monkeypatch.setattr(run, "open_run", opened)
     monkeypatch.setattr(host_memory, "live_bytes", often)
     assert run.train_here(config_of(*flags), tmp_path) == 0
     assert len(read) == READS and len({sizes[:2] for sizes in read}) == 1

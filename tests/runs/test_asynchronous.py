@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from distflow_jax.stream.ahead import Ahead
 from support.documented import unexplained_metrics
 from support.programs import train
 from support.run_folders import json_lines, lasting
@@ -171,15 +172,15 @@ def check_evaluations(folder, config):
 def delayed(monkeypatch, seed):
     """Delays of samplers and trainers, of random lengths."""
     draw = random.Random(seed)
-    rounds, steps, nodes = Producer.round, run.Run.run_step, NodesAhead.run
+    rounds, begin, nodes = Producer.round, Ahead.begin, NodesAhead.run
 
     def late_round(self):
         time.sleep(draw.uniform(0, 0.05))
         return rounds(self)
 
-    def late_step(self):
+    def late_step(self, step):
         time.sleep(draw.uniform(0, 0.2))
-        return steps(self)
+        begin(self, step)
 
     def late_nodes(self, group, span):
         time.sleep(draw.uniform(0, 0.05))
@@ -187,7 +188,7 @@ def delayed(monkeypatch, seed):
 
     monkeypatch.setattr(NodesAhead, "run", late_nodes)
     monkeypatch.setattr(Producer, "round", late_round)
-    monkeypatch.setattr(run.Run, "run_step", late_step)
+    monkeypatch.setattr(Ahead, "begin", late_step)
 
 
 @pytest.mark.parametrize(

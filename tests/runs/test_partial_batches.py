@@ -15,6 +15,7 @@ from support.tiny_config import SMALL_AHEAD, tiny_config
 
 from distflow_jax import batch, run
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.runtime.open_run import measure
 from distflow_jax.training.state import TrainState
 
 SMALL = (
@@ -82,19 +83,15 @@ def gradients_of(monkeypatch, folder, *assignments):
     """({step: metrics}, [gradients of each trained model, by its state key, of each step])"""
     found = []
 
-    class Kept(run.Run):
-        """A run that keeps its gradients."""
-
-        def run_step(self):
-            """One step."""
-            metrics = super().run_step()
-            states = {k: s for k, s in self.state.models.items() if isinstance(s, TrainState)}
-            moments = {k: optax.tree.get(s.opt_state, "mu") for k, s in states.items()}
-            found.append(jax.device_get(moments))
-            return metrics
+    def kept(run, metrics):
+        """Keeps the gradients of a step."""
+        states = {k: s for k, s in run.state.models.items() if isinstance(s, TrainState)}
+        moments = {k: optax.tree.get(s.opt_state, "mu") for k, s in states.items()}
+        found.append(jax.device_get(moments))
+        measure(run, metrics)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "Run", Kept)
+        patch.setattr(run, "measure", kept)
         return trained(folder, *assignments, *PLAIN), found
 
 

@@ -22,6 +22,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
+from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import (
     of_plain,
@@ -45,10 +46,8 @@ from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
-from distflow_jax.stream.stream_checks import sampling_tasks
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.wire.wire_server import WireServer
-from distflow_jax.stream.worker_checks import check_nodes
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {

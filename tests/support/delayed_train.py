@@ -10,7 +10,6 @@ import os
 import random
 import time
 
-from distflow_jax import run
 from distflow_jax.commands.main import run_script
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.sample_source import Synchronous
@@ -43,8 +42,8 @@ def delay_all() -> None:
     if seed := os.environ.get("DELAYS"):
         draw = random.Random(f"{seed} {os.getpid()}")
         RolloutEngine.generate = late(RolloutEngine.generate, draw, 0.2)
-        run.Run.run_step = late(run.Run.run_step, draw, 1.0)
         for source in (Synchronous, Ahead):
+            source.begin = late(source.begin, draw, 1.0)
             source.update_weights = late(source.update_weights, draw, 1.0)
 
 

@@ -9,20 +9,19 @@ import gc
 import os
 import pathlib
 
-from distflow_jax import run
 from distflow_jax.commands.main import run_script
+from distflow_jax.runtime.recorder import Recorder
 
 if __name__ == "__main__":
-    one_step = run.Run.run_step
+    step = Recorder.step
 
-    def measured(self):
-        """A step, and what is resident after it."""
-        metrics = one_step(self)
+    def measured(self, *measurements):
+        """The record of a step, and what is resident after it."""
+        step(self, *measurements)
         gc.collect()
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
         with open(os.environ["RESIDENT"], "a") as file:
             file.write(f"{pages * os.sysconf('SC_PAGE_SIZE')}\n")
-        return metrics
 
-    run.Run.run_step = measured
+    Recorder.step = measured
     run_script("train")

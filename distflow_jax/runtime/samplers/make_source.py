@@ -13,6 +13,7 @@ from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_rule
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.evaluating import EvaluateAhead, EvaluateNow
@@ -28,10 +29,10 @@ from distflow_jax.runtime.samplers.run_ahead import (
     warn_if_incomplete,
 )
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
+from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import Trainer
@@ -43,7 +44,6 @@ from distflow_jax.stream.sample_requests import SampleRequests, differs
 from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
-from distflow_jax.stream.stream_checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.token_account import TokenAccount

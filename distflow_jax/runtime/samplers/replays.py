@@ -25,8 +25,8 @@ from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecord
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import Recording, RecordWriter, drop_later
 from distflow_jax.stream.batches.replay import PartialBatchReplay
+from distflow_jax.stream.checks import nodes_ahead
 from distflow_jax.stream.step_groups import StepGroups
-from distflow_jax.stream.stream_checks import nodes_ahead
 
 
 def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -> Recording:

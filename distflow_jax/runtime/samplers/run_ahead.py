@@ -12,12 +12,12 @@ from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom

@@ -16,10 +16,9 @@ from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.runtime.contexts import ContextFactory
+from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
-from distflow_jax.stream.stream_checks import sampling_tasks
-from distflow_jax.stream.worker_checks import check_nodes
 
 
 @dataclasses.dataclass(frozen=True)

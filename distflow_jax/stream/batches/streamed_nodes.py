@@ -12,7 +12,7 @@ from distflow_jax.layout import KEEP
 from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.registry import kind_of, takes_policy_ratio
-from distflow_jax.stream.stream_checks import nodes_ahead
+from distflow_jax.stream.checks import nodes_ahead
 
 STREAMS = "streams"  # the reason of a node that does not wait
 

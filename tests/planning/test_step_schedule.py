@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.runtime.step_schedule import StepSchedule
+from distflow_jax.planning.step_schedule import StepSchedule
 
 
 def schedule(*, dataset="train.jsonl", has_sampler=True, evaluate=3, save=4, samples=5, steps=8):

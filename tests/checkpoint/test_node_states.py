@@ -8,8 +8,8 @@ import pytest
 from support.tiny_config import tiny_config
 
 from distflow_jax import run
+from distflow_jax.checkpoint.node_states import encoded, from_json, to_json
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.run_state import encoded, from_json, to_json
 
 STATES = [
     3,

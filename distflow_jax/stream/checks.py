@@ -1,0 +1,193 @@
+"""Settings and nodes with which samplers cannot run ahead, found before any device works."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.dag.environment_rewards import FIELD
+from distflow_jax.dag.graph import Node
+from distflow_jax.dag.plan import Plan, Task, Unit
+from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.setting_checks import refuse
+from distflow_jax.stages.registry import takes_policy_ratio
+from distflow_jax.stream.host_nodes import units_ahead
+from distflow_jax.stream.stream_config import StreamConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """Settings of other sections, and sizes, that samplers which run ahead have to fit."""
+
+    algorithm: AlgorithmConfig
+    sampler_hosts: int  # processes that share a sampler
+    sampler_part: bool  # whether mesh.roles gives samplers devices
+    own_devices: bool  # whether samplers have devices that no trainer uses
+    offload: str
+    environment: str
+    eval_dataset: str
+    group_tokens: int  # most of a group, of one node that samples
+    mini_prompts: int  # groups of a mini-batch
+    stuck_seconds: float  # after which the watchdog ends a run that waits
+
+
+# {what holds, see `check_plan`: the message}; the first one that holds is told
+_COMBINATIONS = {
+    "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
+    "gives samplers devices: take that out, or use workers=False",
+    "workers environment": "stream.workers=True answers in one turn, and "
+    "rollout.environment={run.environment!r} answers in turns: use workers=False, with samplers on "
+    "a part of the devices",
+    "workers evaluates": "stream.workers=True leaves no sampler to the trainers that could "
+    "evaluate: set eval.dataset='' in place of {run.eval_dataset!r}, and use `distflow evaluate`",
+    "workers region boundary": "the region of dag {plan.name!r} has rounds with "
+    "stream.weight_update='boundary', which workers do not make: use weight_update='in_flight', or "
+    "workers=False",
+    "workers impatient": "stream.no_workers_seconds={stream.no_workers_seconds:g} must be less "
+    "than health.stuck_seconds={run.stuck_seconds:g}, after which a run that waits is ended",
+    "ahead !samples": "{staleness} needs a node that samples, and dag {plan.name!r} trains on the "
+    "data's own answers; use 0",
+    "ahead samplers": "{staleness} needs one sampler, and dag {plan.name!r} has {keys}; use 0, or "
+    "one model for all ROLLOUT nodes",
+    "ahead spread": "{staleness} needs samplers of one host, but mesh.rollout_tensor spreads a "
+    "sampler over {run.sampler_hosts}; use a smaller one, or max_staleness=0",
+    "boundary !apart": "stream.weight_update='boundary' needs samplers with devices of their own, "
+    "and they share the trainer's: {own_devices} use weight_update='in_flight'",
+    "ahead offload !apart": "training.offload={run.offload!r} needs the place of samplers whose "
+    "responses go on in the next step ({staleness}): {own_devices} use offload='none' or "
+    "max_staleness=0",
+    "ahead ratio uncorrected": "{staleness} trains on tokens of older weights, and without a "
+    "correction node {ratio!r} takes its ratio against a policy that sampled nothing: set "
+    "algorithm.correction (such as token_tis), algorithm.rejection, or algorithm.proximal=rollout, "
+    "a3po or a3po_areal",
+    "divergence !ratio": "stream.divergence={stream.divergence:g} needs an update that has the "
+    "policy's log-probs beside the sampler's, and dag {plan.name!r} has none; use 0",
+    "ahead late": "{staleness} judges each group of the region by itself, but node {late!r} needs "
+    "a whole batch: give it scope group, or use max_staleness=0",
+    "budget apart": "{budget} ends rollouts on the trainer's devices, and samplers with devices of "
+    "their own have none that end: give mesh.roles.ROLLOUT.devices those of mesh.devices, or use "
+    "round_tokens=0",
+    "budget region": "{budget} trains what is complete, and the region of dag {plan.name!r} cuts "
+    "steps by the filter decisions of all groups before; use round_tokens=0, or a dag without a "
+    "region",
+    "budget small": "{budget} is below the {longest} tokens of the longest group "
+    "(rollout.num_samples x rollout.max_response_length): use at least {longest}",
+    "partial !apart": "{partial} needs samplers with devices of their own: on the trainer's "
+    "devices sampling and training take turns; {own_devices} use partial_batches='off'",
+    "partial offload": "{partial} would move models with training.offload={run.offload!r} for each "
+    "partial batch; use offload='none', or partial_batches='off'",
+    "ready fixed_budget": "{partial} trains on what is complete first, and what lies within the "
+    "budget of algorithm.aggregation='fixed-budget' follows from all earlier responses; use "
+    "partial_batches='counter'",
+    "large": "stream.partial_batch_prompts={stream.partial_batch_prompts} is above the "
+    "{run.mini_prompts} groups of a mini-batch (data.prompts_per_step / training.mini_batches), in "
+    "which a partial batch lies; use less, or partial_batches='off'",
+    "partial !trains": "{partial} needs a node that trains, and dag {plan.name!r} has none",
+}
+
+
+def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
+    """Raises ValueError unless a plan can run with these settings of the section `stream`."""
+    sampling, algorithm = sampling_tasks(plan), run.algorithm
+    keys = sorted({task.state_key for task in sampling})
+    ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]
+    ahead = {node.id for node in nodes_ahead(plan)}
+    judged = [task.node.id for unit in plan.split()[0] for task in unit.tasks]
+    late = [name for name in judged if name not in ahead]
+    longest = run.group_tokens * len(sampling)
+    off_policy = {algorithm.correction, algorithm.rejection} != {"none"}
+    holds = {
+        "ahead": config.ahead,
+        "boundary": config.weight_update == "boundary",
+        "divergence": config.divergence,
+        "budget": config.round_tokens,
+        "small": 0 < config.round_tokens < longest,
+        "partial": config.in_partial_batches,
+        "ready": config.partial_batches == "ready",
+        "large": config.partial_batch_prompts > run.mini_prompts,
+        "workers": config.workers,
+        "impatient": config.no_workers_seconds >= run.stuck_seconds,
+        "part": run.sampler_part,
+        "apart": run.own_devices,
+        "spread": run.sampler_hosts > 1,
+        "offload": run.offload != "none",
+        "environment": run.environment,
+        "evaluates": run.eval_dataset,
+        "region": judged,
+        "late": late,
+        "samples": sampling,
+        "samplers": len(keys) > 1,
+        "trains": any(task.node.type == "MODEL_TRAIN" for task in plan.tasks),
+        "ratio": ratio,
+        "uncorrected": not off_policy and algorithm.proximal == "recomputed",
+        "fixed_budget": algorithm.loss_aggregation == "fixed-budget",
+    }
+    values = {
+        "staleness": f"stream.max_staleness={config.max_staleness}",
+        "budget": f"stream.round_tokens={config.round_tokens}",
+        "partial": f"stream.partial_batches={config.partial_batches!r}",
+        "own_devices": "give mesh.roles.ROLLOUT.devices devices that mesh.devices leaves out, or",
+        "keys": ", ".join(keys),
+        "longest": longest,
+        "ratio": "".join(ratio[:1]),
+        "late": "".join(late[:1]),
+    }
+    refuse(_COMBINATIONS, holds, stream=config, plan=plan, run=run, **values)
+    check_nodes(config.worker_nodes, plan, f"stream.worker_nodes={config.worker_nodes!r}")
+
+
+def sampling_tasks(plan: Plan) -> list[Task]:
+    """The nodes of a plan that sample, in order."""
+    kind = ("ROLLOUT", "MODEL_INFERENCE", None)
+    return [t for t in plan.tasks if (t.node.role, t.node.type, t.node.fn) == kind]
+
+
+def nodes_ahead(plan: Plan) -> list[Node]:
+    """The nodes of a plan that run ahead, in its order: those that sample, and host nodes."""
+    sampled = {task.node.id for task in sampling_tasks(plan)}
+    ahead = sampled | {unit.tasks[0].node.id for unit in units_ahead(plan, sampled)}
+    return [task.node for task in plan.tasks if task.node.id in ahead]
+
+
+def check_nodes(names: Iterable[str], plan: Plan, where: str) -> tuple[Unit, ...]:
+    """The units of a plan that workers run for the nodes `names`; those that sample have none.
+
+    Raises ValueError, which names `where` the names stand, for a node that workers cannot run.
+    """
+    names = tuple(names)
+    tasks = {task.node.id: task for task in plan.tasks}
+    sampled = {task.node.id for task in sampling_tasks(plan)}
+    trained = {t.state_key for t in plan.tasks if t.node.type == "MODEL_TRAIN"}
+    ahead = {unit.name: unit for unit in units_ahead(plan, sampled)}
+    for name in names:
+        if name not in tasks:
+            raise ValueError(
+                f"{where} names {name!r}, and dag {plan.name!r} has no such node "
+                f"({hint(name, sorted(sampled | ahead.keys()))})"
+            )
+        if name not in sampled | ahead.keys():
+            raise ValueError(f"{where} names {name!r}: {_why_not(tasks[name], trained)}")
+        if name in ahead and FIELD in tasks[name].node.reads:
+            raise ValueError(
+                f"{where} names {name!r}, which adds the rewards of rollout.environment to its "
+                "own: these belong to the samplers; take it out"
+            )
+    return tuple(unit for name, unit in ahead.items() if name in names)
+
+
+def _why_not(task: Task, trained: set[str]) -> str:
+    """The reason for which a node runs on the trainers, and the fix."""
+    node, take_out = task.node, "leave it to the trainers"
+    if task.state_key in trained and node.type != "COMPUTE":
+        return (
+            f"it runs model {task.state_key!r}, which this run trains, and only the trainers have "
+            f"each step's weights; {take_out}"
+        )
+    if task.layout.kind != "host":
+        return f"it runs on devices, and workers run nodes of the host; {take_out}"
+    if node.scope == "batch":
+        return f"it needs a whole batch: give it scope group or sample, or {take_out}"
+    if not node.condition.active(1) or node.condition.every != 1:
+        return f"it runs in some steps only, and workers run what every group needs; {take_out}"
+    source = next((edge.source for edge in task.edges_in if edge.move != "stay"), None)
+    after = f" of {source!r}" if source else ""
+    return f"it reads fields{after} that are there only once the trainers have run; {take_out}"
