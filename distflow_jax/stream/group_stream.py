@@ -33,7 +33,7 @@ from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.inline_sampling import InlineSampling
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.sampling_thread import SamplingThread
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups

@@ -18,8 +18,8 @@ from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.group_stream import ALL, RegionRounds
 from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.resume import TokenAccount
 from distflow_jax.stream.sampling_thread import SamplingThread
-from distflow_jax.stream.token_account import TokenAccount
 
 
 def in_few_batches(counter):

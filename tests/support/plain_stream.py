@@ -15,17 +15,15 @@ from distflow_jax.layout import Layout
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.stream.delivery import Delivery
-from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.group_stream import GroupStream, Observer
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.stream_config import StreamConfig
-from distflow_jax.stream.token_account import TokenAccount
 from support.tiny_model import prompt_of
 
 SAMPLES, TOKENS, BATCH = 2, 3, 8
