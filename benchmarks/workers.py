@@ -47,7 +47,7 @@ import jax
 import numpy as np
 
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.stream.weight_client import WeightPull
+from distflow_jax.stream.weight_client import pull_weights
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.calls import Method
 from distflow_jax.stream.wire.wire_client import WireClient
@@ -423,7 +423,7 @@ def pull(transport: str, port: int, count: int) -> None:
     shape = jax.ShapeDtypeStruct(TENSOR, np.float32, sharding=here)
     target = {f"t{i}": shape for i in range(count)}
     with contextlib.closing(source(transport, port)) as one:
-        params = WeightPull([one]).pull(0, target, WAIT_SECONDS)
+        params = pull_weights([one], 0, target, WAIT_SECONDS)
     jax.tree.map(lambda x: x.delete(), params)
 
 

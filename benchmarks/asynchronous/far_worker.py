@@ -35,7 +35,7 @@ from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links
 from distflow_jax.stream.links.remote import RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
-from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.worker import Worker
 
 START_SECONDS = 300.0  # for trainers to open their servers
@@ -131,7 +131,7 @@ class _Pull:
 
     def __call__(self, links: Links, version: int) -> Any:
         end = time.perf_counter() + self._seconds
-        WeightPull(links.clients).pull(version, self._target, 60.0, links.attempt)
+        pull_weights(links.clients, version, self._target, 60.0, links.attempt)
         wait_until(end)
         return _weights()
 

@@ -18,7 +18,7 @@ from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Links, deregister
 from distflow_jax.stream.tasks import Key
-from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 
 PULL_SECONDS = 60.0
@@ -94,8 +94,8 @@ class OutsideSampler:
 
     def pull(self, version: int) -> Any:
         """The weights of a version, in the form of training. Refused where it is gone."""
-        pull = WeightPull(self._links.clients)
-        return pull.pull(version, self._target, PULL_SECONDS, self._links.attempt)
+        links = self._links
+        return pull_weights(links.clients, version, self._target, PULL_SECONDS, links.attempt)
 
     def close(self) -> None:
         """Ends the connections; groups that are not complete are for others."""

@@ -34,7 +34,7 @@ from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.region_rounds import RegionRounds
-from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
 from distflow_jax.stream.stream_config import StreamConfig

@@ -16,7 +16,7 @@ from distflow_jax.stream.evaluations import Evaluations, Evaluator
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sample_saver import SampleSaver
+from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.weight_update_times import WeightUpdateTimes
 from distflow_jax.watchdog.gossip import OTHERS

@@ -4,6 +4,8 @@ A process saves those of its own groups; a run that goes on takes them by counte
 processes. Nodes that ran ahead are run again. n requests, s of their samples, T tokens together.
 """
 
+import dataclasses
+import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from distflow_jax.stream.tasks import Key
 
 Arrays = dict[str, np.ndarray]
 _COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
+_ARRAYS = _COLUMNS | {"mask": np.bool_, "fed": np.int32}
 _IMAGES, _IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
 
 
@@ -31,22 +34,6 @@ class Addition(Protocol):
         """Arrays by name."""
 
 
-def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]:
-    """Requests as (arrays by name, JSON values).
-
-    ValueError for a response whose columns differ in length: it has grown meanwhile.
-    """
-    nodes = sorted({node for _, node in requests})
-    packed = _Packed()
-    for (counter, node), progress in sorted(requests.items()):
-        key = (counter, nodes.index(node))
-        for sample, episode in sorted(progress.episodes.items()):
-            packed.add_episode(key, sample, episode)
-        for partial in progress.partials:
-            packed.add_partial(key, partial)
-    return packed.arrays(), {"nodes": nodes} | ({_IMAGES: True} if packed.has_images else {})
-
-
 class SavedSamples:
     """The samples of a checkpoint, to be taken by counter, each once.
 
@@ -56,37 +43,30 @@ class SavedSamples:
 
     def __init__(self, additions: Sequence[Addition] = ()):
         self.left_out = 0
-        self._additions = dict(enumerate(additions))
-        self._place: dict[int, int] = {}  # addition that has a counter's samples
-        self._left: list[set[int]] = []  # counters that were not taken, by addition
-        self._open: dict[int, _Unpacked] = {}
-        for place, addition in self._additions.items():
-            counters = set(addition.read("index")["index"][:, 0].tolist())
-            self._left.append(counters - self._place.keys())  # hosts of one sampler save the same
-            self._place |= dict.fromkeys(self._left[-1], place)
+        # by counter that was not taken; an addition is freed with the last one
+        self._left: dict[int, _Saved] = {}
+        for addition in additions:
+            samples = _Saved(addition)
+            for counter in samples.counters:  # hosts of one sampler save the same
+                self._left.setdefault(counter, samples)
 
     def __contains__(self, counter: int) -> bool:
         """Whether there are samples of a counter, and they were not taken."""
-        place = self._place.get(counter)
-        return place is not None and counter in self._left[place]
+        return counter in self._left
 
     @property
     def counters(self) -> set[int]:
         """The counters whose samples were not taken."""
-        return set().union(*self._left)
+        return set(self._left)
 
     @property
     def end(self) -> int:
         """The first counter after those whose samples were not taken."""
-        return 1 + max((max(left, default=-1) for left in self._left), default=-1)
+        return 1 + max(self._left, default=-1)
 
     def keep(self, counters: Collection[int]) -> None:
-        """Forgets the samples of all other counters, and frees additions of which none are left."""
-        for place, left in enumerate(self._left):
-            left &= set(counters)
-            if not left:
-                self._open.pop(place, None)
-                self._additions.pop(place, None)
+        """Forgets the samples of all other counters."""
+        self._left = {c: samples for c, samples in self._left.items() if c in counters}
 
     def take(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
         """The samples of a prompt, as answers to its `requests` by node; {} if there are none, or
@@ -94,195 +74,193 @@ class SavedSamples:
 
         ValueError for an addition whose columns differ in length.
         """
-        if counter not in self:
+        samples = self._left.pop(counter, None)
+        if samples is None:
             return {}
-        place = self._place[counter]
-        if place not in self._open:
-            self._open[place] = _Unpacked(self._additions[place])
-        found = self._open[place].of(counter, requests)
+        found = samples.of(counter, requests)
         taken = sum(progress.num_sampled for progress in found.values())
-        self.left_out += self._open[place].num_sampled(counter) - taken
-        self._left[place].remove(counter)
-        if not self._left[place]:
-            del self._open[place], self._additions[place]
+        self.left_out += samples.num_sampled(counter) - taken
         return found
 
 
-# What an index row says of a sample; the lengths say which tokens are its own.
-_INDEX = (
+# What an index row says of a sample; the lengths say which entries of arrays are its own.
+INDEX = (
     *("counter", "node", "sample", "tokens", "fed", "experts"),
     *("ended", "finished", "turns", "reason"),
 )
+_LENGTHS = {"fed": "fed", "experts": "experts"}  # of arrays; all others have an entry per token
 
 
-class _Packed:
-    """Samples one after the other in a few arrays."""
+@dataclasses.dataclass
+class _Sample:
+    """A sample as its index row and its entries of each array."""
 
-    def __init__(self):
-        self._index: list[tuple[int, ...]] = []
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-        self._mask: list[np.ndarray] = []
-        self._fed: list[np.ndarray] = []
-        self._experts: list[np.ndarray] = []
-        self._reward: list[float] = []
-        self._logged: list[dict[str, float]] = []
-        self._images: list[np.ndarray] = []  # one of each sample, empty without images
-
-    @property
-    def has_images(self) -> bool:
-        """Whether a sample has images, which are in `arrays` then alone."""
-        return any(blob.size for blob in self._images)
-
-    def add_episode(self, key: tuple[int, int], sample: int, episode: Episode) -> None:
-        """Adds a response that has ended."""
-        response, experts = episode.response, episode.response.routed_experts
-        rows = -1 if experts is None else len(experts)
-        if experts is not None:
-            self._experts.append(experts)
-        facts = (response.finished, episode.turns, REASONS.index(episode.reason))
-        self._add(key, sample, response, rows=(0, rows), facts=(1, *map(int, facts)))
-        self._mask.append(episode.mask)
-        self._reward.append(episode.reward)
-        self._logged.append(episode.logged)
-        self._images.append(turn_images.to_bytes(response.shown))
-
-    def add_partial(self, key: tuple[int, int], partial: Partial) -> None:
-        """Adds a response that is under way."""
-        response = partial.response(frozenset())
-        fed = partial.fed
-        self._fed.append(fed)
-        self._add(key, partial.sample, response, rows=(len(fed), -1), facts=(0, 0, 0, 0))
-        self._mask.append(np.ones(len(response.tokens), bool))
-        self._reward.append(0.0)
-        self._logged.append({})
-        self._images.append(turn_images.to_bytes(partial.shown))
-
-    def arrays(self) -> Arrays:
-        """All of them by name."""
-        whole = {
-            name: np.concatenate([np.zeros(0, dtype), *self._columns[name]])
-            for name, dtype in _COLUMNS.items()
-        }
-        text = json.dumps(self._logged, allow_nan=True).encode()
-        if self.has_images:
-            whole[_IMAGES] = np.concatenate(self._images)
-            whole[_IMAGE_BYTES] = np.array([len(blob) for blob in self._images], np.int64)
-        return whole | {
-            "index": np.array(self._index, np.int64).reshape(-1, len(_INDEX)),
-            "mask": np.concatenate([np.zeros(0, bool), *self._mask]),
-            "fed": np.concatenate([np.zeros(0, np.int32), *self._fed]),
-            "experts": np.concatenate(self._experts) if self._experts else np.zeros(0, np.int8),
-            "reward": np.array(self._reward, np.float64),
-            "logged": np.frombuffer(text, np.uint8),
-        }
-
-    def _add(
-        self,
-        key: tuple[int, int],
-        sample: int,
-        response: Response,
-        *,
-        rows: tuple[int, int],
-        facts: tuple[int, ...],
-    ) -> None:
-        lengths = {name: len(getattr(response, name)) for name in _COLUMNS}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"response {sample} of prompt {key[0]} has columns of several lengths, {lengths}"
-            )
-        self._index.append((*key, sample, len(response.tokens), *rows, *facts))
-        for name in _COLUMNS:
-            self._columns[name].append(getattr(response, name))
+    row: tuple[int, ...]
+    columns: dict[str, np.ndarray]
+    images: np.ndarray  # empty without some
+    experts: np.ndarray | None = None
+    reward: float = 0.0
+    logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-class _Unpacked:
-    """The samples of one addition."""
+def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]:
+    """Requests as (arrays by name, JSON values).
+
+    ValueError for a response whose columns differ in length: it has grown meanwhile.
+    """
+    nodes = sorted({node for _, node in requests})
+    samples: list[_Sample] = []
+    for (counter, node), progress in sorted(requests.items()):
+        key = (counter, nodes.index(node))
+        samples += [_of_episode(key, episode) for _, episode in sorted(progress.episodes.items())]
+        samples += [_of_partial(key, partial) for partial in progress.partials]
+    arrays = {
+        name: np.concatenate([np.zeros(0, dtype), *(s.columns[name] for s in samples)])
+        for name, dtype in _ARRAYS.items()
+    }
+    experts = [s.experts for s in samples if s.experts is not None]
+    text = json.dumps([s.logged for s in samples], allow_nan=True).encode()
+    arrays |= {
+        "index": np.array([s.row for s in samples], np.int64).reshape(-1, len(INDEX)),
+        "experts": np.concatenate(experts) if experts else np.zeros(0, np.int8),
+        "reward": np.array([s.reward for s in samples], np.float64),
+        "logged": np.frombuffer(text, np.uint8),
+    }
+    images = [s.images for s in samples]
+    if not any(blob.size for blob in images):
+        return arrays, {"nodes": nodes}
+    arrays[_IMAGES] = np.concatenate(images)
+    arrays[_IMAGE_BYTES] = np.array([len(blob) for blob in images], np.int64)
+    return arrays, {"nodes": nodes, _IMAGES: True}
+
+
+def _of_episode(key: tuple[int, int], episode: Episode) -> _Sample:
+    """A response that has ended; `key`: counter and place of the node."""
+    response, experts = episode.response, episode.response.routed_experts
+    rows = -1 if experts is None else len(experts)
+    facts = (1, int(response.finished), int(episode.turns), REASONS.index(episode.reason))
+    columns = _columns(key[0], response) | {"mask": episode.mask, "fed": np.zeros(0, np.int32)}
+    return _Sample(
+        (*key, response.sample, len(response.tokens), 0, rows, *facts),
+        columns,
+        turn_images.to_bytes(response.shown),
+        experts,
+        episode.reward,
+        episode.logged,
+    )
+
+
+def _of_partial(key: tuple[int, int], partial: Partial) -> _Sample:
+    """A response that is under way."""
+    columns = _columns(key[0], partial.response(frozenset()))
+    length, fed = len(columns["tokens"]), partial.fed
+    columns |= {"mask": np.ones(length, bool), "fed": fed}
+    row = (*key, partial.sample, length, len(fed), -1, 0, 0, 0, 0)
+    return _Sample(row, columns, turn_images.to_bytes(partial.shown))
+
+
+def _columns(counter: int, response: Response) -> Arrays:
+    columns = {name: getattr(response, name) for name in _COLUMNS}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"response {response.sample} of prompt {counter} has columns of several lengths, "
+            f"{lengths}"
+        )
+    return columns
+
+
+class _Saved:
+    """The samples of one addition. Their arrays are read when some are taken.
+
+    Attributes:
+      counters: of their prompts.
+    """
 
     def __init__(self, addition: Addition):
-        names = ("index", *_COLUMNS, "mask", "fed", "experts", "reward", "logged")
-        if addition.facts.get(_IMAGES):
-            names = (*names, _IMAGES, _IMAGE_BYTES)
-        self._arrays = addition.read(*names)
-        self._nodes = addition.facts["nodes"]
-        self._logged = json.loads(self._arrays["logged"].tobytes())
-        index = self._arrays["index"]
-        self._index = {name: index[:, i] for i, name in enumerate(_INDEX)}
-        self._starts = {
-            name: np.cumsum(np.maximum(self._index[name], 0)) - np.maximum(self._index[name], 0)
-            for name in ("tokens", "fed", "experts")
-        }
-        self._check()
+        self._addition, self._nodes = addition, addition.facts["nodes"]
+        index = addition.read("index")["index"]
+        self._index = {name: index[:, i] for i, name in enumerate(INDEX)}
+        self.counters = set(self._index["counter"].tolist())
+
+    @functools.cached_property
+    def _arrays(self) -> Arrays:
+        names = (*_ARRAYS, "experts", "reward", "logged")
+        images = (_IMAGES, _IMAGE_BYTES) if self._addition.facts.get(_IMAGES) else ()
+        arrays = self._addition.read(*names, *images)
+        for name in _ARRAYS:
+            total, found = self._bounds[_LENGTHS.get(name, "tokens")][-1], len(arrays[name])
+            if found != total:
+                raise ValueError(
+                    f"the samples of a checkpoint have {found} values of {name!r} for {total} "
+                    "tokens, so that they would go to other responses: remove the newest folder in "
+                    "checkpoints/ to go on from the one before"
+                )
+        return arrays
 
     def of(self, counter: int, requests: Mapping[str, GroupRequest]) -> dict[str, Progress]:
         """A prompt's samples by the node's id."""
         found: dict[str, Progress] = {}
-        for place in np.flatnonzero(self._index["counter"] == counter).tolist():
-            node, row = self._nodes[self._index["node"][place]], self._row(place)
+        for place in self._places(counter):
+            row = {name: int(values[place]) for name, values in self._index.items()}
+            node = self._nodes[row["node"]]
             request = requests.get(node)
             if request is None or row["sample"] not in request.samples:
                 continue
-            length = row["fed"] + row["tokens"]
+            length, limit = row["fed"] + row["tokens"], request.sampling.limit
             progress = found.setdefault(node, Progress())
-            if row["ended"] and length <= request.sampling.limit:
-                progress.episodes[row["sample"]] = self._episode(place, request)
-            elif not row["ended"] and length < request.sampling.limit:
-                progress.partials.append(self._partial(place, request))
+            if row["ended"] and length <= limit:
+                progress.episodes[row["sample"]] = self._episode(place, row, request)
+            elif not row["ended"] and length < limit:
+                progress.partials.append(self._partial(place, row, request))
         return found
 
     def num_sampled(self, counter: int) -> int:
         """Tokens that were sampled for a prompt."""
-        places = np.flatnonzero(self._index["counter"] == counter).tolist()
-        return sum(int(self._slice("tokens", "mask", place).sum()) for place in places)
+        return sum(int(self._slice("mask", place).sum()) for place in self._places(counter))
 
-    def _check(self) -> None:
-        """Raises ValueError if columns do not have as many values as the index says."""
-        wanted = {**dict.fromkeys((*_COLUMNS, "mask"), "tokens"), "fed": "fed"}
-        for column, name in wanted.items():
-            total, found = int(self._index[name].sum()), len(self._arrays[column])
-            if found != total:
-                raise ValueError(
-                    f"the samples of a checkpoint have {found} values of {column!r} for {total} "
-                    "tokens, so that they would go to other responses: remove the newest folder in "
-                    "checkpoints/ to go on from the one before"
-                )
+    def _places(self, counter: int) -> list[int]:
+        return np.flatnonzero(self._index["counter"] == counter).tolist()
 
-    def _row(self, place: int) -> dict[str, int]:
-        return {name: int(values[place]) for name, values in self._index.items()}
+    def _partial(self, place: int, row: Mapping[str, int], request: GroupRequest) -> Partial:
+        chunk = tuple(self._slice(name, place) for name in _COLUMNS)
+        chunks, fed = [chunk] if row["tokens"] else [], self._slice("fed", place)
+        return Partial(request, row["sample"], fed, chunks, self._images(place))
 
-    def _partial(self, place: int, request: GroupRequest) -> Partial:
-        row = self._row(place)
-        chunk = tuple(self._slice("tokens", name, place) for name in _COLUMNS)
-        chunks = [chunk] if row["tokens"] else []
-        fed, shown = self._slice("fed", "fed", place), self._images(place)
-        return Partial(request, row["sample"], fed, chunks, shown)
-
-    def _episode(self, place: int, request: GroupRequest) -> Episode:
-        row, columns = self._row(place), {n: self._slice("tokens", n, place) for n in _COLUMNS}
-        experts = self._slice("experts", "experts", place) if row["experts"] >= 0 else None
-        finished = bool(row["finished"])
+    def _episode(self, place: int, row: Mapping[str, int], request: GroupRequest) -> Episode:
         return Episode(
             Response(
                 request.prompt,
                 row["sample"],
-                **columns,
-                finished=finished,
-                routed_experts=experts,
+                **{name: self._slice(name, place) for name in _COLUMNS},
+                finished=bool(row["finished"]),
+                routed_experts=self._slice("experts", place) if row["experts"] >= 0 else None,
                 shown=self._images(place),
             ),
-            mask=self._slice("tokens", "mask", place),
+            mask=self._slice("mask", place),
             reward=float(self._arrays["reward"][place]),
             turns=row["turns"],
             reason=REASONS[row["reason"]],
             logged=self._logged[place],
         )
 
+    @functools.cached_property
+    def _logged(self) -> list[dict[str, float]]:
+        return json.loads(self._arrays["logged"].tobytes())
+
     def _images(self, place: int) -> TurnImages | None:
         if _IMAGES not in self._arrays:
             return None
-        sizes = self._arrays[_IMAGE_BYTES]
-        start = int(sizes[:place].sum())
-        return turn_images.from_bytes(self._arrays[_IMAGES][start : start + int(sizes[place])])
+        end, sizes = np.cumsum(self._arrays[_IMAGE_BYTES])[place], self._arrays[_IMAGE_BYTES]
+        return turn_images.from_bytes(self._arrays[_IMAGES][end - sizes[place] : end])
 
-    def _slice(self, lengths: str, name: str, place: int) -> np.ndarray:
-        start = self._starts[lengths][place]
-        return self._arrays[name][start : start + max(self._index[lengths][place], 0)].copy()
+    @functools.cached_property
+    def _bounds(self) -> Arrays:
+        """Where the entries of each sample begin, and the last ones end, by column of lengths."""
+        lengths = {n: np.maximum(self._index[n], 0) for n in ("tokens", *_LENGTHS.values())}
+        return {name: np.concatenate([[0], np.cumsum(column)]) for name, column in lengths.items()}
+
+    def _slice(self, name: str, place: int) -> np.ndarray:
+        """The entries of a sample in an array."""
+        start, end = self._bounds[_LENGTHS.get(name, "tokens")][place : place + 2]
+        return self._arrays[name][start:end].copy()

@@ -1,297 +1,284 @@
-"""A worker's pull of weights: the chunks that its own layout needs, from those that have them.
+"""A worker's pull of weights: the chunks that its own layout needs, from trainers that have them.
 
 A version is had whole or not at all: arrays are made when every chunk is there and right. One that
 comes damaged, late or not at all comes from another process that has it.
 """
 
+import dataclasses
+import itertools
 import logging
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.stream.weight_chunks import (
-    ChunkSpec,
-    Manifest,
-    TensorSpec,
-    check_grid,
-    checksum,
-    overlap,
-    read_manifest,
-)
 from distflow_jax.stream.weight_store import (
+    CHUNK,
     MANIFEST,
     NOT_YET,
-    PIECE,
-    manifest_request,
-    piece_request,
+    ChunkSpec,
+    Manifest,
+    checksum,
+    read_manifest,
+    request,
 )
 from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 
-PIECE_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
+CHUNK_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
 LOOK_SECONDS = 0.05  # between two questions for a version that is not there yet
 THREADS = 4  # chunks in flight
+_ASKED_AT_ONCE = 16  # trainers, for their manifests
 
 log = logging.getLogger("distflow_jax")
 
 
 class Source(Protocol):
-    """A process that serves weights: a Caller of the wire."""
+    """A process that serves weights: a client of the wire."""
 
     address: str
 
     def call(self, method: str, payload: bytes, seconds: float) -> Bytes:
         """The answer to one call; raises Refused and Unreachable."""
 
-    def close(self) -> None:
-        """Ends the connection."""
 
+def pull_target(shapes: Any, shardings: Any, dtype: str) -> Any:
+    """ShapeDtypeStructs for `pull_weights`: weights of one dtype in a worker's own layout.
 
-class WeightPull:
-    """Pulls versions of the weights from trainers.
-
-    Args:
-      callers: of all trainer processes. The caller closes them.
-      threads: chunks in flight at most.
-
-    Attributes:
-      bytes_pulled: of chunks, since the start, by address.
+    `shapes` and `shardings`: trees of one structure (models/parameters.py has both).
     """
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=s), shapes, shardings
+    )
 
-    def __init__(self, clients: Sequence[Source], *, threads: int = THREADS):
-        self._clients = sorted(clients, key=lambda client: client.address)
-        self._threads = threads
-        self._lock = threading.Lock()
-        self.bytes_pulled: Counter[str] = Counter()
 
-    def pull(self, version: int, target: Any, seconds: float, attempt: str = "") -> Any:
-        """The weights of a version, as `target` has them: ShapeDtypeStructs with shardings.
+def pull_weights(
+    sources: Sequence[Source], version: int, target: Any, seconds: float, attempt: str = ""
+) -> Any:
+    """The weights of a version, as `target` has them: ShapeDtypeStructs with shardings.
 
-        `attempt` of the run, if it is known. Raises Refused if nobody has the version or what
-        is served are other weights, and Unreachable if they are not here in time.
-        """
-        end = time.monotonic() + seconds
-        offers = self._offers(version, end, attempt)
-        wanted = _wanted(target, _union(offers))
-        fetch = _Fetch(version, offers, end)
-        with ThreadPoolExecutor(self._threads, "pull") as pool:
-            runs = [pool.submit(self._take, fetch, *one) for one in wanted.chunks()]
-            try:
-                for run in as_completed(runs):
-                    run.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-        return wanted.arrays()
+    `sources`: all trainer processes; `attempt` of the run, if it is known. Raises Refused if nobody
+    has the version or what is served are other weights, and Unreachable if they are not here in
+    time.
+    """
+    end = time.monotonic() + seconds
+    leaves = flatten_dict(target, sep="/")
+    served = _Served(version, end, _offers(sources, version, end, attempt))
+    served.check(leaves)
+    blocks = {path: _blocks_of(leaf) for path, leaf in leaves.items()}
 
-    def _take(self, fetch: "_Fetch", path: str, chunk: ChunkSpec, blocks: list["_Block"]) -> None:
-        """Brings one chunk into the blocks that need some of it."""
-        data, address = fetch.bring(path, chunk)
-        with self._lock:
-            self.bytes_pulled[address] += len(data)
-        for block in blocks:
+    def bring(path: str, chunk: ChunkSpec) -> None:
+        needing = [block for block in blocks[path].values() if block.needs(chunk)]
+        data = served.bring(path, chunk) if needing else b""
+        for block in needing:
             block.write(chunk, data)
 
-    def _offers(self, version: int, end: float, attempt: str) -> list["_Offer"]:
-        """The manifests of all trainers that answer."""
-        with ThreadPoolExecutor(min(len(self._clients), 16), "pull") as pool:
-            asked = [pool.submit(_ask, client, version, end) for client in self._clients]
-        offers, problems = [], []
-        for client, run in zip(self._clients, asked, strict=True):
-            try:
-                offers.append(_Offer(client, run.result()))
-            except (Refused, Unreachable, ValueError) as error:
-                problems.append(error)
-        for problem in problems:
-            if not offers:
-                raise problem if not isinstance(problem, ValueError) else Refused(str(problem))
-            log.warning("weights of version %d come from others: %s", version, problem)
-        found = {offer.manifest.attempt for offer in offers}
-        if len(found) > 1 or attempt not in ("", *found):
-            raise Refused(
-                f"version {version} is that of another attempt of the run: {sorted(found)}"
-            )
-        return offers
+    with ThreadPoolExecutor(THREADS, "pull") as pool:
+        runs = [pool.submit(bring, path, chunk) for path, chunk in served.chunks()]
+        try:
+            for run in as_completed(runs):
+                run.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    arrays = {path: _array(leaf, blocks[path]) for path, leaf in leaves.items()}
+    return jax.block_until_ready(unflatten_dict(arrays, sep="/"))
 
 
-class _Offer(NamedTuple):
-    source: Source
-    manifest: Manifest
+# -- what is served --------------------------------------------------------------------------------
 
 
-def _ask(client: Source, version: int, end: float) -> Manifest:
+def _offers(
+    sources: Sequence[Source], version: int, end: float, attempt: str
+) -> list[tuple[Source, Manifest]]:
+    """The manifests of all trainers that answer."""
+    with ThreadPoolExecutor(min(len(sources), _ASKED_AT_ONCE), "pull") as pool:
+        asked = [pool.submit(_ask, source, version, end) for source in sources]
+    offers, problems = [], []
+    for source, run in zip(sources, asked, strict=True):
+        try:
+            offers.append((source, run.result()))
+        except (Refused, Unreachable) as error:
+            problems.append(error)
+    for problem in problems:
+        if not offers:
+            raise problem
+        log.warning("weights of version %d come from others: %s", version, problem)
+    attempts = {manifest.attempt for _, manifest in offers}
+    if len(attempts) > 1 or attempt not in ("", *attempts):
+        raise Refused(
+            f"version {version} is that of another attempt of the run: {sorted(attempts)}"
+        )
+    return offers
+
+
+def _ask(source: Source, version: int, end: float) -> Manifest:
     """A trainer's manifest, waiting until it has the version."""
     while True:
         left = end - time.monotonic()
-        seconds = max(0.001, min(left, PIECE_SECONDS))
-        answer = client.call(MANIFEST, manifest_request(version), seconds)
+        seconds = max(0.001, min(left, CHUNK_SECONDS))
+        answer = source.call(MANIFEST, request(version=version), seconds)
         if answer != NOT_YET:
             break
         if left <= LOOK_SECONDS:
-            raise Unreachable(f"{client.address}: version {version} is not there in time")
+            raise Unreachable(f"{source.address}: version {version} is not there in time")
         time.sleep(LOOK_SECONDS)
-    manifest = read_manifest(answer, client.address)
+    try:
+        manifest = read_manifest(answer, source.address)
+    except ValueError as error:
+        raise Refused(str(error)) from error
     if manifest.version != version:
-        raise Refused(f"{client.address}: version {manifest.version} in place of {version}")
+        raise Refused(f"{source.address}: version {manifest.version} in place of {version}")
     return manifest
 
 
-def _union(offers: list[_Offer]) -> dict[str, TensorSpec]:
-    """All chunks that are there, each once. Refused where two processes have other weights."""
-    found: dict[str, tuple[tuple[int, ...], str, dict[tuple, ChunkSpec]]] = {}
-    for source, manifest in offers:
-        for path, tensor in manifest.tensors.items():
-            shape, dtype, chunks = found.setdefault(path, (tensor.shape, tensor.dtype, {}))
-            for chunk in tensor.chunks:
-                known = chunks.setdefault((chunk.start, chunk.shape), chunk)
-                if known != chunk or (shape, dtype) != (tensor.shape, tensor.dtype):
-                    raise Refused(f"{source.address}: {path} differs from that of other trainers")
-    return {
-        path: TensorSpec(shape, dtype, tuple(chunks.values()))
-        for path, (shape, dtype, chunks) in found.items()
-    }
+class _Served:
+    """The chunks of one version: which there are, and each from a trainer that has it, spread
+    evenly over these."""
 
-
-class _Block:
-    """A block of a tensor that some of this process's devices hold."""
-
-    def __init__(self, start: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype):
-        self.start, self.array = start, np.empty(shape, dtype)
-
-    def write(self, chunk: ChunkSpec, data: Bytes) -> None:
-        """The part of a chunk that lies in this block."""
-        of_chunk, of_block = overlap(chunk, self.start, self.array.shape)
-        values = np.frombuffer(data, self.array.dtype).reshape(chunk.shape)
-        self.array[of_block] = values[of_chunk]
-
-
-class _Wanted:
-    """The blocks that this process's devices hold of each tensor."""
-
-    def __init__(self):
-        self._leaves: dict[str, tuple[Any, dict[str, _Block]]] = {}
-        self._chunks: list[tuple[str, ChunkSpec, list[_Block]]] = []
-
-    def add(self, path: str, leaf: Any, served: TensorSpec) -> None:
-        """A tensor, which is served in these chunks."""
-        blocks: dict[str, _Block] = {}
-        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
-            if str(index) not in blocks:
-                bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
-                start = tuple(a for a, _, _ in bounds)
-                shape = tuple(b - a for a, b, _ in bounds)
-                blocks[str(index)] = _Block(start, shape, leaf.dtype)
-        self._leaves[path] = leaf, blocks
-        for chunk in served.chunks:
-            parts = [b for b in blocks.values() if overlap(chunk, b.start, b.array.shape)]
-            if parts:
-                self._chunks.append((path, chunk, parts))
-
-    def chunks(self) -> list[tuple[str, ChunkSpec, list[_Block]]]:
-        """The chunks to take, in the order of all workers: the largest first."""
-        return sorted(self._chunks, key=lambda one: (-one[1].size, one[0], one[1].start))
-
-    def arrays(self) -> Any:
-        """The weights on their devices, once all chunks are there."""
-        flat = {}
-        for path, (leaf, blocks) in self._leaves.items():
-            places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-            shards = [jax.device_put(blocks[str(i)].array, d) for d, i in places.items()]
-            flat[path] = jax.make_array_from_single_device_arrays(
-                leaf.shape, leaf.sharding, shards, dtype=leaf.dtype
-            )
-        return jax.block_until_ready(unflatten_dict(flat, sep="/"))
-
-
-def _wanted(target: Any, served: Mapping[str, TensorSpec]) -> _Wanted:
-    """The blocks to fill. Refused for weights of other names, shapes or dtypes."""
-    leaves = flatten_dict(target, sep="/")
-    if served.keys() != leaves.keys():
-        named = min(served.keys() ^ leaves.keys())
-        raise Refused(f"the weights that are served are of another model: see {named}")
-    wanted = _Wanted()
-    for path, leaf in leaves.items():
-        there = served[path]
-        if there.shape != leaf.shape or there.dtype != jnp.dtype(leaf.dtype).name:
-            raise Refused(
-                f"{path} is served as {there.dtype}{list(there.shape)} and should be "
-                f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}: use one config on both sides"
-            )
-        try:
-            check_grid(path, there.shape, there.chunks)
-        except ValueError as error:
-            raise Unreachable(f"some weights are with no process that answers: {error}") from error
-        wanted.add(path, leaf, there)
-    return wanted
-
-
-class _Fetch:
-    """One version's chunks, each from a process that has it, spread evenly over these."""
-
-    def __init__(self, version: int, offers: list[_Offer], end: float):
-        self.version, self._end = version, end
+    def __init__(self, version: int, end: float, offers: Iterable[tuple[Source, Manifest]]):
+        """Refused where two trainers have other weights."""
+        self._version, self._end = version, end
         self._lock = threading.Lock()
-        self._out: dict[str, str] = {}  # addresses that have failed, and why
-        self._load: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}  # addresses, and why
+        self._load: Counter[str] = Counter()  # elements that were asked for, by address
+        self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype
+        self._chunks: dict[str, dict[tuple[int, ...], ChunkSpec]] = {}
         self._having: dict[tuple[str, tuple[int, ...]], list[Source]] = {}
         for source, manifest in offers:
             for path, tensor in manifest.tensors.items():
+                kind = tensor.shape, tensor.dtype
+                same = self._tensors.setdefault(path, kind) == kind
+                known = self._chunks.setdefault(path, {})
                 for chunk in tensor.chunks:
+                    same &= known.setdefault(chunk.start, chunk) == chunk
                     self._having.setdefault((path, chunk.start), []).append(source)
+                if not same:
+                    raise Refused(f"{source.address}: {path} differs from that of other trainers")
         for having in self._having.values():  # of equals another one each time
             random.shuffle(having)
 
-    def bring(self, path: str, chunk: ChunkSpec) -> tuple[Bytes, str]:
-        """(a chunk, the address that it is from); another process is asked where one fails."""
+    def check(self, leaves: Mapping[str, Any]) -> None:
+        """Refused for weights of other names, shapes or dtypes, Unreachable if some are lacking."""
+        if self._tensors.keys() != leaves.keys():
+            named = min(self._tensors.keys() ^ leaves.keys())
+            raise Refused(f"the weights that are served are of another model: see {named}")
+        for path, leaf in leaves.items():
+            (shape, dtype), wanted = self._tensors[path], jnp.dtype(leaf.dtype).name
+            if (shape, dtype) != (leaf.shape, wanted):
+                raise Refused(
+                    f"{path} is served as {dtype}{list(shape)} and should be "
+                    f"{wanted}{list(leaf.shape)}: use one config on both sides"
+                )
+            try:
+                check_grid(path, shape, list(self._chunks[path].values()))
+            except ValueError as error:
+                raise Unreachable(
+                    f"some weights are with no process that answers: {error}"
+                ) from error
+
+    def chunks(self) -> list[tuple[str, ChunkSpec]]:
+        """The chunks by path, in the order of all workers: the largest first."""
+        chunks = [(path, chunk) for path, of in self._chunks.items() for chunk in of.values()]
+        return sorted(chunks, key=lambda entry: (-entry[1].size, entry[0], entry[1].start))
+
+    def bring(self, path: str, chunk: ChunkSpec) -> Bytes:
+        """A chunk; another trainer is asked where one fails."""
         while (source := self._choose(path, chunk)) is not None:
             try:
-                return self._from(source, path, chunk), source.address
+                return self._from(source, path, chunk)
             except (Refused, Unreachable) as error:
-                with self._lock:
-                    new = source.address not in self._out
-                    self._out.setdefault(source.address, str(error))
-                if time.monotonic() >= self._end:
-                    break
-                if new:
-                    log.warning(
-                        "weights of version %d come no longer from %s: %s",
-                        self.version,
-                        source.address,
-                        error,
-                    )
+                self._note(source.address, str(error))
+            if time.monotonic() >= self._end:
+                break
         with self._lock:
-            reasons = "; ".join(sorted(set(self._out.values())))
-        raise Unreachable(f"version {self.version} of the weights: nobody gives {path}: {reasons}")
+            reasons = "; ".join(sorted(set(self._failed.values())))
+        raise Unreachable(f"version {self._version} of the weights: nobody gives {path}: {reasons}")
+
+    def _note(self, address: str, reason: str) -> None:
+        """Asks a trainer no more; its first failure is told."""
+        with self._lock:
+            known = address in self._failed
+            self._failed.setdefault(address, reason)
+        if not known:
+            text = "weights of version %d come no longer from %s: %s"
+            log.warning(text, self._version, address, reason)
 
     def _choose(self, path: str, chunk: ChunkSpec) -> Source | None:
-        """The trainer that has been asked for the fewest bytes."""
+        """The trainer that has been asked for the least."""
         with self._lock:
-            having = [s for s in self._having[path, chunk.start] if s.address not in self._out]
+            having = [s for s in self._having[path, chunk.start] if s.address not in self._failed]
             chosen = min(having, key=lambda s: self._load[s.address], default=None)
             if chosen is not None:
                 self._load[chosen.address] += chunk.size
             return chosen
 
     def _from(self, source: Source, path: str, chunk: ChunkSpec) -> Bytes:
-        left = min(self._end - time.monotonic(), PIECE_SECONDS)
-        data = source.call(PIECE, piece_request(self.version, path, chunk), max(left, 0.001))
+        seconds = max(0.001, min(self._end - time.monotonic(), CHUNK_SECONDS))
+        asked = request(version=self._version, path=path, start=chunk.start)
+        data = source.call(CHUNK, asked, seconds)
         if checksum(data) != chunk.checksum:
-            raise Refused(f"a piece of {path} has another checksum than the manifest says")
+            raise Refused(f"a chunk of {path} has another checksum than the manifest says")
         return data
 
 
-def pull_target(shapes: Any, shardings: Any, dtype: str) -> Any:
-    """ShapeDtypeStructs for WeightPull.pull: weights of one dtype in a worker's own layout.
+def check_grid(path: str, shape: Sequence[int], chunks: Sequence[ChunkSpec]) -> None:
+    """ValueError unless the chunks, each listed once, are all cells of one grid over the tensor.
 
-    `shapes` and `shardings`: trees of one structure (models/parameters.py has both).
+    Then each element lies in exactly one of them.
     """
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=s), shapes, shardings
+    begins = [sorted({0, *(chunk.start[dim] for chunk in chunks)}) for dim in range(len(shape))]
+    sides = [
+        [(a, b - a) for a, b in itertools.pairwise([*of_dim, size]) if a < b]
+        for of_dim, size in zip(begins, shape, strict=True)
+    ]
+    cells = {tuple(cell) for cell in itertools.product(*sides)}
+    found = [tuple(zip(chunk.start, chunk.shape, strict=True)) for chunk in chunks]
+    if len(found) != len(cells) or set(found) != cells:
+        there = len(cells & set(found))
+        raise ValueError(f"{path}: {there} of {len(cells)} chunks are there, {len(found)} listed")
+
+
+# -- what is wanted --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block of a tensor that some of this process's devices hold."""
+
+    start: tuple[int, ...]
+    array: np.ndarray
+
+    def needs(self, chunk: ChunkSpec) -> bool:
+        """Whether some of a chunk lies in this block."""
+        return chunk.overlap(self.start, self.array.shape) is not None
+
+    def write(self, chunk: ChunkSpec, data: Bytes) -> None:
+        """The part of a chunk that lies in this block."""
+        of_chunk, of_block = chunk.overlap(self.start, self.array.shape)
+        values = np.frombuffer(data, self.array.dtype).reshape(chunk.shape)
+        self.array[of_block] = values[of_chunk]
+
+
+def _blocks_of(leaf: Any) -> dict[str, _Block]:
+    """The blocks of a tensor by their index, each once."""
+    blocks = {}
+    for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+        if str(index) not in blocks:
+            bounds = [s.indices(n) for s, n in zip(index, leaf.shape, strict=True)]
+            array = np.empty([b - a for a, b, _ in bounds], leaf.dtype)
+            blocks[str(index)] = _Block(tuple(a for a, _, _ in bounds), array)
+    return blocks
+
+
+def _array(leaf: Any, blocks: Mapping[str, _Block]) -> jax.Array:
+    """A tensor on its devices, once all its chunks are there."""
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: blocks[str(index)].array
     )

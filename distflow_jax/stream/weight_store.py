@@ -1,15 +1,22 @@
-"""A weight store of weights: versions in the memory of the host, handed out chunk by chunk.
+"""The weights that this process serves: versions in the memory of the host, in chunks.
 
 Each trainer process copies the blocks of its own devices, each once, and serves them: nothing is
 gathered, and no process has all of a model whose layers or matrices are divided. The weights are
 those of training, cast and with adapters merged: workers bring them into their samplers' form.
+
+Blocks are cut alike everywhere, into chunks of a few MiB along their longest dims. All chunks of a
+tensor form a grid: in each dim their intervals follow one another. A manifest lists those that a
+process has, with their checksums.
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,31 +24,148 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.models import lora
-from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, check_fields
+from distflow_jax.parsing.checked_fields import INTEGERS, OBJECT, SIZE, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import parse_json
 from distflow_jax.resharding.weight_sync import cast_weights
-from distflow_jax.stream.weight_chunks import (
-    CHUNK_BYTES,
-    ChunkSpec,
-    Manifest,
-    Place,
-    TensorSpec,
-    checksum,
-    cut,
-)
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
-MANIFEST, PIECE = "weights.manifest", "weights.piece"
+MANIFEST, CHUNK = "weights.manifest", "weights.chunk"
+CHUNK_BYTES = 4 << 20
 NOT_YET = b""  # the answer while a version is still to come
-# after its last piece, in which a version that is to be forgotten counts as being pulled
+# after its last chunk, in which a version that is to be forgotten counts as being pulled
 LINGER_SECONDS = 5.0
+_MOST_DIMS = 16
+
+# -- chunks ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSpec:
+    """Where a chunk lies in its tensor, and the CRC-32 of its bytes in C order."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    checksum: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def overlap(
+        self, start: Sequence[int], shape: Sequence[int]
+    ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """The overlap with a block, as indices into both; None: there is none."""
+        of_chunk, of_block = [], []
+        for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            of_chunk.append(slice(low - a, high - a))
+            of_block.append(slice(low - b, high - b))
+        return tuple(of_chunk), tuple(of_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor, and the chunks of it that a process has."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[ChunkSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The chunks that a process has of one version of the weights."""
+
+    attempt: str
+    version: int
+    tensors: Mapping[str, TensorSpec]
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        tensors = {
+            path: [t.shape, t.dtype, [[*c.start, *c.shape, c.checksum] for c in t.chunks]]
+            for path, t in self.tensors.items()
+        }
+        named = {"attempt": self.attempt, "version": self.version}
+        return json.dumps(named | {"tensors": tensors}, separators=(",", ":")).encode()
+
+
+def read_manifest(data: Bytes, place: str) -> Manifest:
+    """Inverse of Manifest.encode. ValueError, which begins with `place`, for what is none."""
+    raw = _object(data, {"attempt": TEXT, "version": SIZE, "tensors": OBJECT}, place)
+    try:
+        tensors = {path: _tensor(value) for path, value in raw["tensors"].items()}
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{place}: the manifest is damaged: {error}") from error
+    return Manifest(raw["attempt"], raw["version"], tensors)
+
+
+def cut(
+    start: Sequence[int], shape: Sequence[int], itemsize: int, most: int
+) -> Iterator[ChunkSpec]:
+    """The chunks of a block, of at most `most` bytes: its longest dims are halved until so."""
+    if 0 in shape:
+        return
+    step = list(shape)
+    while math.prod(step) * itemsize > most and math.prod(step) > 1:
+        longest = step.index(max(step))
+        step[longest] = -(-step[longest] // 2)
+    begins = [range(0, n, s) for n, s in zip(shape, step, strict=True)]
+    for offset in itertools.product(*begins):
+        sizes = tuple(min(s, n - o) for s, n, o in zip(step, shape, offset, strict=True))
+        yield ChunkSpec(tuple(a + o for a, o in zip(start, offset, strict=True)), sizes)
+
+
+checksum = zlib.crc32
+
+
+def request(**fields: Any) -> bytes:
+    """Asks for the MANIFEST of a `version`, or for the CHUNK of it at a `path` and a `start`."""
+    return json.dumps(fields).encode()
+
+
+def _object(data: Bytes, kinds: Mapping[str, Kind], place: str) -> Mapping[str, Any]:
+    """A JSON object with all of these fields. ValueError, which begins with `place`, otherwise."""
+    raw = parse_json(data, place)
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{place}: no object")
+    if lacking := kinds.keys() - raw.keys():
+        raise ValueError(f"{place}: {min(lacking)} is missing")
+    check_fields(raw, kinds, place)
+    return raw
+
+
+def _tensor(value: Any) -> TensorSpec:
+    shape, dtype, rows = value
+    dims = len(shape)
+    if dims > _MOST_DIMS or not isinstance(dtype, str):
+        raise ValueError("a tensor of another kind")
+    chunks = [ChunkSpec(_sizes(r[:dims]), _sizes(r[dims:-1]), r[-1]) for r in rows]
+    for chunk in chunks:
+        for a, n, most in zip(chunk.start, chunk.shape, shape, strict=True):
+            if a + n > most or n == 0:
+                raise ValueError("a chunk outside its tensor")
+    return TensorSpec(_sizes(shape), dtype, tuple(chunks))
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(SIZE.fits(value) for value in values):
+        raise ValueError(f"sizes {values!r:.80}")
+    return tuple(values)
+
+
+# -- the store -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _Version:
-    tensors: dict[str, TensorSpec]
-    chunks: dict[Place, Bytes] = dataclasses.field(default_factory=dict)
-    asked: float = -LINGER_SECONDS  # when a piece was asked for last
+    tensors: dict[str, TensorSpec] = dataclasses.field(default_factory=dict)
+    # by path and first element
+    chunks: dict[tuple[str, tuple[int, ...]], bytes] = dataclasses.field(default_factory=dict)
+    asked: float = -LINGER_SECONDS  # when a chunk was asked for last
     forgotten: bool = False
 
 
@@ -53,10 +177,7 @@ class WeightStore:
       prepare: turns some of the parameters into those that samplers have (merges adapters, for
         example); traceable.
       dtype: of the samplers' weights; None: the parameters' own.
-      chunk_bytes: bytes of a piece at most.
-
-    Attributes:
-      bytes_served: of pieces, since the start.
+      chunk_bytes: bytes of a chunk at most.
     """
 
     def __init__(
@@ -67,9 +188,8 @@ class WeightStore:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ):
-        self.attempt, self.bytes_served = attempt, 0
-        self._prepare, self._dtype = prepare, dtype
-        self._chunk_bytes = chunk_bytes
+        self.attempt, self._prepare = attempt, prepare
+        self._dtype, self._chunk_bytes = dtype, chunk_bytes
         self._programs: dict[str, Callable[[Any], Any]] = {}
         self._versions: dict[int, _Version] = {}
         self._lock = threading.Lock()
@@ -92,13 +212,11 @@ class WeightStore:
         Collective, from the thread that issues programs; the parameters may change afterwards. One
         tensor at a time, the next one on its way meanwhile: devices need memory for two.
         """
-        flat = flatten_dict(params, sep="/")
-        kept, before = _Version({}), None
+        flat, kept, before = flatten_dict(params, sep="/"), _Version(), None
         for path in flat:
             if lora.is_adapter(path):
                 continue
             leaving = self._leaving(path, flat)
-            jax.tree.map(lambda x: x.copy_to_host_async(), [s.data for s in _blocks(leaving)])
             if before is not None:
                 self._keep(kept, *before)
             before = path, leaving
@@ -120,10 +238,11 @@ class WeightStore:
 
     def methods(self) -> Mapping[str, Method]:
         """The methods of a server that hand out this weight store."""
-        return {MANIFEST: self._manifest, PIECE: self._piece}
+        return {MANIFEST: self._manifest, CHUNK: self._chunk}
 
     def _leaving(self, path: str, flat: Mapping[str, Any]) -> jax.Array:
-        """A parameter as it is served, in a buffer of its own and in the layout of training."""
+        """A parameter as it is served, on its way to the host: in a buffer of its own and in the
+        layout of training."""
         some = {p: flat[p] for p in (path, path + lora.A, path + lora.B) if p in flat}
         if path not in self._programs:
 
@@ -132,7 +251,10 @@ class WeightStore:
                 return flatten_dict(cast_weights(prepared, self._dtype), sep="/")[path]
 
             self._programs[path] = jax.jit(program, out_shardings=flat[path].sharding)
-        return self._programs[path](some)
+        found = self._programs[path](some)
+        for shard in _blocks(found):
+            shard.data.copy_to_host_async()
+        return found
 
     def _keep(self, kept: _Version, path: str, x: jax.Array) -> None:
         """Copies the blocks of a tensor that has left into chunks."""
@@ -141,7 +263,8 @@ class WeightStore:
             block = np.asarray(shard.data)
             start = [index.start or 0 for index in shard.index]
             for chunk in cut(start, block.shape, block.itemsize, self._chunk_bytes):
-                data = block[chunk.within(start)].tobytes()
+                _, place = chunk.overlap(start, block.shape)
+                data = block[place].tobytes()
                 chunks.append(dataclasses.replace(chunk, checksum=checksum(data)))
                 kept.chunks[path, chunk.start] = data
         kept.tensors[path] = TensorSpec(x.shape, x.dtype.name, tuple(chunks))
@@ -160,26 +283,22 @@ class WeightStore:
         with self._lock:
             if not self._versions or version > max(self._versions):
                 return NOT_YET
-            kept = self._find(version)
-            kept.asked = time.monotonic()
-            return Manifest(self.attempt, version, kept.tensors).encode()
+            return Manifest(self.attempt, version, self._asked_for(version).tensors).encode()
 
-    def _piece(self, peer: str, payload: Bytes) -> bytes:
+    def _chunk(self, peer: str, payload: Bytes) -> bytes:
         request = _request(payload, {"version": SIZE, "path": TEXT, "start": INTEGERS})
         place = request["path"], tuple(request["start"])
         with self._lock:
             self._sweep()
-            kept = self._find(request["version"])
-            if place not in kept.chunks:
+            data = self._asked_for(request["version"]).chunks.get(place)
+            if data is None:
                 raise Refused(f"there is no chunk of {place[0]} at {list(place[1])}")
-            kept.asked = time.monotonic()
-            data = kept.chunks[place]
-            self.bytes_served += len(data)
             return data
 
-    def _find(self, version: int) -> _Version:
+    def _asked_for(self, version: int) -> _Version:
         if version not in self._versions:
             raise Refused(f"version {version} is not kept; versions {sorted(self._versions)} are")
+        self._versions[version].asked = time.monotonic()
         return self._versions[version]
 
 
@@ -188,24 +307,8 @@ def _blocks(x: jax.Array) -> list[Any]:
     return list({str(shard.index): shard for shard in x.addressable_shards}.values())
 
 
-def _request(payload: Bytes, kinds: Mapping[str, Any]) -> Mapping[str, Any]:
+def _request(payload: Bytes, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
     try:
-        request = parse_json(payload, "request")
-        if not isinstance(request, Mapping):
-            raise ValueError("request: no object")
-        if lacking := kinds.keys() - request.keys():
-            raise ValueError(f"request: {min(lacking)} is missing")
-        check_fields(request, kinds, "request")
+        return _object(payload, kinds, "request")
     except ValueError as error:
         raise Refused(str(error)) from error
-    return request
-
-
-def manifest_request(version: int) -> bytes:
-    """Asks for a manifest."""
-    return json.dumps({"version": version}).encode()
-
-
-def piece_request(version: int, path: str, chunk: ChunkSpec) -> bytes:
-    """Asks for a chunk."""
-    return json.dumps({"version": version, "path": path, "start": chunk.start}).encode()

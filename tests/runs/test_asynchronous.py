@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-from distflow_jax.stream.ahead import Ahead
 from support.documented import unexplained_metrics
 from support.programs import train
 from support.run_folders import json_lines, lasting
@@ -17,6 +16,7 @@ from support.tiny_config import SMALL_AHEAD, tiny_config
 
 from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.stream.ahead import Ahead
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer
 

@@ -19,7 +19,7 @@ from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.links.local import ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
-from distflow_jax.stream.token_account import TokenAccount
+from distflow_jax.stream.resume import TokenAccount
 
 
 def in_few_batches(counter):

@@ -20,16 +20,14 @@ from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecord
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import Trainer
-from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
-from distflow_jax.stream.token_account import TokenAccount
 from support.tiny_model import prompt_of
 
 SAMPLES, TOKENS, BATCH = 2, 3, 8

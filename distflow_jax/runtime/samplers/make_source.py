@@ -37,16 +37,14 @@ from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.frames.image_frames import sent_bytes
-from distflow_jax.stream.group_records import GroupRecords
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
+from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests, differs
-from distflow_jax.stream.sample_saver import SampleSaver
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
-from distflow_jax.stream.token_account import TokenAccount
 
 log = logging.getLogger("distflow_jax")
 

@@ -40,7 +40,7 @@ from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
 from distflow_jax.stream.links.remote import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
-from distflow_jax.stream.weight_client import WeightPull, pull_target
+from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
@@ -291,7 +291,6 @@ def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
     target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def pull(links: Links, version: int) -> Any:
-        weights = WeightPull(links.clients)
-        return weights.pull(version, target, PULL_SECONDS, links.attempt)
+        return pull_weights(links.clients, version, target, PULL_SECONDS, links.attempt)
 
     return pull
