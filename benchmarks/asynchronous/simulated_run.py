@@ -255,7 +255,7 @@ class SimulatedRun(MarkedRun):
         super().__init__(*given)
 
     def make_sampler(self, costs: Costs) -> tuple[SimulatedEngine, SimulatedSync] | None:
-        """The sampler of this process and its weight weight updates; None: workers sample."""
+        """The sampler of this process and its weight updates; None: workers sample."""
         lengths = self.cell.lengths.lengths
         engine = simulated_engine(
             self.prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths
