@@ -1,7 +1,7 @@
 """Speed-up of samplers that run ahead, on 8 simulated devices in 2 processes.
 
     python benchmarks/streaming.py
-    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,partial_batches-2
+    python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,partial batches-2
     python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
     python benchmarks/streaming.py --budget                     # rollouts of so many tokens
     python benchmarks/streaming.py --quick                      # few steps: all parts run
@@ -108,8 +108,8 @@ FIGURES = {
 }
 ABLATION = {  # part that is added -> schedule
     "+ late weights: samplers beside the training, staleness 1": "in_flight-1",
-    "+ partial batches": "partial_batches-1",
-    "+ staleness 2": "partial_batches-2",
+    "+ partial batches": "partial batches-1",
+    "+ staleness 2": "partial batches-2",
 }
 LEAST_SHARE = 0.9  # of the model's figure
 LEAST_MEAN, LEAST_BEST = 1.59, 2.03  # speed-ups over the workloads at a staleness of at most 2
