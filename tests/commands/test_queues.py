@@ -10,7 +10,8 @@ from support.programs import finished
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_groups_pass_through_two_buffers(tmp_path):
-    """Clients of several processes are answered by several task buffers."""
+    """Clients of several processes are answered by several task buffers (flow/task buffers/,
+    flow/workers/)."""
     flags = ["--buffers=2", "--clients=4", "--seconds=1", f"--json={tmp_path / 'found.json'}"]
     finished("benchmarks/queues.py", *flags)
     (found,) = json.loads((tmp_path / "found.json").read_text())
