@@ -144,8 +144,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Computes the memory of a plan on its devices; allocates nothing.
 
-    What partial batches add up (training/update.py) is there from the first program of a step on a
-    mesh to the last, beside the gradient of a micro-batch.
+    The accumulators of partial batches (training/update.py) exist from a step's first program on a
+    mesh to its last one, beside the gradient of a micro-batch.
 
     Args:
       planned: the plan.
@@ -256,8 +256,8 @@ def _trained(unit: Unit) -> set[str]:
 
 
 def _accumulators(programs: Mapping[str, Program]) -> dict[str, Any]:
-    """Specs of what partial batches add up, by state key, of the models whose updates take partial
-    batches."""
+    """Specs of the accumulators of partial batches, by state key, of models that are updated in
+    them."""
     return {
         key: state.sums
         for program in programs.values()

@@ -196,8 +196,7 @@ class RunPlan:
 
     @property
     def streamed(self) -> dict[str, str]:
-        """Node id -> whether it runs partial batch by partial batch, or why not; {} without partial
-        batches."""
+        """Node id -> whether it runs on each partial batch, or why not; {} without them."""
         if not self.config.stream.in_partial_batches:
             return {}
         training = self.config.training
@@ -209,7 +208,7 @@ class RunPlan:
 
     @property
     def streamed_units(self) -> tuple[Unit, ...]:
-        """The units that run partial batch by partial batch; () without partial batches."""
+        """The units that run on each partial batch; () without partial batches."""
         return streamed_units(self.plan, self.streamed) if self.streamed else ()
 
     @property

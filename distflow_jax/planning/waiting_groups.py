@@ -1,7 +1,7 @@
 """Host memory of asynchronous steps: groups that wait for their step, and weights on their way.
 
 Known before step 1: at most (stream.max_staleness + 1) x data.prompts_per_step groups exist at a
-  time.
+time.
 """
 
 import dataclasses

@@ -335,14 +335,14 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/workers/{alive,expired,second}",
-            "with stream.workers, at the first trainer: workers heard of lately that bring what "
-            "they get; leases that ended without a result and second results of a response, since "
+            "with stream.workers, at the first trainer: workers at work, neither silent nor "
+            "stalled; leases that ended without a result and second results of a response, since "
             "the trainers started",
             "expired rises while workers live: raise stream.lease_seconds",
         ),
         Metric(
             "training/off_policy/in_flight_share/{steps}",
-            "share of tokens after which weights were swapped so many times before their response "
+            "share of tokens after which weights were updated so many times before their response "
             "ended; 0: the response has one version",
         ),
         Metric(

@@ -13,8 +13,8 @@ from distflow_jax.planning.unit_programs import Program
 
 
 def deferred(plan: Plan, units: Sequence[Unit]) -> list[Edge]:
-    """Edges of fields that `units` on meshes write partial batch by partial batch and others read
-    of the whole batch; one for each field, to the host."""
+    """Edges of fields that `units` on meshes write in partial batches and others read of the whole
+    batch; one for each field, to the host."""
     inside = {task.node.id for unit in units for task in unit.tasks if unit.layout.kind == "mesh"}
     found = {
         (edge.source, edge.field): edge

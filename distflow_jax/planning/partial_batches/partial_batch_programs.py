@@ -1,5 +1,4 @@
-"""Before step 1: programs of the units that take a step in partial batches, traced for the rows of
-a partial batch.
+"""Before step 1: programs of the units that run on each partial batch, traced for its rows.
 
 A unit that trains adds its rows to accumulators in the model's state, between two small programs:
 `begin` makes the accumulators, `finish` makes the optimizer step. A *spec* is a pytree of
@@ -100,7 +99,7 @@ def trace_partial_batches(
 
     Units on hosts among them have no program, and need no stage. `stages` are keyed by node id,
     `states` are specs by state key, and `specs` describe fields of one partial batch, [1, R, ...].
-    While a step lasts, the state of a model that a unit trains is a OpenState for all of these
+    While a step lasts, the state of a model that a unit trains is an OpenState for all of these
     units. Raises ValueError as unit_programs.trace_unit does, and for a node that keeps a state
     which it does not train.
     """
