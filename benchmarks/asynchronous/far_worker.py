@@ -33,7 +33,7 @@ from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import read_addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links
-from distflow_jax.stream.links.remote import RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.worker import Worker

@@ -14,10 +14,10 @@ from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
-from distflow_jax.stream.links.local import InlineLink, ThreadLink
+from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.sampling import Sampling
+from distflow_jax.stream.sampling_base import Sampling
 from distflow_jax.stream.stream_config import StreamConfig
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sampling import Sampling, SamplingThread
+from distflow_jax.stream.sampling_base import Sampling, SamplingThread
 from distflow_jax.stream.tasks import SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases

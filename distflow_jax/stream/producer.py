@@ -4,8 +4,7 @@ import collections
 import dataclasses
 import logging
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.batch import Prompt
@@ -54,16 +53,14 @@ class Producer:
         *,
         writers: Mapping[str | None, Layout],
         num_samples: int,
-        lock: threading.Condition,
         saved: SavedSamples,
-        given_up: Collection[int] = (),
         size: Callable[[Prompt], int] = lambda prompt: 0,
     ):
         """`draw()`: this process's prompts of the next batch, None at the end of the data. `saved`:
-        samples of a checkpoint, which the groups go on with. `given_up`: prompts before that
-        checkpoint. They stay so: otherwise groups that exist would belong to later steps. `size`:
-        bytes of a prompt that is sent; ValueError for one that is too large."""
-        self.requests, self.admission, self.lock = requests, admission, lock
+        samples of a checkpoint, which the groups go on with. Prompts that were given up before it
+        stay so: otherwise groups that exist would belong to later steps. `size`: bytes of a prompt
+        that is sent; ValueError for one that is too large."""
+        self.requests, self.admission, self.lock = requests, admission, requests.lock
         self.buffer = requests.buffer
         self._nodes, self._draw = tuple(nodes), draw
         self._writers, self._num_samples, self._size = dict(writers), num_samples, size
@@ -73,7 +70,7 @@ class Producer:
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
         self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
         self._given_up: set[int] = set()  # not known to all processes
-        self._lost = set(given_up)  # known to all
+        self._lost = set(saved.given_up)  # known to all
         for counter in sorted(self._lost):
             admission.judge(counter, False)
 

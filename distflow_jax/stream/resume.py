@@ -1,4 +1,4 @@
-"""What a run with samplers ahead keeps for its next start: samples, tokens, what it trained on.
+"""Records that a run with samplers ahead keeps for its next start: samples, tokens, groups.
 
 WORKDIR/groups/PROCESS.jsonl has a line per step: "counters" of the prompts that the step trains,
 "left_out" by the filter decision of a region, "uid" [counter, number] of each response with

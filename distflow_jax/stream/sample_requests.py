@@ -39,7 +39,7 @@ class SampleRequests:
     ):
         """`lock` guards the buffer; `on_response` is called as soon as a response of another job's
         worker is there, in the thread of `round`."""
-        self.buffer, self._lock, self._on_response = buffer, lock, on_response
+        self.buffer, self.lock, self._on_response = buffer, lock, on_response
         self.here = self._here = Counts()
         self._requests: dict[Key, GroupRequest] = {}
         self._arrived: list[Response] = []
@@ -69,7 +69,7 @@ class SampleRequests:
         prompt, where they are many."""
         pieces = pieces_of(progress or Progress())
         order = tuple(request.rank or ())
-        with self._lock:
+        with self.lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
             self._requests[key] = request
             task = GroupTask(
@@ -85,7 +85,7 @@ class SampleRequests:
     def round(self) -> list[tuple[Key, list[Episode]]]:
         """Requests that are complete now, their responses in the order of their numbers; call
         `handed_on` when they are counted elsewhere. Groups go on whose nodes have results."""
-        with self._lock:
+        with self.lock:
             results = self.buffer.take_results()
             arrived, self._arrived = self._arrived, []
             complete = self.buffer.take()

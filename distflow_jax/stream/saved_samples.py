@@ -39,10 +39,12 @@ class SavedSamples:
 
     Attributes:
       left_out: tokens of samples that were taken, and are not what was asked for.
+      given_up: prompts that no worker could answer before the checkpoint.
     """
 
     def __init__(self, additions: Sequence[Addition] = ()):
         self.left_out = 0
+        self.given_up = {c for one in additions for c in one.facts.get("given_up", ())}
         # by counter that was not taken; an addition is freed with the last one
         self._left: dict[int, _Saved] = {}
         for addition in additions:

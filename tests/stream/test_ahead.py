@@ -13,10 +13,10 @@ from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream, tr
 from support.waiting import HANG
 
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.stream import driver, sampling
+from distflow_jax.stream import driver, sampling_base
 from distflow_jax.stream.driver import ALL, Trainer
 from distflow_jax.stream.evaluations import Evaluator
-from distflow_jax.stream.links.local import ThreadLink
+from distflow_jax.stream.links.local_link import ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import TokenAccount
@@ -251,13 +251,13 @@ def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
         return whole(self)
 
     monkeypatch.setattr(Producer, "round", round)
-    monkeypatch.setattr(sampling, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(sampling_base, "JOIN_SECONDS", 0.0)
     stream = plain_stream(tmp_path, owned(), own_devices=True)
     monkeypatch.setattr(stream._sampling._worker.sampler, "close", lambda: closed.append(True))
     assert begun.wait(HANG)
     stream.close()
     assert not closed
     goes_on.set()
-    monkeypatch.setattr(sampling, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(sampling_base, "JOIN_SECONDS", 60.0)
     stream.close()
     assert closed

@@ -60,7 +60,6 @@ def waiting(monkeypatch, caplog):
         lambda: batches.pop(0) if batches else None,
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=2,
-        lock=lock,
         saved=SavedSamples(),
     )
     thread = LeaseMonitor(

@@ -39,7 +39,7 @@ from distflow_jax.stream.links.buffer_addresses import BufferAddresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.buffer_service import NODE_TABLE, QUICK, BufferService
-from distflow_jax.stream.links.remote import WorkerState
+from distflow_jax.stream.links.remote_link import WorkerState
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -222,7 +222,6 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
         lambda: batches.pop(0) if batches else None,
         writers=dict.fromkeys((None, "gen", "score", "mean"), HOST),
         num_samples=2,
-        lock=lock,
         saved=SavedSamples(),
     )
     nodes = LeasedNodes(ahead(), contextlib.nullcontext, lock, buffer)

@@ -15,7 +15,7 @@ from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream.exact_order import Work
-from distflow_jax.stream.links.local import ThreadLink
+from distflow_jax.stream.links.local_link import ThreadLink
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
@@ -67,7 +67,6 @@ def producer_of(draw, **bounds):
         draw,
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=2,
-        lock=lock,
         saved=SavedSamples(),
     )
 

@@ -14,10 +14,10 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream.frames.frames import Frame, samples_of, work_frame
-from distflow_jax.stream.links import buffer_client, remote
+from distflow_jax.stream.links import buffer_client, remote_link
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Links
-from distflow_jax.stream.links.remote import Assignment, RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import Assignment, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import progress_bytes
 from distflow_jax.stream.worker import Worker
@@ -171,7 +171,7 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
 def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     seconds, kept, monkeypatch
 ):
-    monkeypatch.setattr(remote, "LOAD_SECONDS", seconds)
+    monkeypatch.setattr(remote_link, "LOAD_SECONDS", seconds)
     rounds = Rounds(links_of("one", newest=3))
     state, weight_update, seen = rounds.state, rounds.sampler.load, []
 

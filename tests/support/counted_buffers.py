@@ -17,7 +17,7 @@ from distflow_jax.stream.links.buffer_addresses import BufferAddresses, start_be
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
-from distflow_jax.stream.links.remote import RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import RemoteLink, WorkerState
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.sample_requests import SampleRequests, differs

@@ -157,7 +157,6 @@ def plain_stream(
         draw,
         writers={None: Layout("host"), "gen": Layout("host")},
         num_samples=SAMPLES,
-        lock=lock,
         saved=SavedSamples(),
     )
     additions = AdditionWriter(epath.Path(folder / "checkpoints"))

@@ -191,7 +191,6 @@ def _producer(
     added: Sequence[Addition],
 ) -> Producer:
     saved = SavedSamples(added)
-    given_up = {counter for one in added for counter in one.facts.get("given_up", ())}
     config, plan, loader = prepared.config, prepared.plan, prepared.loader
     contexts = [runtime.contexts.of(task) for task in tasks]
     in_turns = prepared.environments is not None
@@ -218,9 +217,7 @@ def _producer(
         functools.partial(next, loader, None),
         writers=writers | {None: sampler_layout(prepared.sizes)},
         num_samples=config.rollout.num_samples,
-        lock=lock,
         saved=saved,
-        given_up=given_up,
         size=sent_bytes if elsewhere else lambda prompt: 0,
     )
 

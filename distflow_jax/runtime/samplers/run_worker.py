@@ -38,7 +38,7 @@ from distflow_jax.stream.links.buffer_addresses import addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
-from distflow_jax.stream.links.remote import Pull, RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.wire.calls import Refused, Unreachable

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Joining, deregister
-from distflow_jax.stream.links.remote import Assignment, RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import Assignment, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import Key, progress_bytes
 from distflow_jax.stream.wire.calls import Refused, Unreachable

@@ -1,4 +1,4 @@
-"""What samples for a process, as the training sees it, whoever does."""
+"""Calls to what samples for a process, whoever does, as the training makes them."""
 
 import contextlib
 from collections.abc import Callable

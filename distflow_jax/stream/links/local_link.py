@@ -20,7 +20,7 @@ from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_requests import HERE
-from distflow_jax.stream.sampling import Sampling, SamplingThread
+from distflow_jax.stream.sampling_base import Sampling, SamplingThread
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.worker import Worker
 
