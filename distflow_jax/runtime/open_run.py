@@ -45,7 +45,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass
 class OpenRun:
-    """What the steps of a run use. `state` changes from step to step; what observes it has no
+    """All that the steps of a run use. `state` changes from step to step; what observes it has no
     effect on any number."""
 
     prepared: PreparedRun  # checked before any device worked
@@ -85,7 +85,7 @@ def next_step(run: OpenRun) -> Iterator[None]:
 
 
 def rehearsal(run: OpenRun) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
-    """What has a process's first step compile all nodes, see dag.plan_walker.run_step."""
+    """Has a process's first step compile all nodes, see dag.plan_walker.run_step."""
     return None if run.times.warm else _emptied
 
 
