@@ -26,14 +26,15 @@ from distflow_jax.stages.evaluate import EVALUATED, Scored
 from distflow_jax.stream.evaluations import Evaluated
 
 DONE = "done"
+UNFINISHED = (PREEMPTED, NO_WORKERS)  # a tracker counts such a run as failed
 
 
 class Recorder:
     """The record of one start of a run; process 0 alone writes and prints.
 
     `state` is read for the number of the step. `stop_reason` is what the record says at the end:
-    DONE, or the reason of Ended, unless an error ends the run. The record survives a
-    resume: steps after the checkpoint's are dropped, events are kept.
+    DONE, or the reason of Ended, unless an error ends the run. The record survives a resume: steps
+    after the checkpoint's are dropped, events are kept.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Recorder:
             self._writer.event("stop", {"step": self._state.step, "reason": reason})
         if self._progress is not None:
             self._progress.close()
-        self._writer.close(failed=kind is not None or self.stop_reason in (PREEMPTED, NO_WORKERS))
+        self._writer.close(failed=kind is not None or self.stop_reason in UNFINISHED)
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""
