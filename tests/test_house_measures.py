@@ -24,7 +24,6 @@ def moved(sources, old, new):
     [
         ("runtime/samplers/make_source.py", "runtime/ahead.py"),
         ("planning/plan_run.py", "planning/agreement_of_settings.py"),
-        ("stream/checks.py", "runtime/checks_of_streams.py"),
     ],
 )
 def test_a_module_under_another_name_has_the_same_conditions(sources, old, new):
