@@ -2,7 +2,7 @@
 
 python benchmarks/learning.py --workdir=runs/learning
 python benchmarks/learning.py --runs runs/learning/seed0 runs/learning/seed1 runs/learning/seed2
-python benchmarks/learning.py --workdir=runs/learning --ahead --partial batches
+python benchmarks/learning.py --workdir=runs/learning --ahead --partial_batches
 
 The first form trains one seed after the other (a quarter of an hour each on two cores; finished
 folders are not trained again), the second only reads finished runs. To pass, a run needs a mean
@@ -12,7 +12,7 @@ Writes docs/curves.png, prints a row per run for docs/benchmarks.md, and exits w
 fails.
 
 With --ahead each seed is also trained with samplers that run ahead (stream.max_staleness=1, weights
-in flight, token_tis), in a folder named seedN-ahead. With --partial batches also with steps that
+in flight, token_tis), in a folder named seedN-ahead. With --partial_batches also with steps that
 train on groups as they end (stream.partial_batches=ready), which needs samplers on a part of the
 devices: on a CPU that run has two devices. To pass, the mean of each kind's accuracies must also
 lie within two standard errors of the mean of the synchronous runs. The picture goes to --workdir.
@@ -111,7 +111,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", default="configs/grpo_smollm2.py")
     parser.add_argument("--ahead", action="store_true", help="compare with samplers that run ahead")
     parser.add_argument(
-        "--partial batches", action="store_true", help="compare with steps in partial batches"
+        "--partial_batches", action="store_true", help="compare with steps in partial batches"
     )
     parser.add_argument("--picture", help="default: docs/curves.png, or WORKDIR/curves.png")
     return parser.parse_known_args()

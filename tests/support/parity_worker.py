@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--batch", type=pathlib.Path, required=True)
     parser.add_argument("--override", action="append", default=[])
     parser.add_argument(
-        "--partial batches",
+        "--partial_batches",
         type=int,
         default=0,
         help="cut the gradient's step into partial batches",
