@@ -41,7 +41,7 @@ from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stream.batches.group_facts import step_lengths
 from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.batches.replay import PartialBatchReplay
+from distflow_jax.stream.batches.recordings import PartialBatchReplay
 from distflow_jax.training.update import without_sums
 
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]

@@ -31,7 +31,6 @@ from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, 
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers, make_buffer_sampler
 from distflow_jax.runtime.step_schedule import StepSchedule
 from distflow_jax.stages.rollout import node_sampling
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batch_room import PartialBatchRoom
 from distflow_jax.stream.batches.partial_batch_source import PartialBatchSource
 from distflow_jax.stream.batches.partial_batch_taker import PartialBatchTaker
@@ -198,8 +197,7 @@ def make_partial_batches(
         judges=region and config.stream.weight_update != "boundary",
         publications=stream.publications,
     )
-    records = PartialBatchRecords(folder, state.step)
-    return PartialBatchTaker(stream, source, records, make_record_writer(prepared, folder, state))
+    return PartialBatchTaker(stream, source, make_record_writer(prepared, folder, state))
 
 
 def make_rollouts(prepared: PreparedRun, stream: GroupStream) -> RolloutTaker:

@@ -6,11 +6,9 @@ import time
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.layout import Metrics
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batch_source import PartialBatchSource
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.batches.step_record import StepRecord
 from distflow_jax.stream.group_stream import GroupStream
 from distflow_jax.stream.host_nodes import Group
 
@@ -24,15 +22,11 @@ class PartialBatchTaker:
         self,
         stream: GroupStream,
         source: PartialBatchSource,
-        records: PartialBatchRecords,
-        writer: RecordWriter | None = None,
+        records: RecordWriter,
     ):
-        """`writer`: keeps the groups of each step for a replay; None: nothing does."""
-        self._stream, self._source = stream, source
-        self._records, self._waited = records, 0.0
-        self._writer = writer
-        self._partial_batches: list[PartialBatch] = []  # of the step, if they are kept
-        self._groups: list[Group] = []  # of this process, in these partial batches
+        self._stream, self._source, self._records = stream, source, records
+        self._waited = 0.0  # seconds, for the partial batch that was taken last
+        self._groups: list[Group] = []  # of this process, in it
         self._metrics: Metrics = {}
 
     def take(self, step: int) -> tuple[PartialBatch, FieldStore]:
@@ -57,15 +51,13 @@ class PartialBatchTaker:
             groups = [producer.groups[counter] for counter in mine]
             # a process without a group in a partial batch has the columns of any other group
             done = [group for group in producer.groups.values() if group.done]
-        if self._writer is not None:
-            self._partial_batches.append(partial_batch)
-            self._groups += groups
+        self._groups = groups
         return partial_batch, stream.steps.fields(partial_batch.counters, groups or done[:1])
 
     def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
         """Records a partial batch that was taken last, whose groups lie in so many rows of so
         many."""
-        self._records.write(partial_batch, rows=rows, room=room, waited=self._waited)
+        self._records.write(partial_batch, self._groups, rows=rows, room=room, waited=self._waited)
 
     def end(self) -> tuple[FieldStore, Metrics]:
         """The fields of all of this process's groups in the step, whose last partial batch was
@@ -90,21 +82,14 @@ class PartialBatchTaker:
         disk that could not take a record of the groups."""
         self._source.finish()
         end = self._stream.finish(step)
-        if self._writer is not None:
-            groups = sorted(self._groups, key=lambda group: group.counter)
-            partial_batches, self._partial_batches, self._groups = self._partial_batches, [], []
-            self._writer.add(
-                StepRecord(step, tuple(partial_batches), tuple(groups), end, self._metrics)
-            )
+        self._records.finish(step, end, self._metrics)
         return end
 
     def wait(self) -> None:
         """Waits until the groups of all steps are kept, as a checkpoint needs it."""
-        if self._writer is not None:
-            self._writer.wait()
+        self._records.wait()
 
     def close(self) -> None:
         """Ends the connections, and waits for what is being written."""
         self._source.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._records.close()
