@@ -52,7 +52,7 @@ class RunFolder:
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
     `earlier` those of other files that have the same prompts; `steps` the spans of the first and
     the last step in the trace; `partial_batches` the records of partial batches of these steps
-    (stream/batches/partial_batch_records.py); `stragglers` the records of RunWriter.stragglers,
+    (stream/batches/recordings.py); `stragglers` the records of RunWriter.stragglers,
     `events` those of RunWriter.event; `objectives` what the plan's nodes train, in their order, as
     "policy" or "value"; `samples_prompts` whether a node samples responses; `notes` the problems
     that were met.

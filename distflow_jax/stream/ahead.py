@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from distflow_jax.batch import Samples
@@ -23,10 +23,8 @@ from distflow_jax.parallel import processes
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.stream.batches.agreement import Agreement, Policy
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.batches.step_record import StepRecord
 from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.driver import ALL, Driver, Trainer
 from distflow_jax.stream.evaluations import Evaluated
@@ -58,8 +56,7 @@ class KeptGroups:
 
     place: Place
     saver: SampleSaver
-    partial_batches: PartialBatchRecords
-    writers: Sequence[RecordWriter] = ()
+    records: RecordWriter
     check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint
 
 
@@ -103,7 +100,7 @@ class Ahead:
         self._counts = producer.counts()  # that `measured` has looked at
         self._measured: Metrics = {}  # of the nodes that ran ahead, for the present step
         self._partial_batches: list[PartialBatch] = []  # of the present step
-        self._groups: list[Group] = []  # of this process, in these partial batches
+        self._groups: list[Group] = []  # of this process, in the last of them
         self._waited = 0.0  # seconds, for the last of them
         # with these filter decisions reach all processes after each round, without partial batches
         by_rounds = config.weight_update == "boundary" and nodes.until is not None
@@ -175,8 +172,8 @@ class Ahead:
     def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
         """Records a partial batch that was taken last, whose groups lie in so many rows of so
         many."""
-        records = self._kept.partial_batches
-        records.write(partial_batch, rows=rows, room=room, waited=self._waited)
+        records, mine = self._kept.records, self._groups
+        records.write(partial_batch, mine, rows=rows, room=room, waited=self._waited)
 
     def fill(self, coordinator: Coordinator, step: int) -> NextRound:
         """Hands the coordinator the groups of a step, all of whose rounds were sampled, and ends
@@ -220,7 +217,7 @@ class Ahead:
         with self._lock:
             mine = [self.producer.groups[c] for c in counters if c in self.producer.groups]
         self._partial_batches.append(partial_batch)
-        self._groups += mine
+        self._groups = mine
         return partial_batch, mine
 
     def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
@@ -238,13 +235,10 @@ class Ahead:
         self._agreement.finish()
         with self._lock:
             end = self.producer.admission.finish(step).end
-        place, groups = self.place, sorted(self._groups, key=lambda group: group.counter)
-        place.look_at(end)
-        place.begun = self.producer.admission.begun
-        record = StepRecord(step, tuple(self._partial_batches), tuple(groups), end, self._measured)
-        self._partial_batches, self._groups = [], []
-        for writer in self._kept.writers:
-            writer.add(record)
+        self.place.look_at(end)
+        self.place.begun = self.producer.admission.begun
+        self._partial_batches = []
+        self._kept.records.finish(step, end, self._measured)
 
     # -- what a step leaves behind ----------------------------------------------------------------
 
@@ -308,8 +302,7 @@ class Ahead:
 
     def before_save(self, *, with_samples: bool) -> None:
         """Waits for records of steps; accounts for tokens where no samples are saved that do."""
-        for writer in self._kept.writers:
-            writer.wait()
+        self._kept.records.wait()
         account = None if with_samples else self.saver.total_account().to_dict()
         self.place.account = account
 
@@ -338,8 +331,7 @@ class Ahead:
         if self._rounds is not None:
             self._rounds.close()
         self.publications.close()
-        for writer in self._kept.writers:
-            writer.close()
+        self._kept.records.close()
 
 
 def _gather() -> BackgroundGather:

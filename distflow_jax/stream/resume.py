@@ -1,4 +1,4 @@
-"""Records that a run with samplers ahead keeps for its next start: samples, tokens, groups.
+"""Samples, token accounts and records that a run with samplers ahead keeps for its next start.
 
 WORKDIR/groups/PROCESS.jsonl has a line per step: "counters" of the prompts that the step trains,
 "left_out" by the filter decision of a region, "uid" [counter, number] of each response with
@@ -27,7 +27,7 @@ from distflow_jax.report.json_lines import append, complete_lines, write_atomic
 from distflow_jax.report.run_writer import truncate_metrics
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer, complete_samples
-from distflow_jax.stream.saved_samples import to_arrays
+from distflow_jax.stream.saved_samples import Arrays, to_arrays
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.tasks import Key
 
@@ -71,6 +71,10 @@ class TokenAccount:
         accounts = list(accounts)
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: sum(int(one.get(name, 0)) for one in accounts) for name in names})
+
+    def of_all(self) -> "TokenAccount":
+        """The token account of all processes together. Collective."""
+        return TokenAccount.total(processes.all_gather_json(self.to_dict()))
 
     def saved(self, under_way: int) -> "TokenAccount":
         """The token account for a checkpoint that has so many tokens that are under way.
@@ -222,7 +226,7 @@ class SampleSaver:
         Collective."""
         with self._producer.lock:
             mine = self.account().saved(under_way=0)
-        return TokenAccount.total(processes.all_gather_json(mine.to_dict()))
+        return mine.of_all()
 
     def save(self, step: int, at_rest: contextlib.AbstractContextManager[None]) -> None:
         """Adds the samples to the checkpoint of a step, now or later.
@@ -233,7 +237,7 @@ class SampleSaver:
         if self._steps is None:
             with at_rest, producer.lock:
                 progress, account = producer.progress(), self.account()
-            self._write(step, progress, account)
+            self._writer.add(step, *_addition(progress, producer, account))
             return
         with producer.lock:
             self._pending.append(_Pending(step, self.account(), producer.admission.position))
@@ -250,7 +254,8 @@ class SampleSaver:
                     self._pending.remove(pending)
                     complete.append((pending, groups))
         for pending, groups in complete:
-            self._write(pending.step, complete_samples(groups), pending.account)
+            addition = _addition(complete_samples(groups), self._producer, pending.account)
+            self._writer.add(pending.step, *addition)
 
     def _groups_of(self, pending: _Pending) -> list[Group] | None:
         """The groups of a checkpoint; None while some have not begun."""
@@ -277,10 +282,14 @@ class SampleSaver:
         """Waits until what was added is written, at most so long."""
         self._writer.wait(seconds)
 
-    def _write(self, step: int, progress: Mapping[Key, Progress], account: TokenAccount) -> None:
-        arrays, facts = to_arrays(progress)
-        under_way = sum(found.num_sampled for found in progress.values())
-        facts["max_staleness"] = self._producer.admission.rule.max_staleness
-        with self._producer.lock:
-            facts |= self._producer.facts()
-        self._writer.add(step, arrays, facts | {"account": account.saved(under_way).to_dict()})
+
+def _addition(
+    progress: Mapping[Key, Progress], producer: Producer, account: TokenAccount
+) -> tuple[Arrays, dict[str, Any]]:
+    """The addition of a process to a checkpoint; `account`: when that was saved."""
+    arrays, facts = to_arrays(progress)
+    under_way = sum(found.num_sampled for found in progress.values())
+    facts["max_staleness"] = producer.admission.rule.max_staleness
+    with producer.lock:
+        facts |= producer.facts()
+    return arrays, facts | {"account": account.saved(under_way).to_dict()}

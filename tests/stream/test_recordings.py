@@ -1,6 +1,7 @@
 """Records of steps in partial batches: what was trained on comes back, bit for bit, or a file is
 named."""
 
+import functools
 import json
 import shutil
 
@@ -12,11 +13,15 @@ from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import Ended
 from distflow_jax.layout import Layout
 from distflow_jax.stream.batches.group_facts import facts_of
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.batches.recordings import FOLDER, Recording, RecordWriter, drop_later
-from distflow_jax.stream.batches.replay import PartialBatchReplay
-from distflow_jax.stream.batches.step_record import StepRecord
+from distflow_jax.stream.batches.recordings import (
+    FILE,
+    FOLDER,
+    PartialBatchReplay,
+    Recording,
+    RecordWriter,
+    StepRecord,
+)
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.step_groups import StepGroups
 
@@ -64,10 +69,18 @@ def record_of(step, *, mine=lambda counter: True):
     return StepRecord(step, partial_batches, own, GROUPS * step, metrics)
 
 
+def write(writer, record):
+    """Trains a step, of whose groups a writer is told."""
+    for batch in record.partial_batches:
+        groups = [group for group in record.groups if group.counter in batch.counters]
+        writer.write(batch, groups, rows=1, room=2)
+    writer.finish(record.step, record.end, record.metrics)
+
+
 def written(folder, steps, **start):
-    writer = RecordWriter(folder, start)
+    writer = RecordWriter(folder, min(steps) - 1, start)
     for step in steps:
-        writer.add(record_of(step))
+        write(writer, record_of(step))
     writer.close()
     return folder
 
@@ -125,18 +138,16 @@ def test_a_record_comes_back_as_it_was(tmp_path):
 def test_a_replay_hands_out_what_was_trained(tmp_path):
     """Partial batch by partial batch, also to a process that has no group of a partial batch, of a
     step, or of the first."""
-    writer = RecordWriter(tmp_path, {})
+    writer = RecordWriter(tmp_path, 0, {})
     for step, mine in ((1, ()), (2, (4, 7)), (3, ())):
-        writer.add(record_of(step, mine=lambda counter, mine=mine: counter in mine))
+        write(writer, record_of(step, mine=lambda counter, mine=mine: counter in mine))
     writer.close()
-    (tmp_path / "replay").mkdir()
-    replay = PartialBatchReplay(
-        Recording(tmp_path, 0, 0, 1),
-        PartialBatchRecords(tmp_path / "replay", 0),
-        steps=StepGroups(NODES),
-        writers=WRITERS,
-        prompt=prompt,
-    )
+    folder = tmp_path / "replay"
+    folder.mkdir()
+    records = RecordWriter(folder, 0, None)
+    recording, steps = Recording(tmp_path, 0, 0, 1), StepGroups(NODES)
+    read = functools.partial(recording.read, writers=WRITERS, prompt=prompt)
+    replay = PartialBatchReplay(recording, records, steps=steps, read=read)
     for step, sizes in ((1, (0, 0)), (2, (5, 0)), (3, (0, 0))):
         for size, wanted in zip(sizes, record_of(step).partial_batches, strict=True):
             partial_batch, store = replay.take(step)
@@ -152,8 +163,9 @@ def test_a_replay_hands_out_what_was_trained(tmp_path):
         assert metrics["reward/mean"] == 0.1 + step and replay.finish(step) == GROUPS * step
     with pytest.raises(Ended, match="no whole record of a later one"):
         replay.take(4)
-    lines = (tmp_path / "replay" / "partial_batches.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3]
+    records.close()
+    assert (folder / FILE).read_text() == (tmp_path / FILE).read_text()
+    assert not (folder / FOLDER).exists()
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
@@ -214,9 +226,9 @@ def test_other_data_are_refused(tmp_path):
 
 def test_steps_that_are_trained_again_have_the_last_record(tmp_path):
     written(tmp_path, (1, 2, 3, 4), start="first")
-    drop_later(tmp_path, 2)
-    assert Recording(tmp_path, 0, 0, 1).last == 2
     written(tmp_path, (3,), start="second")
+    lines = (tmp_path / FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1, 2, 2, 3, 3]
     recording = Recording(tmp_path, 0, 0, 1)
     assert recording.last == 3
     assert [(step, start["start"]) for step, start in recording.starts] == [
@@ -228,8 +240,8 @@ def test_steps_that_are_trained_again_have_the_last_record(tmp_path):
 def test_columns_that_no_file_holds_are_named(tmp_path):
     record = record_of(1)
     record.groups[0].store.put("choose", "odd", [{"a": 1}, 2, 3])
-    writer = RecordWriter(tmp_path, {})
-    writer.add(record)
+    writer = RecordWriter(tmp_path, 0, {})
+    write(writer, record)
     with pytest.raises(ValueError, match="field 'odd' holds a dict"):
         writer.wait()
     writer.close()
@@ -238,10 +250,10 @@ def test_columns_that_no_file_holds_are_named(tmp_path):
 def test_a_full_disk_is_told_with_the_file(tmp_path):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer = RecordWriter(tmp_path, {})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    writer = RecordWriter(tmp_path, 0, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
-        writer.add(record_of(1))
+        write(writer, record_of(1))
         with pytest.raises(OSError) as found:
             writer.wait()
     finally:

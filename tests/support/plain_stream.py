@@ -16,8 +16,8 @@ from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.group_facts import decision_of
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
+from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import Trainer
 from distflow_jax.stream.host_nodes import NodesAhead
@@ -171,7 +171,7 @@ def plain_stream(
         PartialBatchPlanner(Admission(rule, **bounds), prompts=BATCH, facts_of=decision_of),
         config,
         trainer=trainer,
-        kept=KeptGroups(PlainPlace(), saver, PartialBatchRecords(folder, step)),
+        kept=KeptGroups(PlainPlace(), saver, RecordWriter(folder, step, None)),
     )
     close = source.close
 

@@ -15,7 +15,7 @@ _INVISIBLE = 0.001  # share of the axis below which a gap between bars is not dr
 _ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
 
 
-Record = Mapping[str, Any]  # of a partial batch, see stream/batches/partial_batch_records.py
+Record = Mapping[str, Any]  # of a partial batch, see stream/batches/recordings.py
 
 
 def step_bars(

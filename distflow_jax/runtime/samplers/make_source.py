@@ -31,7 +31,6 @@ from distflow_jax.runtime.samplers.run_ahead import (
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
@@ -140,7 +139,6 @@ def _make_ahead(
     admission = _admission(prepared, state.step, place.position)
     for counter in producer.facts().get("given_up", ()):
         admission.judge(counter, False)
-    writer = make_record_writer(prepared, folder, state)
     return Ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
@@ -151,8 +149,7 @@ def _make_ahead(
         kept=KeptGroups(
             place,
             _saver(producer, config.stream, checkpointer, state, place, added, evaluates),
-            PartialBatchRecords(folder, state.step),
-            () if writer is None else (writer,),
+            make_record_writer(prepared, folder, state),
             functools.partial(warn_if_incomplete, checkpointer),
         ),
         numbered=reads_step(plan),

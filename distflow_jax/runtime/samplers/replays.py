@@ -1,6 +1,7 @@
 """Recordings of a run in partial batches, and replays, which train on a recording without a
 sampler."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -21,10 +22,8 @@ from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_la
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Still, reads_step
-from distflow_jax.stream.batches.partial_batch_records import PartialBatchRecords
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.batches.recordings import Recording, RecordWriter, drop_later
-from distflow_jax.stream.batches.replay import PartialBatchReplay
+from distflow_jax.stream.batches.recordings import PartialBatchReplay, Recording, RecordWriter
 from distflow_jax.stream.checks import nodes_ahead
 from distflow_jax.stream.step_groups import StepGroups
 
@@ -48,17 +47,13 @@ def open_recording(replay: str | os.PathLike, folder: pathlib.Path, done: int) -
 
 def make_record_writer(
     prepared: PreparedRun, folder: pathlib.Path, state: RunState
-) -> RecordWriter | None:
-    """The writer of a run with stream.record; None for others. Collective.
-
-    Records of steps that are trained again are dropped.
-    """
-    drop_later(folder, state.step)
-    if not prepared.config.stream.record:
-        return None
-    settings, digest = config_table(prepared.config), prepared.plan.digest
-    start = start_of_run(settings, digest, state.starting_weights, jax.device_count())
-    return RecordWriter(folder, start)
+) -> RecordWriter:
+    """The writer of a run in partial batches, which keeps groups with stream.record. Collective."""
+    start = None
+    if prepared.config.stream.record:
+        settings, digest = config_table(prepared.config), prepared.plan.digest
+        start = start_of_run(settings, digest, state.starting_weights, jax.device_count())
+    return RecordWriter(folder, state.step, start)
 
 
 class Recorded(Still):
@@ -112,12 +107,12 @@ def make_replay(
 ) -> Recorded:
     """The groups of a recording, for the training of a run in `folder`."""
     plan = prepared.plan
+    writers = {task.node.id: task.layout for task in plan.tasks}
+    writers |= {None: sampler_layout(prepared.sizes)}
     replay = PartialBatchReplay(
         recording,
-        PartialBatchRecords(folder, state.step),
+        RecordWriter(folder, state.step, None),
         steps=StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan)),
-        writers={task.node.id: task.layout for task in plan.tasks}
-        | {None: sampler_layout(prepared.sizes)},
-        prompt=prepared.loader.prompt,
+        read=functools.partial(recording.read, writers=writers, prompt=prepared.loader.prompt),
     )
     return Recorded(prepared, place, replay)

@@ -1,61 +1,126 @@
-"""Records of a run's steps in partial batches, from which its training is repeated without a
-sampler.
+"""Recordings of a run in partial batches, from which its training is repeated without a sampler.
 
-    WORKDIR/recorded/STEP/PROCESS.npz   arrays and facts of one process in one step
+    WORKDIR/partial_batches.jsonl       a line per partial batch
+    WORKDIR/recorded/STEP/PROCESS.npz   with stream.record: the groups of one process in one step
 
-Each process writes its own, in the background; a file has its name once it is whole. A step that a
-restart trained again has the record of the last time.
+A line has "step", "partial_batch" within it, "mini_batch", "counters" of its groups, "tokens" and
+"sequences", "rows" that they take of the "room" over all data ranks, "versions" [lowest, highest]
+of their tokens, "last" of the step, and "waited", the seconds that process 0 waited for it.
+Each process writes its own groups, in the background; a file has its name once it is whole. A step
+that a restart trained again has the record of the last time.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.layout import Layout
+from distflow_jax.coordinator import column_codec
+from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
+from distflow_jax.layout import Layout, Metrics
 from distflow_jax.parallel import processes
-from distflow_jax.stream.batches.step_record import StepRecord, from_arrays, to_arrays
+from distflow_jax.report.json_lines import append
+from distflow_jax.report.run_writer import truncate_metrics
+from distflow_jax.stream.batches.group_facts import GroupFacts
+from distflow_jax.stream.batches.partial_batches import PartialBatch
+from distflow_jax.stream.host_nodes import Group
+from distflow_jax.stream.schedule import Cut
+from distflow_jax.stream.step_groups import StepGroups
 
-FOLDER = "recorded"
+FILE, FOLDER = "partial_batches.jsonl", "recorded"
 MOST_UNWRITTEN = 2  # steps whose records wait for the disk: the training waits for more of them
 _FACTS = "facts.json"  # name of the array that holds the facts as text
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+_LOADER = ("uid", "prompt")  # fields that the data give again
+_ACCOUNT = "perf/"  # metrics of sampling itself, which a replay does not do
+_NONE = np.zeros(0, np.int32)
+
+Arrays = dict[str, np.ndarray]
 
 
-def drop_later(folder: pathlib.Path, step: int) -> None:
-    """Drops records of steps after this one, by an earlier start of the run. Collective."""
-    if not processes.process_index():
-        for found, place in _steps(folder).items():
-            if found > step:
-                shutil.rmtree(place)
-    processes.all_gather_ints(np.int64(step))  # nobody writes before
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """A step that was trained in partial batches, as one process saw it."""
+
+    step: int
+    partial_batches: tuple[PartialBatch, ...]
+    groups: tuple[Group, ...]  # of this process, by counter
+    end: int  # the first counter that the step did not look at
+    metrics: Metrics  # of the nodes that ran ahead, over all processes
+
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """The counters that the step trained on, rising, of all processes."""
+        return tuple(sorted(c for batch in self.partial_batches for c in batch.counters))
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class RecordWriter:
-    """Writes this process's records in the background.
+    """Records what a run trains on.
 
     Call `wait` before a checkpoint: a run that goes on from it must have the records before it.
     """
 
-    def __init__(self, folder: pathlib.Path, start: Mapping[str, Any]):
-        """`folder`: of the run; `start`: JSON values that a replay must have alike."""
+    def __init__(self, folder: pathlib.Path, resume_step: int, start: Mapping[str, Any] | None):
+        """Collective. Records of steps after `resume_step`, by an earlier start, are dropped.
+
+        `start`: JSON values that a replay must have alike; None: groups are not kept.
+        """
+        self._folder, self._first = folder, not processes.process_index()
         count = processes.process_count()
-        self._folder, self._start = folder / FOLDER, {"processes": count, **start}
+        self._start = None if start is None else {"processes": count, **start}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._writing: list[Future[None]] = []
+        self._partial_batches: list[PartialBatch] = []  # of the step
+        self._groups: list[Group] = []  # of this process, in these partial batches
+        if self._first:
+            if (folder / FILE).exists():
+                truncate_metrics(folder / FILE, resume_step)
+            for place in (folder / FOLDER).glob("*"):
+                if place.name.isdigit() and int(place.name) > resume_step:
+                    shutil.rmtree(place)
+        processes.all_gather_ints(np.int64(resume_step))  # nobody writes before
 
-    def add(self, record: StepRecord) -> None:
-        """Begins to write a record. Raises the error of one before, OSError if it is a disk's."""
+    def write(
+        self,
+        partial_batch: PartialBatch,
+        groups: Sequence[Group] = (),
+        *,
+        rows: int,
+        room: int,
+        waited: float = 0.0,
+    ) -> None:
+        """Appends a partial batch, which lies in so many rows of so many; this process has `groups`
+        of it."""
+        if self._start is not None:
+            self._partial_batches.append(partial_batch)
+            self._groups += groups
+        if self._first:
+            line = _line(partial_batch) | {"rows": rows, "room": room, "waited": round(waited, 4)}
+            append(self._folder / FILE, json.dumps(line) + "\n")
+
+    def finish(self, step: int, end: int, metrics: Metrics) -> None:
+        """Begins to write the groups of a step's partial batches, see StepRecord. Raises the error
+        of a step before, OSError if it is a disk's."""
         while self._writing and (self._writing[0].done() or len(self._writing) >= MOST_UNWRITTEN):
             self._writing.pop(0).result()
-        self._writing.append(self._thread.submit(self._write, record))
+        groups = sorted(self._groups, key=lambda group: group.counter)
+        record = StepRecord(step, tuple(self._partial_batches), tuple(groups), end, metrics)
+        self._partial_batches, self._groups = [], []
+        if self._start is not None:
+            self._writing.append(self._thread.submit(self._write, record))
 
     def wait(self) -> None:
         """Waits until all records are written; raises the error of one that could not be."""
@@ -68,9 +133,9 @@ class RecordWriter:
         self.wait()
 
     def _write(self, record: StepRecord) -> None:
-        arrays, facts = to_arrays(record)
+        arrays, facts = _to_arrays(record)
         text = json.dumps(facts | {"start": self._start}).encode()
-        path = self._folder / str(record.step) / f"{processes.process_index()}.npz"
+        path = _path(self._folder, record.step, processes.process_index())
         part = path.with_suffix(".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +147,24 @@ class RecordWriter:
                 part.unlink()
             error.filename = error.filename or str(path)  # writes to an open file have none
             raise
+
+
+def _line(partial_batch: PartialBatch) -> dict[str, Any]:
+    groups = partial_batch.groups
+    spans = [version for group in groups for version in (group.first, group.last)]
+    return {
+        "step": partial_batch.step,
+        "partial_batch": partial_batch.number,
+        "mini_batch": partial_batch.mini_batch,
+        "counters": list(partial_batch.counters),
+        "tokens": sum(group.tokens(shared=True) for group in groups),
+        "sequences": sum(len(group.responses) for group in groups),
+        "versions": [min(spans), max(spans)] if spans else [],
+        "last": partial_batch.last,
+    }
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class Recording:
@@ -102,41 +185,42 @@ class Recording:
         """
         self.folder, self._process = folder, process
         self.starts: list[tuple[int, dict[str, Any]]] = []
-        steps = _steps(folder)
-        if not steps:
+        found, everyone = _writers_by_step(folder), {*range(count)}
+        if not found:
             raise ValueError(
                 f"--replay={str(folder)!r} has no records of partial batches, "
                 f"{FOLDER}/STEP/PROCESS.npz: give the folder of a run with stream.record=True"
             )
-        whole = [step for step in steps if self._known(step) >= {*range(count)}]
+        whole = [step for step, writers in found.items() if step > done and writers >= everyone]
         # records beyond the last whole one are of a run that was killed while it wrote them
-        self.last = max([step for step in whole if step > done], default=max(steps))
+        self.last = max(whole, default=max(found))
         for step in range(done + 1, self.last + 1):
-            known = self._known(step)
-            if known:
-                self._open(step, process if process in known else min(known), count)
-            if lacking := sorted({*range(count)} - known):
+            writers = found.get(step, set())
+            if writers:
+                self._open(step, process if process in writers else min(writers), count)
+            if lacking := sorted(everyone - writers):
                 raise ValueError(
-                    f"--replay={str(folder)!r} lacks {self._path(step, lacking[0])}: it has "
-                    f"records of steps {min(steps)} to {max(steps)}, and the replay needs all from "
+                    f"--replay={str(folder)!r} lacks {_path(folder, step, lacking[0])}: it has "
+                    f"records of steps {min(found)} to {max(found)}, and the replay needs all from "
                     f"step {done + 1} on"
                 )
 
     def read(
-        self,
-        step: int,
-        writers: Mapping[str | None, Layout],
-        prompt: Callable[[int], Prompt],
+        self, step: int, writers: Mapping[str | None, Layout], prompt: Callable[[int], Prompt]
     ) -> StepRecord:
-        """This process's record of a step, see from_arrays. ValueError if it cannot be read."""
-        with self._opened(self._path(step, self._process)) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-        return from_arrays(found, json.loads(found[_FACTS].tobytes()), writers, prompt)
+        """This process's record of a step. ValueError if it cannot be read.
+
+        `writers`: layouts of the plan's nodes; `prompt(counter)`: of the data, ValueError if it has
+        other tokens than the recorded one.
+        """
+        with _reading(_path(self.folder, step, self._process)) as file:
+            arrays = {name: file[name] for name in file.files}
+        return _from_arrays(arrays, json.loads(arrays[_FACTS].tobytes()), writers, prompt)
 
     def _open(self, step: int, process: int, count: int) -> None:
         """Reads what the record of a step says of its start."""
-        with self._opened(self._path(step, process)) as arrays:
-            start = json.loads(arrays[_FACTS].tobytes())["start"]
+        with _reading(_path(self.folder, step, process)) as file:
+            start = json.loads(file[_FACTS].tobytes())["start"]
         if start["processes"] != count:
             raise ValueError(
                 f"--replay={str(self.folder)!r}: step {step} was recorded by {start['processes']} "
@@ -145,28 +229,218 @@ class Recording:
         if not self.starts or self.starts[-1][1] != start:
             self.starts.append((step, start))
 
-    @contextlib.contextmanager
-    def _opened(self, path: pathlib.Path) -> Iterator[Any]:
-        """A block with the arrays of a file by name."""
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                yield arrays
-        except _DAMAGE as error:
-            raise ValueError(
-                f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
-                "again, or record the run again"
-            ) from error
 
-    def _known(self, step: int) -> set[int]:
-        """The processes that have a record of a step."""
-        found = (self.folder / FOLDER / str(step)).glob("*.npz")
-        return {int(path.stem) for path in found if path.stem.isdigit()}
+class PartialBatchReplay:
+    """Hands a step's recorded groups to the training, partial batch by partial batch."""
 
-    def _path(self, step: int, process: int) -> pathlib.Path:
-        return self.folder / FOLDER / str(step) / f"{process}.npz"
+    def __init__(
+        self,
+        recording: Recording,
+        records: RecordWriter,
+        *,
+        steps: StepGroups,
+        read: Callable[[int], StepRecord],
+    ):
+        """`records`: of this run; `steps`: joins the groups; `read(step)`: of the recording."""
+        self._recording, self._records = recording, records
+        self._steps, self._read = steps, read
+        self._record = StepRecord(0, (), (), 0, {})  # of the present step
+        self._left: deque[PartialBatch] = deque()  # its partial batches
+        self._other: list[Group] = []  # any group, for the columns of a partial batch without one
+
+    def take(self, step: int) -> tuple[PartialBatch, FieldStore]:
+        """The next partial batch of a step, and the fields of this process's groups in it.
+
+        Raises Ended after the last step of the recording, ValueError for a record that cannot
+        be read.
+        """
+        if not self._left:
+            if step > self._recording.last:
+                folder = self._recording.folder
+                raise Ended(DATA_ENDED, fix=f"{folder} has no whole record of a later one")
+            self._record = self._read(step)
+            self._left = deque(self._record.partial_batches)
+        partial_batch = self._left.popleft()
+        counters = partial_batch.counters
+        return partial_batch, self._steps.fields(step, counters, self._mine(counters))
+
+    def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
+        """Records a partial batch that was taken last, whose groups lie in so many rows of so
+        many."""
+        self._records.write(partial_batch, rows=rows, room=room)
+
+    def end(self) -> tuple[FieldStore, Metrics]:
+        """The fields of all of this process's groups in the step, whose last partial batch was
+        taken, and recorded metrics of the nodes that ran on them."""
+        record = self._record
+        start = min(record.counters, default=record.end)
+        cut = Cut(record.step, start, record.end, record.counters, final=True)
+        return self._steps.join(cut, self._mine(record.counters), record.metrics)
+
+    def finish(self, step: int) -> int:
+        """Ends a step; returns the first counter that it did not look at."""
+        return self._record.end
+
+    def _mine(self, counters: Collection[int]) -> list[Group]:
+        """This process's groups of some counters; without one, any group of the recording."""
+        mine = [group for group in self._record.groups if group.counter in counters]
+        if not (mine or self._other):
+            steps = range(self._record.step, self._recording.last + 1)
+            found = (self._read(step).groups[:1] for step in steps)
+            self._other = list(next(filter(None, found), ()))
+        self._other = mine[:1] or self._other
+        return mine or self._other
 
 
-def _steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
-    """The folders of steps that have records, by step."""
-    found = (folder / FOLDER).glob("*")
-    return {int(path.name): path for path in found if path.name.isdigit() and path.is_dir()}
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[Any]:
+    """A block with the arrays of a file by name."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
+            "again, or record the run again"
+        ) from error
+
+
+def _writers_by_step(folder: pathlib.Path) -> dict[int, set[int]]:
+    """The processes that have a record of each step."""
+    found: dict[int, set[int]] = {}
+    for path in (folder / FOLDER).glob("*/*.npz"):
+        if path.stem.isdigit() and path.parent.name.isdigit():
+            found.setdefault(int(path.parent.name), set()).add(int(path.stem))
+    return found
+
+
+def _path(folder: pathlib.Path, step: int, process: int) -> pathlib.Path:
+    return folder / FOLDER / str(step) / f"{process}.npz"
+
+
+# -- a step as arrays: G groups of the process, M responses to their prompts, N of which are kept --
+
+
+def _to_arrays(record: StepRecord) -> tuple[Arrays, dict[str, Any]]:
+    """A record as (arrays by name, JSON values).
+
+    Raises ValueError for a column with an entry that is no array or number.
+    """
+    stores = [group.store for group in record.groups]
+    prompts = [store.columns["prompt"][0].tokens if len(store.own) else _NONE for store in stores]
+    arrays = {
+        "uid": np.concatenate([np.zeros((0, 2), np.int64), *(store.uid for store in stores)]),
+        "own": np.concatenate([np.zeros(0, np.int64), *(store.own for store in stores)]),
+        "sizes": np.array([(len(s.uid), len(s.own)) for s in stores], np.int64).reshape(-1, 2),
+        "prompts": np.concatenate([_NONE, *prompts]),
+        "prompt_sizes": np.array([len(tokens) for tokens in prompts], np.int64),
+    }
+    columns = []
+    for source, field in stores[0].values if stores else ():
+        if source is not None or field not in _LOADER:
+            kind, array = _packed([store.values[source, field] for store in stores], field)
+            arrays[f"column{len(columns)}"] = array
+            columns.append([source, field, kind])
+    return arrays, {
+        "step": record.step,
+        "end": record.end,
+        "counters": [group.counter for group in record.groups],
+        "partial_batches": [_to_json(batch) for batch in record.partial_batches],
+        "columns": columns,
+        "sources": dict(stores[0].sources) if stores else {},
+        "metrics": {
+            name: _number(value)
+            for name, value in record.metrics.items()
+            if not name.startswith(_ACCOUNT)
+        },
+    }
+
+
+def _from_arrays(
+    arrays: Arrays,
+    facts: Mapping[str, Any],
+    writers: Mapping[str | None, Layout],
+    prompt: Callable[[int], Prompt],
+) -> StepRecord:
+    """Inverse of `_to_arrays`, see Recording.read."""
+    sizes = arrays["sizes"]
+    uid, own = _split(arrays["uid"], sizes[:, 0]), _split(arrays["own"], sizes[:, 1])
+    tokens = _split(arrays["prompts"], arrays["prompt_sizes"])
+    columns = {
+        (source, field): _unpacked(kind, arrays[f"column{i}"], sizes[:, 1])
+        for i, (source, field, kind) in enumerate(facts["columns"])
+    }
+    groups = []
+    for i, counter in enumerate(facts["counters"]):
+        values: dict[tuple[str | None, str], Any] = {
+            (None, "uid"): uid[i][own[i]],
+            (None, "prompt"): [_checked(prompt(counter), tokens[i])] * len(own[i]),
+        }
+        values |= {value: column[i] for value, column in columns.items()}
+        store = FieldStore(writers, uid[i], own[i], values)
+        store.sources = dict(facts["sources"])
+        store.columns = {field: values[source, field] for field, source in store.sources.items()}
+        groups.append(Group(counter, store, set(), done=True))
+    batches = tuple(_from_json(facts["step"], batch) for batch in facts["partial_batches"])
+    return StepRecord(facts["step"], batches, tuple(groups), facts["end"], facts["metrics"])
+
+
+def _to_json(partial_batch: PartialBatch) -> dict[str, Any]:
+    return {
+        "number": partial_batch.number,
+        "mini_batch": partial_batch.mini_batch,
+        "ends": partial_batch.ends_mini_batch,
+        "last": partial_batch.last,
+        "groups": [[group.buffer, group.to_json()] for group in partial_batch.groups],
+    }
+
+
+def _from_json(step: int, batch: Mapping[str, Any]) -> PartialBatch:
+    return PartialBatch(
+        step,
+        batch["number"],
+        batch["mini_batch"],
+        tuple(GroupFacts.from_json(buffer, row) for buffer, row in batch["groups"]),
+        bool(batch["ends"]),
+        bool(batch["last"]),
+    )
+
+
+def _packed(columns: Sequence[Any], field: str) -> tuple[str, np.ndarray]:
+    """(kind, array) of a field: "array", its entries one after the other, or "list", bytes."""
+    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    forms = {(array.dtype, array.shape[1:]) for array in arrays if not array.dtype.hasobject}
+    if len(arrays) == len(columns) and len(forms) == 1:
+        return "array", np.concatenate(arrays)
+    entries = [entry for column in columns for entry in column]
+    try:
+        return "list", np.frombuffer(column_codec.encode(entries, field), np.uint8)
+    except ValueError as error:
+        raise ValueError(f"stream.record keeps arrays and numbers alone: {error}") from error
+
+
+def _unpacked(kind: str, array: np.ndarray, sizes: np.ndarray) -> list[Any]:
+    """The column of each group; entries may be written to, as those of a sampler may."""
+    if kind == "array":
+        return _split(array, sizes)
+    entries = [np.array(e) if np.ndim(e) else e for e in column_codec.decode(array.tobytes())]
+    ends = np.cumsum(sizes)
+    return [entries[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _split(array: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """The parts of an array that groups of these sizes have."""
+    return [part.copy() for part in np.split(array, np.cumsum(sizes)[:-1])] if len(sizes) else []
+
+
+def _checked(prompt: Prompt, tokens: np.ndarray) -> Prompt:
+    if len(tokens) and not np.array_equal(prompt.tokens, tokens):
+        raise ValueError(
+            f"prompt {prompt.counter} has other tokens than in the recorded run: its data have "
+            "changed since; restore them"
+        )
+    return prompt
+
+
+def _number(value: Any) -> int | float:
+    return int(value) if isinstance(value, int | np.integer) else float(value)
