@@ -22,6 +22,7 @@ from distflow_jax.report.page import is_plain_svg
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.watchdog.controller import Watchdog
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\x1b[2J'\""
 
@@ -277,7 +278,7 @@ def test_no_watchdog_looks_after_a_kernel(tmp_path, monkeypatch):
 
 
 def test_a_stop_by_sigterm_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "train_here", lambda *_, **__: run.EXIT_PREEMPTED)
+    monkeypatch.setattr(run, "train_here", lambda *_, **__: EXIT_PREEMPTED)
     with pytest.raises(RuntimeError, match="stopped by SIGTERM; call train with workdir"):
         df.train(df.load_config("tiny"), tmp_path)
 
