@@ -226,7 +226,7 @@ def test_other_graphs_and_numbers_of_processes_end_bit_equal(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("place", ["finish:3", "partial batch:8"])
+@pytest.mark.parametrize("place", ["finish:3", "partial_batch:8"])
 def test_a_kill_between_partial_batches_or_within_an_optimizer_step_leaves_no_trace(
     undisturbed, tmp_path, place
 ):
