@@ -109,7 +109,7 @@ class SavedSamples:
 
 
 # What an index row says of a sample; the lengths say which tokens are its own.
-_INDEX = (
+INDEX = (
     *("counter", "node", "sample", "tokens", "fed", "experts"),
     *("ended", "finished", "turns", "reason"),
 )
@@ -168,7 +168,7 @@ class _Packed:
             whole[_IMAGES] = np.concatenate(self._images)
             whole[_IMAGE_BYTES] = np.array([len(blob) for blob in self._images], np.int64)
         return whole | {
-            "index": np.array(self._index, np.int64).reshape(-1, len(_INDEX)),
+            "index": np.array(self._index, np.int64).reshape(-1, len(INDEX)),
             "mask": np.concatenate([np.zeros(0, bool), *self._mask]),
             "fed": np.concatenate([np.zeros(0, np.int32), *self._fed]),
             "experts": np.concatenate(self._experts) if self._experts else np.zeros(0, np.int8),
@@ -206,7 +206,7 @@ class _Unpacked:
         self._nodes = addition.facts["nodes"]
         self._logged = json.loads(self._arrays["logged"].tobytes())
         index = self._arrays["index"]
-        self._index = {name: index[:, i] for i, name in enumerate(_INDEX)}
+        self._index = {name: index[:, i] for i, name in enumerate(INDEX)}
         self._starts = {
             name: np.cumsum(np.maximum(self._index[name], 0)) - np.maximum(self._index[name], 0)
             for name in ("tokens", "fed", "experts")
