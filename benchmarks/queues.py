@@ -46,6 +46,8 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
+from distflow_jax.rollout.response_checks import ResponseLimits
+from distflow_jax.stream.border import Border
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.frames.node_frames import (
     NodeResult,
@@ -67,7 +69,7 @@ SAMPLES, MEAN, MOST = 8, 200, 1024
 MOST_PROCESSES = 16
 TOKEN = b"a token of thirty-two bytes or so"
 RUN = "benchmark"
-NODE, TASK = "rollout", "reward"
+NODE, TASK, STOP = "rollout", "reward", 50_000
 WARM_SECONDS = 1.0
 START_SECONDS = 180.0
 IDLE_SECONDS = 0.001  # between two questions for a second task where none is there
@@ -112,7 +114,9 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
         rule, exact=False, version=0, lease_seconds=60.0, max_tries=3, served=[TASK]
     )
     requests, unit = SampleRequests(buffer, lock), second_task()
-    answers = BufferService(requests, lock, {}, {"attempt": RUN})
+    answers = BufferService(
+        requests, lock, {}, {"attempt": RUN}, border=Border(ResponseLimits(1 << 17, [STOP]))
+    )
     server = WireServer("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
     prompt, freed, counter = np.arange(64, dtype=np.int32), 0, place
 
@@ -230,7 +234,7 @@ def responses(draw: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
     """(tokens, log-probs, margins, versions) of a group's responses, [T] each."""
     return [
         (
-            draw.integers(0, 50_000, n).astype(np.int32),
+            np.append(draw.integers(0, STOP, n - 1), STOP).astype(np.int32),
             -draw.random(n, np.float32),
             draw.random(n, np.float32),
             np.zeros(n, np.int32),

@@ -88,6 +88,14 @@ class Leases:
             if task.worker == worker:
                 task.free()
 
+    def take_back(self, worker: str, key: Key) -> None:
+        """Ends a lease of a worker whose result is not used: others should hold the task, and it is
+        no try."""
+        task = self.open.get(key)
+        if task is not None and task.worker == worker:
+            task.silent.add(worker)
+            task.free()
+
     def expire(self, now: float) -> Sequence[str]:
         """Ends the leases whose time is over, and forgets workers that are gone; returns those that
         live and have stalled by it."""

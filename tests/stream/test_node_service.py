@@ -22,6 +22,8 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
+from distflow_jax.rollout.response_checks import ResponseLimits
+from distflow_jax.stream.border import Border
 from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import (
@@ -269,7 +271,14 @@ class BufferOfNodes:
         self.requests = SampleRequests(self.tasks, self.lock)
         self.nodes = LeasedNodes(ahead(), contextlib.nullcontext, self.lock, self.tasks)
         facts = {"attempt": attempt, "after": "", "began": 0, "exact": False}
-        answers = BufferService(self.requests, self.lock, TABLES, facts, {"reward.function": '"f"'})
+        answers = BufferService(
+            self.requests,
+            self.lock,
+            TABLES,
+            facts,
+            {"reward.function": '"f"'},
+            border=Border(ResponseLimits(100, [99])),
+        )
         self.answers = answers
         self.server = WireServer(
             "127.0.0.1:0", make_run_token(folder), answers.methods(), quick=QUICK

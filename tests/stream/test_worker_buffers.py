@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pytest
 from support.counted_buffers import (
+    BORDER,
     GROUPS,
     STALENESS,
     TABLES,
@@ -141,7 +142,7 @@ def buffer_with(folder, tables):
         Rule(GROUPS, STALENESS), exact=False, version=0, lease_seconds=HANG, max_tries=2
     )
     facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
-    answers = BufferService(SampleRequests(buffer, lock), lock, tables, facts)
+    answers = BufferService(SampleRequests(buffer, lock), lock, tables, facts, border=BORDER)
     with contextlib.closing(
         WireServer("127.0.0.1:0", make_run_token(folder), answers.methods())
     ) as server:

@@ -13,6 +13,8 @@ import numpy as np
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
+from distflow_jax.rollout.response_checks import ResponseLimits
+from distflow_jax.stream.border import Border
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses, start_before
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
@@ -29,6 +31,8 @@ from support.tiny_model import prompt_of
 from support.waiting import HANG, until
 
 SAMPLES, GROUPS, STALENESS, TABLES = 2, 4, 1, {"config": {"seed": "1"}}
+STOP, VOCABULARY = 9_999, 10_000
+BORDER = Border(ResponseLimits(VOCABULARY, [STOP]))
 
 
 def length_of(counter, sample):
@@ -38,7 +42,9 @@ def length_of(counter, sample):
 
 def response_of(request, sample, versions):
     """A response whose tokens have these versions; all that sample it find the same tokens."""
-    tokens = np.arange(len(versions), dtype=np.int32) + request.prompt.counter
+    tokens = np.arange(len(versions), dtype=np.int32) + request.prompt.counter % 1000
+    if len(versions) == length_of(request.prompt.counter, sample):
+        tokens[-1] = STOP
     ones = np.ones(len(versions), np.float32)
     version = np.array(versions, np.int32)
     return Response(request.prompt, sample, tokens, -ones, ones, True, version)
@@ -161,7 +167,9 @@ class Trainers:
             self.requests.append(SampleRequests(buffer, lock))
             facts = {"attempt": attempt, "exact": exact}
             facts |= {"began": step, "after": start_before(folder)}
-            self.answers.append(BufferService(self.requests[-1], lock, TABLES, facts))
+            self.answers.append(
+                BufferService(self.requests[-1], lock, TABLES, facts, border=BORDER)
+            )
             self.servers.append(
                 WireServer("127.0.0.1:0", token, self.answers[-1].methods(), quick=QUICK)
             )

@@ -1,16 +1,16 @@
-"""Checks of answers of engines: what is wrong with one costs that response, not the run."""
+"""Checks of answers of engines: JSON values become columns, which response_checks.py looks at."""
 
 from collections.abc import Collection
 
 import numpy as np
 
 from distflow_jax.rollout.foreign.engine_protocol import Answer
-
-MOST_LOGP = 1e-3  # above 0: rounding of an engine in float16
-
-
-class RefusedAnswer(ValueError):
-    """An answer that is not used; the message says why, in one line."""
+from distflow_jax.rollout.response_checks import (
+    RefusedAnswer,
+    ResponseLimits,
+    check_logp,
+    check_tokens,
+)
 
 
 def checked_columns(
@@ -21,7 +21,7 @@ def checked_columns(
     `limit`: tokens at most; `stops`: ids that end a response; `held`: version when it was
     requested; `known`: version that the engine was given last. Raises RefusedAnswer.
     """
-    tokens = _tokens(answer, vocab_size, limit, stops)
+    tokens = _tokens(answer, ResponseLimits(vocab_size, stops), limit)
     logp = _logp(answer, len(tokens))
     if answer.version is None:
         return tokens, logp, np.full(len(tokens), known, np.int32)
@@ -38,32 +38,17 @@ def checked_columns(
     return tokens, logp, version.astype(np.int32)
 
 
-def _tokens(answer: Answer, vocab_size: int, limit: int, stops: Collection[int]) -> np.ndarray:
+def _tokens(answer: Answer, limits: ResponseLimits, limit: int) -> np.ndarray:
     """The ids, int32 [T]."""
-    count = len(answer.tokens)
-    if not count:
-        raise RefusedAnswer("no token")
     if not all(type(token) is int for token in answer.tokens):
         raise RefusedAnswer("token ids that are no integers")
-    if count > limit:
-        raise RefusedAnswer(f"{count} tokens, where at most {limit} were requested")
-    for place, token in enumerate(answer.tokens):
-        if not 0 <= token < vocab_size:
-            raise RefusedAnswer(f"token id {token}, outside the vocabulary of {vocab_size}")
-        if token in stops and place < count - 1:
-            raise RefusedAnswer(f"end token {token} at place {place}, and {count} tokens")
-    ends = answer.tokens[-1] in stops
-    if answer.ended and not ends:
-        raise RefusedAnswer(
-            f"an end at token {answer.tokens[-1]}, which is no end token here: the engine leaves "
-            "the end token out, or has others"
-        )
-    if not ends and count < limit:
-        raise RefusedAnswer(
-            f"an end after {count} of {limit} tokens without an end token: the engine's context "
-            "may be too short"
-        )
-    return np.array(answer.tokens, np.int32)
+    try:
+        tokens = np.array(answer.tokens, np.int64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer("a token id that no vocabulary has") from error
+    ends = bool(len(tokens)) and answer.tokens[-1] in limits.stops
+    check_tokens(tokens, limits, limit, ended=answer.ended or ends)
+    return tokens.astype(np.int32)
 
 
 def _logp(answer: Answer, count: int) -> np.ndarray:
@@ -80,7 +65,5 @@ def _logp(answer: Answer, count: int) -> np.ndarray:
         raise RefusedAnswer("a log-prob that no float holds") from error
     with np.errstate(over="ignore"):
         logp = logp.astype(np.float32)
-    wrong = logp[~(np.isfinite(logp) & (logp <= MOST_LOGP))]
-    if len(wrong):
-        raise RefusedAnswer(f"the log-prob {wrong[0]:g}")
+    check_logp(logp)
     return np.minimum(logp, np.float32(0))

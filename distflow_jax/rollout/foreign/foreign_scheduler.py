@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.foreign.answer_checks import RefusedAnswer, checked_columns
+from distflow_jax.rollout.foreign.answer_checks import checked_columns
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     EngineError,
@@ -22,6 +22,7 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     ForeignEngine,
 )
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
+from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.sequences import Group
 from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue

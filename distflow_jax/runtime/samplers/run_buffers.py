@@ -12,8 +12,10 @@ from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, config_table
+from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stream.border import Border
 from distflow_jax.stream.delivery import Delivery, Hooks
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.lease_monitor import LeaseMonitor
@@ -66,7 +68,14 @@ def deliver_to_workers(
     tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
     facts = {"attempt": attempt, "after": before, "began": state.step}
     facts["exact"] = config.stream.weight_update == "boundary"
-    answers = BufferService(producer.requests, producer.lock, tables, facts, node_table(whole))
+    answers = BufferService(
+        producer.requests,
+        producer.lock,
+        tables,
+        facts,
+        node_table(whole),
+        border=Border(_limits(prepared)),
+    )
     server = WireServer(
         own_address(config.stream.listen),
         make_run_token(workdir),
@@ -102,6 +111,20 @@ def deliver_to_workers(
     rule = PublishRule(0.0, config.stream.max_staleness)
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
     return Delivery(sync, rule, start, nodes=nodes)
+
+
+def _limits(prepared: PreparedRun) -> ResponseLimits:
+    """What the responses of workers keep to."""
+    network, tokenizer = prepared.source.config, prepared.source.tokenizer
+    experts = None
+    if prepared.sizes.engine.record_experts:
+        experts = (network.num_layers, network.experts_per_token, network.num_experts)
+    return ResponseLimits(
+        network.vocab_size,
+        tokenizer.stop_ids,
+        experts,
+        in_turns=prepared.environments is not None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ entries, or the group's prompt once for all of them. P tokens of a prompt.
 
 import base64
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stream.border import check_numbers, check_parts, check_values
 from distflow_jax.stream.frames.frames import Frame, checked
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
 from distflow_jax.stream.tasks import Key
@@ -58,7 +59,7 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
         columns.append(fact | {"kind": kind})
     facts: dict[str, Any] = {"task": list(key), "columns": columns}
     for prompt in prompts:
-        own = sent.add(0, prompt) if _is_users(unit) else []
+        own = sent.add(0, prompt) if is_users(unit) else []
         facts |= {"prompt": {**prompt_facts(prompt), "images": own}, "images": sent.facts}
         arrays |= {_TOKENS: np.asarray(prompt.tokens, np.int32), **sent.arrays}
     return Frame(facts, arrays)
@@ -116,7 +117,7 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
     for name, value in measured.items():
         if not isinstance(value, Parts):
             numbers[name] = np.asarray(value).item()
-        elif _is_users(unit):
+        elif is_users(unit):
             raise ValueError(
                 f"node {unit.name!r} measures {name!r} in parts, and a worker sends numbers: let "
                 "the function return a float, or leave the node to the trainers"
@@ -127,8 +128,11 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
     return Frame(facts, arrays)
 
 
-def read_result(frame: Frame, unit: Unit, count: int) -> NodeResult:
-    """The result of a node for a group of `count` responses. ValueError for another frame."""
+def read_result(
+    frame: Frame, unit: Unit, count: int, parts: Callable[[], Mapping[str, Parts]] = dict
+) -> NodeResult:
+    """The result of a node for a group of `count` responses; `parts()`: metrics that it has in
+    parts, of no response. ValueError for another frame."""
 
     def read() -> NodeResult:
         columns = frame.facts["columns"]
@@ -142,14 +146,18 @@ def read_result(frame: Frame, unit: Unit, count: int) -> NodeResult:
                     f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
                     f"is {count}"
                 )
-        numbers = {str(name): value + 0 for name, value in frame.facts["numbers"].items()}
-        parts = {str(name): list(values) for name, values in frame.facts["parts"].items()}
-        return NodeResult(values, numbers, parts)
+        check_values(named, values)
+        numbers = {str(name): value for name, value in frame.facts["numbers"].items()}
+        check_numbers(numbers)
+        found = {str(name): list(values) for name, values in frame.facts["parts"].items()}
+        if found:
+            check_parts(found, parts())
+        return NodeResult(values, numbers, found)
 
     return checked(read)
 
 
-def _is_users(unit: Unit) -> bool:
+def is_users(unit: Unit) -> bool:
     """Whether a node has a function of the user."""
     return any(":" in (task.node.fn or "") for task in unit.tasks)
 

@@ -146,6 +146,8 @@ class BufferClient:
             answer = self._call(self.state.links.clients[place], "submit", frame)
             if answer is None:
                 return False
+            if why := answer.facts.get("refused"):
+                log.warning("the trainers refuse samples: %s", why)
             gone = {(int(c), str(node)) for c, node in answer.facts.get("dropped", [])}
             with state.lock:
                 for key, progress in samples.items():

@@ -7,12 +7,15 @@ attempt of the run and the versions that workers can get. A frame of another att
 nothing.
 """
 
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.stream.border import MOST_REFUSED, Border, check_arrays, check_calls
 from distflow_jax.stream.frames.frames import (
     Frame,
     checked,
@@ -22,13 +25,15 @@ from distflow_jax.stream.frames.frames import (
     work_frame,
 )
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.tasks import SAMPLING, NodeTask, progress_of
+from distflow_jax.stream.tasks import SAMPLING, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a registration
 # methods that wait for nobody
 QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister")
 Table = Mapping[str, str]
+
+log = logging.getLogger("distflow_jax")
 
 
 class BufferService:
@@ -45,15 +50,19 @@ class BufferService:
         tables: Mapping[str, Table],
         facts: Mapping[str, Any],
         node_table: Table | None = None,
+        *,
+        border: Border,
     ):
         """`tables`: what workers must have alike, by name and key. `facts`: told to each that
         registers, `attempt` among them. `node_table`: keys of the config that workers which serve
-        nodes must have alike too."""
+        nodes must have alike too. `border`: of the samples that come back."""
         self._requests, self._lock, self._tables = requests, lock, tables
         self._buffer = requests.buffer
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
+        self._border = border
+        self._refused: dict[str, list[str]] = {}  # why results were, by worker
 
     def methods(self) -> dict[str, Method]:
         """The methods by name."""
@@ -66,7 +75,7 @@ class BufferService:
             "fail": self._fail,
             "deregister": self._deregister,
         }
-        return {name: _framed(method) for name, method in found.items()}
+        return {name: functools.partial(self._answer, method) for name, method in found.items()}
 
     def meet(self, buffers: Sequence[str]) -> None:
         """Notes where all task buffers answer: from now on workers may join."""
@@ -82,6 +91,36 @@ class BufferService:
                 if self._told >= self._buffer.workers.keys():
                     return
                 self._lock.wait(left)
+
+    def _answer(self, method: Callable[[str, Frame], Frame], worker: str, payload: Bytes) -> bytes:
+        """The answer to a call, which counts against its worker where it cannot be read."""
+        try:
+            self._check_worker(worker)
+            return method(worker, Frame.of_bytes(payload)).to_bytes()
+        except ValueError as error:
+            self._refuse(worker, [], str(error))
+            raise Refused(str(error)) from error
+
+    def _check_worker(self, worker: str) -> None:
+        if len(refused := self._refused.get(worker, ())) >= MOST_REFUSED:
+            raise Refused(
+                f"{len(refused)} results of {worker} were refused, the last one for this: "
+                f"{refused[-1]}; it is ended"
+            )
+
+    def _refuse(self, worker: str, keys: Sequence[Key], why: str) -> None:
+        """Counts a result that is not used; its groups are for others."""
+        with self._lock:
+            refused = self._refused.setdefault(worker, [])
+            refused.append(why)
+            count = len(refused)
+            for key in keys:
+                self._buffer.take_back(worker, key)
+            if count >= MOST_REFUSED:
+                self._buffer.deregister(worker)
+            self._lock.notify_all()
+        ended = "; it is ended" if count >= MOST_REFUSED else ""
+        log.warning("a result of worker %s is refused: %s%s", worker, why, ended)
 
     def _register(self, worker: str, frame: Frame) -> Frame:
         for name, ours in self._tables.items():
@@ -124,20 +163,35 @@ class BufferService:
             if self._foreign(frame):
                 return Frame(self._state(worker))
             task = self._buffer.find(NodeTask, key)
-        result = None if task is None else task.read(frame)
+        try:
+            result = None if task is None else task.read(frame)
+        except ValueError as error:
+            self._refuse(worker, [key], str(error))
+            with self._lock:
+                return Frame(self._state(worker))
         with self._lock:
             self._buffer.submit_node(worker, key, result)
             self._lock.notify_all()
             return Frame(self._state(worker))
 
     def _submit(self, worker: str, frame: Frame) -> Frame:
-        keys, calls = keys_of(frame), checked(lambda: int(frame.facts["calls"]))
-        goes_on = bool(frame.facts.get("goes_on"))
         with self._lock:
             if self._foreign(frame):
                 return Frame(self._state(worker))
+            newest = self._buffer.newest
+        keys, goes_on = keys_of(frame), bool(frame.facts.get("goes_on"))
+        with self._lock:
             requests = self._requests.requests(keys)
-        found = samples_of(frame, requests)
+        try:
+            calls = check_calls(frame.facts.get("calls"))
+            check_arrays(frame.facts, frame.arrays)
+            found = samples_of(frame, requests)
+            self._border.check(found, requests, newest)
+        except ValueError as error:
+            self._refuse(worker, keys, str(error))
+            with self._lock:
+                told = {"dropped": list(map(list, keys)), "refused": str(error)}
+                return Frame({**self._state(worker), **told})
         with self._lock:
             dropped = self._requests.submit(worker, keys, found, calls=calls, goes_on=goes_on)
             self._lock.notify_all()
@@ -196,13 +250,3 @@ def difference(name: str, ours: Table, theirs: Table) -> str:
                 "worker with the trainers' config and code"
             )
     return ""
-
-
-def _framed(method: Callable[[str, Frame], Frame]) -> Method:
-    def call(worker: str, payload: Bytes) -> bytes:
-        try:
-            return method(worker, Frame.of_bytes(payload)).to_bytes()
-        except ValueError as error:
-            raise Refused(str(error)) from error
-
-    return call

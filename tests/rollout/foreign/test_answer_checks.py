@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow_jax.rollout.foreign.answer_checks import RefusedAnswer, checked_columns
+from distflow_jax.rollout.foreign.answer_checks import checked_columns
 from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest
 from distflow_jax.rollout.foreign.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign.openai_engine import (
@@ -14,6 +14,7 @@ from distflow_jax.rollout.foreign.openai_engine import (
     read_steps,
 )
 from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.response_checks import RefusedAnswer
 
 GOOD = {"tokens": [4, 5, 2], "logp": [-0.5, 0.0, -1], "ended": True}
 

@@ -1,0 +1,113 @@
+"""Checks of responses that another program has sampled, before one of their tokens counts.
+
+What is wrong with a response costs that response, not the run: RefusedAnswer says it in one line.
+T tokens of a response, P of its prompt.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+
+from distflow_jax.rollout.requests import Response
+
+MOST_LOGP = 1e-3  # above 0: rounding of an engine in float16
+
+
+class RefusedAnswer(ValueError):
+    """A response that is not used; the message says why, in one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseLimits:
+    """What every response of a run's model keeps to.
+
+    Attributes:
+      vocab_size: ids of tokens are below it.
+      stops: ids that end a response, or a turn of one.
+      experts: (layers, experts of a token, experts of a layer) where they are recorded.
+      in_turns: whether environments answer between turns.
+    """
+
+    vocab_size: int
+    stops: Collection[int]
+    experts: tuple[int, int, int] | None = None
+    in_turns: bool = False
+
+
+def check_columns(response: Response, mask: np.ndarray) -> None:
+    """Raises RefusedAnswer unless each token has its columns, in their types; `mask`: bool [T],
+    what was sampled."""
+    wanted = {
+        "tokens": (response.tokens, np.int32),
+        "log-probs": (response.logp, np.float32),
+        "margins": (response.margin, np.float32),
+        "versions": (response.version, np.int32),
+        "marks of what was sampled": (mask, np.bool_),
+    }
+    count = len(response.tokens)
+    for name, (column, dtype) in wanted.items():
+        if column.dtype != dtype or column.ndim != 1:
+            kind = f"{column.dtype}{list(column.shape)}"
+            raise RefusedAnswer(f"{name} as {kind}, where {np.dtype(dtype).name}[T] are wanted")
+        if len(column) != count:
+            raise RefusedAnswer(f"{count} tokens with {len(column)} {name}")
+
+
+def check_tokens(
+    tokens: np.ndarray, limits: ResponseLimits, limit: int, *, ended: bool | None
+) -> None:
+    """Raises RefusedAnswer for tokens int [T] that no response of one turn has.
+
+    `limit`: tokens at most; `ended`: whether an end token is said to be the last one; None: the
+    response is under way.
+    """
+    count = len(tokens)
+    if ended is not None and not count:
+        raise RefusedAnswer("no token")
+    if count > limit:
+        raise RefusedAnswer(f"{count} tokens, where at most {limit} were requested")
+    check_vocabulary(tokens, limits)
+    places = np.flatnonzero(np.isin(tokens, list(limits.stops)))
+    early = places[places < count - (ended is not None)]
+    if len(early):
+        raise RefusedAnswer(f"end token {tokens[early[0]]} at place {early[0]}, and {count} tokens")
+    if ended and not len(places):
+        raise RefusedAnswer(
+            f"an end at token {tokens[-1]}, which is no end token here: the engine leaves the end "
+            "token out, or has others"
+        )
+    if ended is not None and not len(places) and count < limit:
+        raise RefusedAnswer(
+            f"an end after {count} of {limit} tokens without an end token: the engine's context "
+            "may be too short"
+        )
+
+
+def check_vocabulary(tokens: np.ndarray, limits: ResponseLimits) -> None:
+    """Raises RefusedAnswer for an id outside the vocabulary, int [T]."""
+    wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
+    if len(wrong):
+        raise RefusedAnswer(f"token id {wrong[0]}, outside the vocabulary of {limits.vocab_size}")
+
+
+def check_logp(logp: np.ndarray) -> None:
+    """Raises RefusedAnswer for what is no log-prob, float [T]."""
+    wrong = logp[~(np.isfinite(logp) & (logp <= MOST_LOGP))]
+    if len(wrong):
+        raise RefusedAnswer(f"the log-prob {wrong[0]:g}")
+
+
+def check_experts(response: Response, limits: ResponseLimits, prompt_tokens: int) -> None:
+    """Raises RefusedAnswer for experts that the model's router cannot have chosen."""
+    found = response.routed_experts
+    if (found is None) != (limits.experts is None):
+        raise RefusedAnswer("no experts" if found is None else "experts, and none are recorded")
+    if found is None or limits.experts is None:
+        return
+    layers, chosen, experts = limits.experts
+    wanted = (prompt_tokens + len(response.tokens), layers, chosen)
+    if found.dtype not in (np.int8, np.int16) or found.shape != wanted:
+        raise RefusedAnswer(f"experts as {found.dtype}{list(found.shape)}, {list(wanted)} wanted")
+    if found.size and not -1 <= found.min() <= found.max() < experts:
+        raise RefusedAnswer(f"an expert outside the {experts} of a layer")
