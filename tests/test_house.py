@@ -84,7 +84,7 @@ INNER_FLOORS = {
         {"engine"},
         {"prefill"},
         {"sampler_program", "rollout_config", "cache_sizing"},
-        {"decode_state"},
+        {"decode_state", "response_checks"},
         {"kv_cache", "requests", "jetstream_api"},
         {"occupancy"},
     ],

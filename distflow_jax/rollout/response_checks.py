@@ -20,7 +20,7 @@ class RefusedAnswer(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ResponseLimits:
-    """What every response of a run's model keeps to.
+    """Limits that every response of a run's model keeps to.
 
     Attributes:
       vocab_size: ids of tokens are below it.

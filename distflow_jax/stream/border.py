@@ -119,7 +119,8 @@ class Border:
 
 
 def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises RefusedAnswer for arrays of samples, see saved_samples.py, in another form."""
+    """Raises RefusedAnswer for arrays of samples, of any shape, in another form than those of
+    saved_samples.py."""
     nodes = facts.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
         raise RefusedAnswer(f"nodes {nodes!r:.80}, where names are wanted")
@@ -193,7 +194,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_turns(episode: Episode) -> None:
-    """What an environment says of a response in turns."""
+    """Raises RefusedAnswer for a response in turns that no environment has answered."""
     response, mask = episode.response, episode.mask
     if math.isinf(episode.reward):
         raise RefusedAnswer(f"the reward {episode.reward}")

@@ -114,7 +114,7 @@ def deliver_to_workers(
 
 
 def _limits(prepared: PreparedRun) -> ResponseLimits:
-    """What the responses of workers keep to."""
+    """Limits of the responses of workers."""
     network, tokenizer = prepared.source.config, prepared.source.tokenizer
     experts = None
     if prepared.sizes.engine.record_experts:
