@@ -40,7 +40,7 @@ def make_trainer(
     evaluates: Callable[[int], bool] | None,
 ) -> Trainer:
     """The training beside a source; `evaluates` as of make_source."""
-    phases, sampler = instruments.phases, next(iter(prepared.samplers))
+    phases = instruments.phases
     (policy, *_) = prepared.sampled.values()
 
     @contextlib.contextmanager
@@ -49,7 +49,7 @@ def make_trainer(
             yield state.policy_params(policy)
 
     def lend(of_sampler: SamplerState) -> None:
-        state.models[sampler] = of_sampler
+        state.models[_sampler(prepared)] = of_sampler
 
     return Trainer(
         span=instruments.spans.span,
@@ -57,11 +57,16 @@ def make_trainer(
         phase=phases.span,
         weights=weights,
         lend=lend,
-        give_back=lambda: state.models.pop(sampler),
+        give_back=lambda: state.models.pop(_sampler(prepared)),
         # the first evaluation is of the weights that the sampler still holds
         keeps_weights=schedule.evaluates_first,
         evaluator=evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
     )
+
+
+def _sampler(prepared: PreparedRun) -> str:
+    """The key of the sampler of this process, which trainers of workers do not have."""
+    return next(iter(prepared.samplers))
 
 
 def _evaluator(
