@@ -41,8 +41,7 @@ from distflow_jax.images.prompt_images import PromptImages, to_bytes
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.model_flops import Work, tower_flops
 from distflow_jax.models.parameters import init_params, param_shardings
-from distflow_jax.models.vision.chunks import encode_chunks
-from distflow_jax.models.vision.patch_room import patch_room
+from distflow_jax.models.vision.chunks import encode_chunks, patch_room
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.programs.xla_options import compiler_options

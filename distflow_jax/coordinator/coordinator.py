@@ -35,8 +35,7 @@ from distflow_jax.layout import (
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
-from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
-from distflow_jax.resharding.rows_all_to_all import RowsAllToAll
+from distflow_jax.resharding.rows_all_to_all import RowsAcrossSubmeshes, RowsAllToAll
 
 
 @dataclasses.dataclass(frozen=True)

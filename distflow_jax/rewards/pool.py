@@ -13,8 +13,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from distflow_jax.parsing.setting_checks import check_least, check_positive
-from distflow_jax.rewards.call import score_requests
-from distflow_jax.rewards.function import check_signature, load_function
+from distflow_jax.rewards.function_calls import check_signature, load_function, score_requests
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import MATHEMATICAL, QUICK, same_answers
 from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess

@@ -35,10 +35,10 @@ from distflow_jax.dag.plan_walker import (
 from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import Work
 from distflow_jax.parallel import processes
-from distflow_jax.planning.partial_batches.deferred_fields import deferred
 from distflow_jax.planning.partial_batches.partial_batch_programs import (
     PartialBatchPrograms,
     check_stateless,
+    deferred,
 )
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.programs.launch_log import launched

@@ -29,8 +29,7 @@ from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, open_configured, settle
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.rollout.foreign.answer_checks import checked_columns
-from distflow_jax.rollout.foreign.engine_protocol import Answer
+from distflow_jax.rollout.foreign.engine_protocol import Answer, checked_columns
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.service.outside_sampler import OutsideSampler

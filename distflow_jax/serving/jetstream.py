@@ -28,9 +28,8 @@ from jetstream.core.proto import jetstream_pb2
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.engine.result_tokens import RolloutTokens
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.result_tokens import JetStreamTokenizer, RolloutTokens
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams

@@ -18,8 +18,7 @@ from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parsing.addresses import listen
-from distflow_jax.rollout.scheduling.sequences import Group
-from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader

@@ -8,7 +8,7 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
+from distflow_jax.rollout.engine.slot_updates import Injection, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.scheduling.sequences import CachedPrompt, Call, SlotSequence
 

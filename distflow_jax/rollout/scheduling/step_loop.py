@@ -15,9 +15,8 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
-from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
+from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence, WaitingQueue
 from distflow_jax.rollout.scheduling.slots import Slots
-from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 
 
 class StepLoop:
