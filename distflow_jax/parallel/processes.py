@@ -79,13 +79,11 @@ def initialize(job: Job, *, watched_next: bool = False) -> None:
         if ipaddress.ip_address(host).is_unspecified:
             host = reachable_host(job)
         with reserved_port(host) as service:
-            _joined.start = Registrar(listener, service, job.num_processes, job.token, _leave)
+            _joined.start = Registrar(job, _leave, listener, service)
             _join(job, service)
     else:
-        service, connection = register(
-            job.coordinator, job.process_id, job.num_processes, job.token
-        )
-        _joined.start = StartMonitor(connection, job.coordinator, _leave)
+        service, connection = register(job)
+        _joined.start = StartMonitor(job, _leave, connection)
         _join(job, service)
     if process_count() > 1:
         _joined.host = reachable_host(job)
@@ -223,7 +221,7 @@ def coordination_cpu_seconds() -> float:
 class _Joined:
     exchange: HostExchange | None = None
     host: str = ""  # address at which the others reach this process
-    start: Registrar | StartMonitor | None = None  # of process 0; of the others
+    start: StartMonitor | None = None  # process 0's is a Registrar
     before_leaving: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
 

@@ -9,6 +9,7 @@ import pytest
 from support.waiting import HANG
 
 from distflow_jax.parallel import startup
+from distflow_jax.parallel.job import Job
 from distflow_jax.parallel.startup import (
     Address,
     Registrar,
@@ -26,16 +27,20 @@ def patient(monkeypatch):
     monkeypatch.setattr(startup, "ANSWER_SECONDS", HANG)
 
 
+def job(coordinator, index, count=4, token="secret"):
+    return Job("flags", "in a test", coordinator, count, index, token=token)
+
+
 @pytest.fixture
 def registrar():
     """(HOST:PORT of the registrar of a job of 4, join(index, ...) with a connection to close)."""
     listener = open_listener("127.0.0.1:0")
     coordinator = str(Address(*listener.getsockname()))
-    opened = Registrar(listener, SERVICE, 4, "secret", lambda reason: None)
+    opened = Registrar(job(coordinator, 0), lambda reason: None, listener, SERVICE)
     with contextlib.ExitStack() as stack:
 
-        def join(index, count=4, token="secret"):
-            service, connection = register(coordinator, index, count, token, seconds=0.0)
+        def join(index, **other):
+            service, connection = register(job(coordinator, index, **other), seconds=0.0)
             stack.callback(connection.close)
             return service, connection
 
@@ -124,7 +129,7 @@ def test_a_process_0_that_does_not_come_is_named():
         closed.bind(("127.0.0.1", 0))
         address = str(Address(*closed.getsockname()))
         with pytest.raises(ConnectionError, match=f"cannot reach process 0 at {address} "):
-            register(address, 1, 2, "", seconds=0.0)
+            register(job(address, 1), seconds=0.0)
 
 
 def test_another_service_at_the_address_is_named():
@@ -137,7 +142,7 @@ def test_another_service_at_the_address_is_named():
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionError, match="another service has this port"):
-            register(str(Address(*server.getsockname())), 1, 2, "", seconds=0.0)
+            register(job(str(Address(*server.getsockname())), 1), seconds=0.0)
         thread.join()
 
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -15,6 +14,7 @@ from support.paths import ROOT
 from support.waiting import HANG, until
 
 from distflow_jax.parallel import startup
+from distflow_jax.parallel.job import Job
 from distflow_jax.parallel.startup import (
     Address,
     Registrar,
@@ -42,23 +42,27 @@ def job():
     """(process 0, join(index) -> (process, its monitor), process 0's registrar) of a job of 3."""
     listener, first = open_listener("127.0.0.1:0"), Process()
     coordinator = str(Address(*listener.getsockname()))
-    registrar = Registrar(listener, "127.0.0.1:1", 3, "", first.reasons.append)
+
+    def described(index):
+        return Job("flags", "in a test", coordinator, 3, index)
+
+    registrar = Registrar(described(0), first.reasons.append, listener, "127.0.0.1:1")
     with contextlib.ExitStack() as stack:
         stack.callback(registrar.close)
 
         def join(index):
             process = Process()
-            _, connection = register(coordinator, index, 3, "", seconds=0.0)
-            monitor = StartMonitor(connection, coordinator, process.reasons.append)
+            _, connection = register(described(index), seconds=0.0)
+            monitor = StartMonitor(described(index), process.reasons.append, connection)
             stack.callback(monitor.close)
             return process, monitor
 
-        join.coordinator = coordinator
+        join.described = described
         yield first, join, registrar
 
 
 def wait_for_beats(registrar, *indices):
-    until(lambda: all(i in (m := registrar._members) and m[i].confirmed for i in indices))
+    until(lambda: all(i in (m := registrar.members) and m[i].confirmed for i in indices))
 
 
 def test_an_end_is_named_by_all_others(job):
@@ -73,13 +77,13 @@ def test_an_end_is_named_by_all_others(job):
 def test_an_application_without_a_sign_of_life_is_no_process(job):
     """Its process has applied again, since the answer came late."""
     first, join, registrar = job
-    _, connection = register(join.coordinator, 1, 3, "", seconds=0.0)
+    _, connection = register(join.described(1), seconds=0.0)
     connection.close()
     second, _ = join(1)
     other, _ = join(2)
     time.sleep(1.5)  # longer than a look
     assert first.reasons == second.reasons == other.reasons == []
-    assert registrar._members[1].place == ME and not registrar._members[1].ended
+    assert registrar.members[1].place == ME and not registrar.members[1].ended
 
 
 def test_an_end_of_process_0_is_named(job, monkeypatch):
@@ -96,7 +100,7 @@ def test_whoever_has_met_the_others_may_end(job):
     for one in (leaving, staying, registrar):
         one.met()
     until(lambda: registrar.done)
-    until(lambda: "start monitor" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: not any(one._thread.is_alive() for one in (leaving, staying)))
     leaving.close()
     registrar.close()
     time.sleep(1.5)  # longer than a beat
@@ -109,7 +113,8 @@ def test_who_gives_no_sign_is_named_and_then_ends_the_job(job, monkeypatch, capl
     first, join, _ = job
     silent, monitor = join(1)
     other, _ = join(2)
-    monkeypatch.setattr(monitor, "_receive", lambda: time.sleep(0.1) or (b"", False))
+    monkeypatch.setattr(monitor, "_send", lambda line: None)
+    monkeypatch.setattr(monitor.members[0], "read", lambda now: [])
     line = rf"process 1 \({re.escape(ME)}\) has given no sign of life for \d+ s"
     assert re.fullmatch(line, first.wait()) and re.fullmatch(line, other.wait())
     assert re.search(f"{line}: it is stopped, or its host is overloaded", caplog.text)
