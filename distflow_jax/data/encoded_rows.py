@@ -139,7 +139,7 @@ Found = tuple[np.ndarray, dict[str, int]]  # rows int64 [N], and how many were l
 
 
 @dataclasses.dataclass(frozen=True)
-class RowLimits:
+class TokenLimits:
     """Tokens that a row may have, and what becomes of others."""
 
     prompt: int
@@ -147,7 +147,7 @@ class RowLimits:
     overlong: str  # one of OVERLONG
 
 
-def rows_in_limit(encoded: EncodedRows, most: RowLimits) -> Found:
+def rows_in_limit(encoded: EncodedRows, most: TokenLimits) -> Found:
     """The rows that a run issues, and how many it leaves out for their prompt, images or answer.
 
     Over the whole data set, before it is divided: processes that dropped rows from their own shares
@@ -194,7 +194,7 @@ def rows_in_limit(encoded: EncodedRows, most: RowLimits) -> Found:
     return rows[keep], {why: int(which.sum()) for why, which in reasons.items() if which.any()}
 
 
-def _rows_cut_left(encoded: EncodedRows, rows: np.ndarray, most: RowLimits) -> Found:
+def _rows_cut_left(encoded: EncodedRows, rows: np.ndarray, most: TokenLimits) -> Found:
     """The rows of which something is left. A cut leaves out images whole."""
     dataset = encoded.dataset
     empty = np.zeros(len(rows), bool)

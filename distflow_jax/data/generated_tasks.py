@@ -7,7 +7,7 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterator
 
-from distflow_jax.data.drawn.bar_charts import Charts
+from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
@@ -149,7 +149,7 @@ TASKS: dict[str, Callable[..., Dataset]] = {
     "arithmetic": Arithmetic,
     "shapes": Shapes,
     "digits": Digits,
-    "charts": Charts,
+    "charts": BarCharts,
     "walk": Walk,
 }
 

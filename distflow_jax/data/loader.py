@@ -16,7 +16,7 @@ from distflow_jax.data.encoded_rows import (
     TRAIN_ON,
     EncodedRows,
     PromptEncoder,
-    RowLimits,
+    TokenLimits,
     rows_in_limit,
 )
 from distflow_jax.data.example import Dataset
@@ -122,7 +122,7 @@ class Loader:
         self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
         self._encoded = EncodedRows(dataset, tokenizer, answers, config.train_on)
-        most = RowLimits(config.max_prompt_length, max_answer, config.overlong)
+        most = TokenLimits(config.max_prompt_length, max_answer, config.overlong)
         self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset), observed_staleness)

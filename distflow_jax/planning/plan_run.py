@@ -39,7 +39,7 @@ from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
-from distflow_jax.environments.observed_pictures import Sight
+from distflow_jax.environments.observed_pictures import ImageSupport
 from distflow_jax.environments.registry import CallLimits, Environments, load_environment
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
@@ -567,7 +567,7 @@ def open_environments(
         return None
     encoder = prompt_encoder(source, config.data.image_tokens)
     if isinstance(encoder, SeeingTokenizer):
-        sight = Sight(encoder, config.data.max_prompt_length)
+        sight = ImageSupport(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
         rollout.environment_kwargs,

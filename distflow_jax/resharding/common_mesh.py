@@ -119,7 +119,7 @@ Take = Callable[[Any, jax.Array], Any]
 Put = Callable[[Any, Any, jax.Array], Any]
 
 
-class Step(Protocol):
+class ChunkMove(Protocol):
     """The move of one chunk: (weights or None, parameters, the chunk's first layer) -> weights.
 
     Returns the weights with the chunk written in, or the chunk alone for None. The weights passed
@@ -155,7 +155,7 @@ class Route(Protocol):
     def place(self, layout: NamedSharding) -> NamedSharding:
         """The sharding in which weights of this layout on the samplers' mesh are stored."""
 
-    def step(self, take: Take, put: Put, layouts: Layouts) -> Step:
+    def step(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
         """A step for chunks of these layouts."""
 
 
@@ -166,7 +166,7 @@ class WholeRoute:
         self._common = CommonMesh(trainer, replicas)
         self.view, self.place = self._common.view, self._common.layout
 
-    def step(self, take: Take, put: Put, layouts: Layouts) -> Step:
+    def step(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
         """See Route."""
 
         def run(out, params, start):

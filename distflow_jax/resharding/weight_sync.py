@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax.programs.launch_log import launched
-from distflow_jax.resharding.common_mesh import Layouts, Step, WholeRoute, relabel
+from distflow_jax.resharding.common_mesh import ChunkMove, Layouts, WholeRoute, relabel
 from distflow_jax.resharding.layer_chunks import LayerChunks, LayerSync
 from distflow_jax.resharding.submesh_route import HostShards, SubmeshRoute
 
@@ -213,7 +213,7 @@ class _SyncPlan:
     """
 
     view: Callable[[Any], Any]
-    tables: Mapping[tuple[str, ...], Step]
+    tables: Mapping[tuple[str, ...], ChunkMove]
     layers: LayerSync | None
 
 

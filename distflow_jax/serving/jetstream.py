@@ -286,7 +286,7 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
         """Ends the requests that run, with UNAVAILABLE."""
         for question in self._questions.values():
             if question.active is not None:
-                question.active.return_channel.set_exception(_Stopping())
+                question.active.return_channel.set_exception(_StopChannel())
 
     async def Decode(
         self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext
@@ -320,7 +320,7 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
                         samples=[jetstream_pb2.DecodeResponse.StreamContent.Sample(text=rest)]
                     )
                     yield jetstream_pb2.DecodeResponse(stream_content=content)
-            except _Stopping:
+            except _StopChannel:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
 
     def _get_prefill_content(self, request: jetstream_pb2.DecodeRequest) -> tuple[Question, bool]:
@@ -363,5 +363,5 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
                 question.active.max_tokens = -1
 
 
-class _Stopping(Exception):
+class _StopChannel(Exception):
     """Put into a response's channel to end it."""

@@ -68,10 +68,10 @@ class SlotSequence:
     ended: bool = False
     logits_by: int | None = None  # version that its next token is drawn by; None: the present one
     unfed: bool = False  # whether a token is to be fed before the next one is drawn
-    recorded: "Recorded | None" = None  # experts of an ended response
+    recorded: "RecordedExperts | None" = None  # experts of an ended response
 
 
-class Recorded(NamedTuple):
+class RecordedExperts(NamedTuple):
     """Experts that tokens went through: one row of the result of RolloutEngine.collect."""
 
     experts: jax.Array
@@ -83,7 +83,7 @@ class Recorded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class DecodeCall:
     """A decode call: in flight, then done."""
 
     result: RolloutTokens
