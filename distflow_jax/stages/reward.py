@@ -125,21 +125,13 @@ def overlong_penalty(
     Args:
       response_length_N: int [N], tokens of each response.
       max_response_length: Lmax, tokens.
-      buffer: tokens before Lmax in which the penalty grows.
+      buffer: tokens before Lmax in which the penalty grows, from 1 to Lmax.
       factor: penalty at Lmax.
       cap: clip the penalty at -1.
 
     Returns:
       float32 [N], to be added to the scores.
-
-    Raises:
-      ValueError: `buffer` is not between 1 and `max_response_length`.
     """
-    if not 0 < buffer <= max_response_length:
-        raise ValueError(
-            f"reward.overlong_buffer {buffer} must lie between 1 and the longest response "
-            f"{max_response_length}"
-        )
     over_N = np.asarray(response_length_N, np.float64) - (max_response_length - buffer)
     penalty_N = np.minimum(-over_N / buffer * factor, 0.0)
     return np.maximum(penalty_N, -1.0 if cap else -np.inf).astype(np.float32)
