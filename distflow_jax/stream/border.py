@@ -8,28 +8,29 @@ much was refused is ended.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.environments.episodes import REASONS, Episode, single_turn
 from distflow_jax.layout import Parts
-from distflow_jax.rollout.requests import GroupRequest, Partial
+from distflow_jax.rewards.records import MOST_SCORE
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.response_checks import (
     RefusedAnswer,
     ResponseLimits,
     check_columns,
     check_experts,
     check_logp,
-    check_tokens,
+    check_response,
+    check_versions,
     check_vocabulary,
 )
 from distflow_jax.stream.saved_samples import INDEX
 from distflow_jax.stream.tasks import Key
 
-MOST_REFUSED = 3  # results of a worker, after which it is ended
 MOST_CALLS = 1 << 20  # decode calls between two words of a worker
 _MOST = np.iinfo(np.int32).max
 _FORMS = {  # dtype and dims of the arrays of samples
@@ -55,7 +56,8 @@ _RANGES = {  # of columns of the index
     "turns": (0, _MOST),
     "reason": (0, len(REASONS) - 1),
 }
-MOST_LOGGED = 64  # numbers that an environment may have logged for a response
+MOST_NUMBERS = 64  # metrics of a response's environment, or of a node
+MOST_NAME = 200  # characters of a metric's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +91,18 @@ class Border:
         response, limits, limit = episode.response, self.limits, request.sampling.limit
         check_columns(response, episode.mask)
         check_experts(response, limits, len(request.prompt.tokens))
-        check_versions(response.version[episode.mask], newest)
         if not 0 <= episode.turns <= max(1, len(episode.mask)):
             raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")
         if limits.in_turns:
             if len(response.tokens) > limit:
                 raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
             check_vocabulary(response.tokens, limits)
+            check_logp(response.logp)
+            check_versions(response.version[episode.mask], 0, newest)
             _check_turns(episode)
         else:
-            if not episode.mask.all():
-                raise RefusedAnswer("tokens that were not sampled, and there is no environment")
-            if response.shown is not None:
-                raise RefusedAnswer("images, and there is no environment that shows some")
-            check_tokens(response.tokens, limits, limit, ended=response.finished)
-        check_logp(response.logp)
+            _check_one_turn(episode)
+            self._check_response(response, request, newest, ended=response.finished)
 
     def _check_partial(self, partial: Partial, request: GroupRequest, newest: int) -> None:
         limits = self.limits
@@ -113,9 +112,20 @@ class Border:
         if sampled:
             raise RefusedAnswer("tokens that were not sampled, and there is no environment")
         check_columns(response, np.ones(len(response.tokens), bool))
-        check_versions(response.version, newest)
-        check_tokens(response.tokens, limits, request.sampling.limit, ended=None)
-        check_logp(response.logp)
+        self._check_response(response, request, newest, ended=None)
+
+    def _check_response(
+        self, response: Response, request: GroupRequest, newest: int, *, ended: bool | None
+    ) -> None:
+        check_response(
+            response.tokens,
+            response.logp,
+            response.version,
+            self.limits,
+            limit=request.sampling.limit,
+            ended=ended,
+            versions=(0, newest),
+        )
 
 
 def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -139,11 +149,31 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
             raise RefusedAnswer(f"{name} from {column.min()} to {column.max()} in the index")
 
 
-def check_versions(version: np.ndarray, newest: int) -> None:
-    """Raises RefusedAnswer for versions, int [T], that nobody has published."""
-    wrong = version[(version < 0) | (version > newest)]
-    if len(wrong):
-        raise RefusedAnswer(f"a token of version {wrong[0]}, and {newest} is the newest")
+def check_index(
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    keys: Collection[Key],
+    requests: Mapping[Key, GroupRequest],
+) -> None:
+    """Raises RefusedAnswer for samples of other groups than the frame's `keys`, or that `requests`,
+    those of them which are open, do not ask for."""
+    for row in arrays["index"].tolist():
+        counter, node, sample, tokens, fed, _, ended, *_ = row
+        key = (counter, facts["nodes"][node] if node < len(facts["nodes"]) else "")
+        if key not in keys:
+            raise RefusedAnswer(f"a response to prompt {counter}, of which the frame is not")
+        if key not in requests:
+            continue  # nobody waits for it any more
+        samples, limit = requests[key].samples, requests[key].sampling.limit
+        if sample not in samples:
+            raise RefusedAnswer(
+                f"response {sample} to prompt {counter}, of which {len(samples)} are wanted"
+            )
+        if fed + tokens > limit - (not ended):
+            raise RefusedAnswer(
+                f"response {sample} to prompt {counter}: {fed + tokens} tokens, where at most "
+                f"{limit} were requested"
+            )
 
 
 def check_calls(calls: Any) -> int:
@@ -153,17 +183,36 @@ def check_calls(calls: Any) -> int:
     return calls
 
 
-def check_values(names: Collection[str], values: Collection[Any]) -> None:
-    """Raises RefusedAnswer for a column of a node that is no numbers; not a number is one."""
-    for name, value in zip(names, values, strict=True):
-        for entry in [value] if isinstance(value, np.ndarray) else value:
-            if np.asarray(entry).dtype.kind not in "biuf":
-                raise RefusedAnswer(f"{name} of type {np.asarray(entry).dtype}")
+def check_values(
+    name: str, column: Sequence[Any], shapes: Sequence[tuple[int, ...]] | None
+) -> None:
+    """Raises RefusedAnswer for a column of a node, an entry per response, that is no numbers which
+    a step can use: not a number is one, and says that there is none.
+
+    `shapes`: of the entries; None: they are the node's own choice, but for their dims.
+    """
+    if len({np.ndim(entry) for entry in column}) > 1:
+        raise RefusedAnswer(f"{name} with entries of several dims")
+    for place, entry in enumerate(column):
+        array = np.asarray(entry)
+        if array.dtype.kind not in "biuf":
+            raise RefusedAnswer(f"{name} of type {array.dtype}")
+        if np.any(np.abs(array.astype(np.float64)) > MOST_SCORE):
+            raise RefusedAnswer(f"{name} with the number {array.flat[np.abs(array).argmax()]:g}")
+        if shapes is not None and array.shape != shapes[place]:
+            raise RefusedAnswer(
+                f"{name} of shape {list(array.shape)}, where {list(shapes[place])} is wanted"
+            )
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises RefusedAnswer for metrics that are no finite numbers."""
+def check_numbers(numbers: Mapping[str, Any], taken: Collection[str] = ()) -> None:
+    """Raises RefusedAnswer for metrics that are no finite numbers, or that have names which are
+    `taken`, of metrics in parts."""
+    if len(numbers) > MOST_NUMBERS:
+        raise RefusedAnswer(f"{len(numbers)} metrics, where at most {MOST_NUMBERS} are taken")
     for name, value in numbers.items():
+        if name in taken or len(name) > MOST_NAME:
+            raise RefusedAnswer(f"a metric {name!r:.80}, which no number may be named")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RefusedAnswer(f"the metric {name!r} is a {type(value).__name__}")
         if not math.isfinite(value):
@@ -193,15 +242,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def _check_one_turn(episode: Episode) -> None:
+    """Raises RefusedAnswer for what an environment alone can have given."""
+    response, told = episode.response, (episode.turns, episode.reward, episode.reason)
+    if not episode.mask.all():
+        raise RefusedAnswer("tokens that were not sampled, and there is no environment")
+    if response.shown is not None:
+        raise RefusedAnswer("images, and there is no environment that shows some")
+    wanted = single_turn(response)
+    if told != (wanted.turns, wanted.reward, wanted.reason) or episode.logged:
+        raise RefusedAnswer(f"{told} of turns, reward and reason, and there is no environment")
+
+
 def _check_turns(episode: Episode) -> None:
     """Raises RefusedAnswer for a response in turns that no environment has answered."""
     response, mask = episode.response, episode.mask
-    if math.isinf(episode.reward):
+    if abs(episode.reward) > MOST_SCORE:
         raise RefusedAnswer(f"the reward {episode.reward}")
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
     if episode.reason != "failed" and not mask.any():
         raise RefusedAnswer("no sampled token")
-    if len(episode.logged) > MOST_LOGGED:
-        raise RefusedAnswer(f"{len(episode.logged)} numbers that an environment logged")
     check_numbers(episode.logged)

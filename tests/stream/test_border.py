@@ -11,9 +11,10 @@ from support.counted_buffers import BORDER, STOP, VOCABULARY, length_of, request
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.rollout.requests import Partial
-from distflow_jax.stream.border import MOST_REFUSED, Border
+from distflow_jax.stream.border import Border
 from distflow_jax.stream.frames.frames import Frame, samples_frame
 from distflow_jax.stream.links.buffer_service import BufferService
+from distflow_jax.stream.links.refusals import MOST_REFUSED
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -189,7 +190,7 @@ def test_a_worker_of_which_too_much_was_refused_is_ended(caplog):
         assert len(caplog.records) == number + 1
     assert caplog.records[-1].getMessage().endswith("; it is ended")
     with pytest.raises(
-        Refused, match=f"{MOST_REFUSED} results of liar were refused, .* it is ended"
+        Refused, match=f"liar is ended: {MOST_REFUSED} of its results were refused, .* token id -1"
     ):
         trainer.lease("liar")
     assert "liar" not in trainer.buffer.workers

@@ -22,7 +22,7 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     ForeignEngine,
 )
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
-from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.sequences import Group
 from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
@@ -55,6 +55,11 @@ class ForeignLimits:
     def __post_init__(self):
         if self.most_tries < 1:
             raise ValueError(f"a response needs at least 1 try, got {self.most_tries}")
+
+    @property
+    def responses(self) -> ResponseLimits:
+        """Limits that every response keeps to."""
+        return ResponseLimits(self.vocab_size, self.stops)
 
 
 @dataclasses.dataclass
@@ -314,9 +319,8 @@ class ForeignScheduler:
         try:
             tokens, logp, version = checked_columns(
                 answer,
-                vocab_size=self._limits.vocab_size,
+                self._limits.responses,
                 limit=entry.group.request.sampling.limit - entry.tokens,
-                stops=self._limits.stops,
                 held=entry.held,
                 known=self.version,
             )

@@ -82,6 +82,7 @@ def deliver_to_workers(
         answers.methods() | weights.methods(),
         quick=QUICK,
         limit_bytes=FRAME_BYTES,
+        know=answers.know,
     )
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))

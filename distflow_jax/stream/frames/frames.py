@@ -21,7 +21,10 @@ from distflow_jax.stream.wire.calls import Bytes
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
 _PROMPT = "prompt"  # of the arrays, before a group's place
-_BROKEN = (KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error)
+_BROKEN = (
+    *(KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error),
+    RecursionError,  # of JSON
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ entries, or the group's prompt once for all of them. P tokens of a prompt.
 
 import base64
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
 from distflow_jax.stream.frames.frames import Frame, checked
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
@@ -129,10 +130,18 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
 
 
 def read_result(
-    frame: Frame, unit: Unit, count: int, parts: Callable[[], Mapping[str, Parts]] = dict
+    frame: Frame,
+    unit: Unit,
+    lengths: Sequence[int],
+    parts: Callable[[], Mapping[str, Parts]] = dict,
+    taken: Collection[str] = (),
 ) -> NodeResult:
-    """The result of a node for a group of `count` responses; `parts()`: metrics that it has in
-    parts, of no response. ValueError for another frame."""
+    """The result of a node for a group whose responses have these `lengths` in tokens.
+
+    `parts()`: metrics that it has in parts, of no response; `taken`: names that no number may have.
+    ValueError for another frame.
+    """
+    count, shapes = len(lengths), _shapes(unit, lengths)
 
     def read() -> NodeResult:
         columns = frame.facts["columns"]
@@ -146,15 +155,28 @@ def read_result(
                     f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
                     f"is {count}"
                 )
-        check_values(named, values)
+            check_values(field, value, shapes.get(field))
         numbers = {str(name): value for name, value in frame.facts["numbers"].items()}
-        check_numbers(numbers)
+        check_numbers(numbers, taken)
         found = {str(name): list(values) for name, values in frame.facts["parts"].items()}
         if found:
             check_parts(found, parts())
         return NodeResult(values, numbers, found)
 
     return checked(read)
+
+
+def _shapes(unit: Unit, lengths: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the entries that a node writes for a group of responses of these lengths in tokens,
+    by field; of fields that go to devices, which are numbers per response or per token."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for task in unit.tasks:
+        per_token = per_token_fields(task.node)
+        for edge in task.edges_out:
+            if edge.target_layout.kind == "mesh":
+                of_tokens = edge.field in per_token
+                found[edge.field] = [(length,) if of_tokens else () for length in lengths]
+    return found
 
 
 def is_users(unit: Unit) -> bool:

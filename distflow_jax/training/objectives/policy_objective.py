@@ -11,22 +11,25 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms import correction as correction_lib
+from distflow_jax.algorithms.advantages import group_sum
 from distflow_jax.algorithms.aggregate import denominator, token_weights, within_budget
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
 from distflow_jax.algorithms.off_policy import off_policy_terms
-from distflow_jax.algorithms.packed import counted, per_token
+from distflow_jax.algorithms.packed import counted, per_sequence, per_token
 from distflow_jax.algorithms.policy_tokens import cleaned_logp, policy_tokens
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
+from distflow_jax.layout import OF_GROUP
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview, at_least_one
 
 GAPS = ("kl", "k3_kl")  # metrics that are told by age
 SHARE = "tokens_of_age"
+GAP_OF_GROUP, TOKENS_OF_GROUP = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _SQUARES = "rollout_corr/squared_weight"  # mean over tokens, for the effective sample size
 
 
@@ -70,16 +73,22 @@ def policy_objective(
     *,
     max_response: int,
     max_staleness: int = 0,
+    num_groups: int = 0,
 ) -> Objective:
     """The objective that `algorithm` configures; `max_response` in tokens, `max_staleness` in
-    steps."""
+    steps. `num_groups`: of a step, whose gaps are told apart; 0: none."""
     return Objective(
         "actor",
         model,
         functools.partial(prepare, algorithm=algorithm),
         functools.partial(denominators_of, algorithm=algorithm, max_response=max_response),
         functools.partial(
-            evaluate, model=model, algorithm=algorithm, forward=forward, max_staleness=max_staleness
+            evaluate,
+            model=model,
+            algorithm=algorithm,
+            forward=forward,
+            max_staleness=max_staleness,
+            num_groups=num_groups,
         ),
         _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
@@ -150,6 +159,7 @@ def evaluate(
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
     max_staleness: int = 0,
+    num_groups: int = 0,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
@@ -176,6 +186,11 @@ def evaluate(
         if batch.age is not None:
             gaps = {name: terms.tokens[name] for name in GAPS}
             sums |= _by_age(gaps, batch.age, max_staleness, mean)
+        if num_groups:
+            sums |= {
+                name: group_sum(x, rows.group, num_groups) / denominators.tokens
+                for name, x in _by_sequence(terms.tokens["kl"], rows).items()
+            }
         sums |= {
             f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
             for name, x in terms.sequences.items()
@@ -220,6 +235,14 @@ def _by_age(
         for name, x in terms.items():
             found[f"rollout_corr/{name}/{number}"] = mean(jnp.where(here, x, 0.0))
     return found
+
+
+def _by_sequence(log_gap: jax.Array, rows: Rows) -> dict[str, jax.Array]:
+    """Of each sequence the sum of the gaps [R, L] of its tokens without their signs, and its
+    tokens; float32 [R, S], by the names of their sums over groups."""
+    gaps = jax.lax.stop_gradient(per_sequence(jnp.abs(log_gap), rows))
+    tokens = jnp.where(counted(rows), rows.length, 0).astype(jnp.float32)
+    return {GAP_OF_GROUP: gaps, TOKENS_OF_GROUP: tokens}
 
 
 def _finish(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
