@@ -1,0 +1,173 @@
+"""A probe after each load of weights: an engine's log-probs are held against those of this machine.
+
+The engine samples short responses to prompts of random ids. Their log-probs must be near those by
+the weights that it was given (`gap`), and must not lie on the way from these to the weights before
+(`share`): an engine that took none of a load, or a part of it, is a share of the way back. N
+responses of T tokens.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.rollout.foreign.answer_checks import checked_columns
+from distflow_jax.rollout.foreign.engine_protocol import (
+    Answer,
+    EngineError,
+    EngineRequest,
+    Failure,
+    ForeignEngine,
+)
+from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 8, 16, 16  # of a probe; TOKENS: of a response, at most
+MOST_GAP = 0.1  # nats per token that an engine may be off by its first load
+LEAST_GAP = 0.002  # nats per token that are no fault, however close the engine was before
+MOST_TIMES = 4.0  # the usual gap of an engine
+MOST_SHARE = 0.05  # of the way to the weights before, beyond what noise explains
+DEVIATIONS = 3.0  # of the share, that noise explains
+USUAL = 16  # last probes that say what an engine's gap is
+COUNTER = 1 << 30  # of the first prompt of a probe: above those of a run
+ANSWER_SECONDS = 0.05  # that a look at answers waits
+
+# (params, prompts, responses), int32 [P] and [T] each -> log-probs of the responses' tokens at the
+# temperature that the run samples at, float32 [T] each
+OwnLogp = Callable[[Any, Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
+
+
+class WrongWeights(EngineError):
+    """An engine samples with other weights than it was given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a probe has found: mean gap in nats per token, and the share of the way to the weights
+    before that the engine is at, with its standard error."""
+
+    gap: float
+    share: float = 0.0
+    error: float = 0.0
+
+    @classmethod
+    def of(cls, found: np.ndarray, now: np.ndarray, before: np.ndarray | None = None) -> "Reading":
+        """Of an engine's log-probs, and those by the weights now and before, float [T] each."""
+        off = (found - now).astype(np.float64)
+        gap = float(np.abs(off).mean())
+        step = np.zeros(len(off)) if before is None else (before - now).astype(np.float64)
+        length = float(step @ step)
+        if not length:
+            return cls(gap)
+        share = float(off @ step) / length
+        noise = float(np.square(off - share * step).sum()) / max(1, len(off) - 1)
+        return cls(gap, share, float(np.sqrt(noise / length)))
+
+    def fault(self, usual: Sequence[float], most_gap: float) -> str:
+        """What is wrong, a part of a sentence; "": nothing that the probe can see. `usual`: gaps of
+        earlier loads; `most_gap`: of a first one."""
+        if self.share - DEVIATIONS * self.error > MOST_SHARE:
+            return (
+                f"its log-probs are {self.share:.0%} of the way back to the weights before: it has "
+                "loaded a part of these, or none"
+            )
+        limit = most_gap
+        if usual:
+            limit = min(limit, max(LEAST_GAP, MOST_TIMES * statistics.median(usual)))
+        if not self.gap <= limit:
+            return (
+                f"its log-probs are {self.gap:.3g} nats per token from those of these weights, "
+                f"above {limit:.3g}: it has others"
+            )
+        return ""
+
+
+class WeightProbe:
+    """Probes one engine."""
+
+    def __init__(
+        self,
+        limits: ResponseLimits,
+        own: OwnLogp,
+        sampling: SamplingParams,
+        *,
+        most_gap: float = MOST_GAP,
+    ):
+        """`own`: this machine's log-probs; `sampling`: of the run; `most_gap`: see MOST_GAP."""
+        self._limits, self._own, self._most_gap = limits, own, most_gap
+        limit = min(TOKENS, sampling.limit)
+        self._sampling = dataclasses.replace(sampling, num_samples=1, limit=limit)
+        self._usual: collections.deque[float] = collections.deque(maxlen=USUAL)
+        self._probes = 0
+
+    def __call__(
+        self, engine: ForeignEngine, params: Any, before: Any, version: int
+    ) -> list[Answer | Failure]:
+        """Holds an engine that has loaded `params` against them, and against those `before`; None:
+        it is not known what it had. Returns answers to other requests that came meanwhile.
+
+        WrongWeights with what is wrong; EngineError if the engine does not answer.
+        """
+        requests = self._requests(engine)
+        found, others = self._answers(engine, requests)
+        prompts, columns = [request.tokens for request in requests.values()], []
+        for number in requests:
+            columns.append(self._columns(engine, found[number], version))
+        responses = [tokens for tokens, _, _ in columns]
+
+        def own(weights: Any) -> np.ndarray:
+            return np.concatenate(self._own(weights, prompts, responses))
+
+        sampled = np.concatenate([logp for _, logp, _ in columns])
+        reading = Reading.of(sampled, own(params), None if before is None else own(before))
+        if fault := reading.fault(self._usual, self._most_gap):
+            raise WrongWeights(f"{engine.name} did not load version {version} rightly: {fault}")
+        self._usual.append(reading.gap)
+        return others
+
+    def _requests(self, engine: ForeignEngine) -> dict[int, EngineRequest]:
+        """The requests of the next probe, by their ids, which are negative."""
+        length = min(PROMPT_TOKENS, engine.longest_prompt or PROMPT_TOKENS)
+        draw = np.random.default_rng(self._probes)
+        ids = np.setdiff1d(np.arange(self._limits.vocab_size), list(self._limits.stops))
+        requests = {}
+        for place in range(PROMPTS):
+            number = -1 - PROMPTS * self._probes - place
+            tokens = draw.choice(ids, length).astype(np.int32)
+            requests[number] = EngineRequest(number, COUNTER - number, 0, tokens, self._sampling)
+        self._probes += 1
+        return requests
+
+    @staticmethod
+    def _answers(
+        engine: ForeignEngine, requests: dict[int, EngineRequest]
+    ) -> tuple[dict[int, Answer | Failure], list[Answer | Failure]]:
+        """(answers to the requests by their ids, others that came meanwhile)."""
+        for request in requests.values():
+            engine.submit([request])
+        found: dict[int, Answer | Failure] = {}
+        others: list[Answer | Failure] = []
+        while len(found) < len(requests):
+            for entry in engine.results(ANSWER_SECONDS):
+                if entry.id in requests:
+                    found[entry.id] = entry
+                else:
+                    others.append(entry)
+        return found, others
+
+    def _columns(
+        self, engine: ForeignEngine, answer: Answer | Failure, version: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probs and versions of an answer, [T] each."""
+        if isinstance(answer, Failure):
+            raise EngineError(f"{engine.name} does not answer the probe: {answer.reason}")
+        limit = self._sampling.limit
+        try:
+            return checked_columns(answer, self._limits, limit=limit, held=version, known=version)
+        except RefusedAnswer as error:
+            raise WrongWeights(
+                f"{engine.name} answers the probe of its weights by {error}"
+            ) from error
