@@ -40,7 +40,7 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
 def decode(data: bytes | bytearray) -> list[Any]:
     """Inverse of encode: arrays (read-only), and NumPy scalars for numbers.
 
-    ValueError for a tag or a shape that `encode` does not write.
+    ValueError for a tag or a shape that `encode` does not write, or that has no bytes.
     """
     entries: list[Any] = []
     at = 0
@@ -60,6 +60,10 @@ def decode(data: bytes | bytearray) -> list[Any]:
         if any(size < 0 for size in shape):  # NumPy would take it for all that is left
             raise ValueError(f"an entry has the shape {list(shape)}")
         count = math.prod(shape)
+        if count * dtype.itemsize > len(data) - at:
+            raise ValueError(
+                f"an entry has the shape {list(shape)}, {len(data) - at} bytes are left"
+            )
         array = np.frombuffer(data, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
         entries.append(array[()] if ndim == 0 else array)

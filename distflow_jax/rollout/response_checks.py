@@ -27,12 +27,14 @@ class ResponseLimits:
       stops: ids that end a response, or a turn of one.
       experts: (layers, experts of a token, experts of a layer) where they are recorded.
       in_turns: whether environments answer between turns.
+      patch_bytes: of a patch of an image that one shows; 0: the model sees none.
     """
 
     vocab_size: int
     stops: Collection[int]
     experts: tuple[int, int, int] | None = None
     in_turns: bool = False
+    patch_bytes: int = 0
 
 
 def check_response(

@@ -27,7 +27,8 @@ from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 
 PROMPTS, PROMPT_TOKENS, TOKENS = 8, 16, 16  # of a probe; TOKENS: of a response, at most
 MOST_GAP = 0.1  # nats per token that an engine may be off by its first load
-LEAST_GAP = 0.002  # nats per token that are no fault, however close the engine was before
+LEAST_GAP = 0.002  # nats per token that are no fault, however close the engine was before, unless
+# they are MOST_SHARE of the step that the weights have made
 MOST_TIMES = 4.0  # the usual gap of an engine
 MOST_SHARE = 0.05  # of the way to the weights before, beyond what noise explains
 DEVIATIONS = 3.0  # of the share, that noise explains
@@ -46,10 +47,17 @@ class WrongWeights(EngineError):
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a probe has found: mean gap in nats per token, and the share of the way to the weights
-    before that the engine is at, with its standard error."""
+    """Results of a probe.
+
+    Attributes:
+      gap: mean distance of the engine's log-probs from ours, nats per token.
+      step: of ours by the weights before, nats per token; 0: these are not known.
+      share: of the way to the weights before that the engine is at.
+      error: standard error of the share.
+    """
 
     gap: float
+    step: float = 0.0
     share: float = 0.0
     error: float = 0.0
 
@@ -64,10 +72,10 @@ class Reading:
             return cls(gap)
         share = float(off @ step) / length
         noise = float(np.square(off - share * step).sum()) / max(1, len(off) - 1)
-        return cls(gap, share, float(np.sqrt(noise / length)))
+        return cls(gap, float(np.abs(step).mean()), share, float(np.sqrt(noise / length)))
 
     def fault(self, usual: Sequence[float], most_gap: float) -> str:
-        """What is wrong, a part of a sentence; "": nothing that the probe can see. `usual`: gaps of
+        """The fault, a part of a sentence; "": nothing that the probe can see. `usual`: gaps of
         earlier loads; `most_gap`: of a first one."""
         if self.share - DEVIATIONS * self.error > MOST_SHARE:
             return (
@@ -76,7 +84,8 @@ class Reading:
             )
         limit = most_gap
         if usual:
-            limit = min(limit, max(LEAST_GAP, MOST_TIMES * statistics.median(usual)))
+            least = min(LEAST_GAP, MOST_SHARE * self.step) if self.step else LEAST_GAP
+            limit = min(limit, max(least, MOST_TIMES * statistics.median(usual)))
         if not self.gap <= limit:
             return (
                 f"its log-probs are {self.gap:.3g} nats per token from those of these weights, "

@@ -125,6 +125,7 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
         tokenizer.stop_ids,
         experts,
         in_turns=prepared.environments is not None,
+        patch_bytes=0 if network.vision is None else network.vision.patch_bytes,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.images.record import Image, ImagePatches
+from distflow_jax.images.turn_images import TurnImages
 
 _PATCH = "patch"  # of the arrays, before a group's place
 _COLUMNS = ("patches", "positions", "segments")  # of an image, behind its number
@@ -74,17 +75,19 @@ def patch_of(
     if not images:
         return None
     patch = arrays[f"{_PATCH}{place}"]
-    _check(patch.dtype == np.int32 and patch.shape == (size,), f"patch {place}", patch)
-    cut = [_cut(image) for image in images]
-    at, first = np.flatnonzero(patch != -1), 0
-    count = sum(one.features for one in cut)
-    _check(np.array_equal(patch[at], np.arange(count)), f"patch {place}", patch)
-    for one in cut:
-        own = at[first : first + one.features]
-        if math.prod(one.grid) == one.features:  # a grid has no text within
-            _check(own[-1] - own[0] == one.features - 1, f"patch {place}", patch)
-        first += one.features
+    _check_places(f"patch {place}", patch, size, [_cut(image) for image in images])
     return patch
+
+
+def check_shown(shown: TurnImages, mask: np.ndarray, patch_bytes: int) -> None:
+    """Raises ValueError for images of a response whose sizes do not belong together, or that stand
+    where a token was sampled; `mask`: bool [T], what was sampled."""
+    for number, one in enumerate(shown.cut):
+        name = f"image {number} of a response"
+        _check_patches(name, one)
+        _check(one.patches.shape[1] == patch_bytes, name, one.patches)
+    _check_places("patch of a response", shown.patch, len(mask), shown.cut)
+    _check(not np.any(mask & (shown.patch != -1)), "patch of a response", shown.patch)
 
 
 def sent_bytes(prompt: Prompt) -> int:
@@ -101,20 +104,40 @@ def sent_bytes(prompt: Prompt) -> int:
 def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Image:
     name = f"image {number}"
     patches, positions, segments = (arrays[f"image{number}.{column}"] for column in _COLUMNS)
+    features, (rows, columns) = int(fact["features"]), map(int, fact["grid"])
+    digest = bytes.fromhex(fact["digest"])
+    if len(digest) != _DIGEST_BYTES:
+        raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
+    cut = ImagePatches(patches, positions, segments, features, (rows, columns))
+    _check_patches(name, cut)
+    return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
+
+
+def _check_patches(name: str, cut: ImagePatches) -> None:
+    patches, positions, segments, features = (
+        getattr(cut, name) for name in (*_COLUMNS, "features")
+    )
     _check(patches.dtype == np.uint8 and patches.ndim == 2 and patches.size, name, patches)
     count = len(patches)
     fits = positions.dtype == np.int32 and positions.shape in ((count, 2), (count, 3))
     _check(fits and positions.min() >= 0, f"{name}, positions", positions)
     fits = segments.dtype == np.int32 and segments.shape == (count,)
     _check(fits and segments.min() >= 1 and segments.max() <= count, f"{name}, segments", segments)
-    features, (rows, columns) = int(fact["features"]), map(int, fact["grid"])
-    if not 1 <= features <= count or not (0 <= rows <= features and 0 <= columns <= features):
+    if not 1 <= features <= count or not all(0 <= side <= features for side in cut.grid):
         raise ValueError(f"a frame's {name} has {features} features of {count} patches")
-    digest = bytes.fromhex(fact["digest"])
-    if len(digest) != _DIGEST_BYTES:
-        raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
-    cut = ImagePatches(patches, positions, segments, features, (rows, columns))
-    return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
+
+
+def _check_places(name: str, patch: np.ndarray, size: int, cut: Sequence[ImagePatches]) -> None:
+    """Raises ValueError unless each feature stands once, in order, in int32 [size]."""
+    _check(patch.dtype == np.int32 and patch.shape == (size,), name, patch)
+    at, first = np.flatnonzero(patch != -1), 0
+    count = sum(one.features for one in cut)
+    _check(np.array_equal(patch[at], np.arange(count)), name, patch)
+    for one in cut:
+        own = at[first : first + one.features]
+        if math.prod(one.grid) == one.features:  # a grid has no text within
+            _check(own[-1] - own[0] == one.features - 1, name, patch)
+        first += one.features
 
 
 def _check(fits: Any, name: str, array: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
-from distflow_jax.stream.frames.frames import Frame, checked
+from distflow_jax.stream.frames.frames import Frame, checked, fact_of
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
 from distflow_jax.stream.tasks import Key
 
@@ -144,21 +144,27 @@ def read_result(
     count, shapes = len(lengths), _shapes(unit, lengths)
 
     def read() -> NodeResult:
-        columns = frame.facts["columns"]
+        columns = fact_of(frame, "columns", list)
         named = [str(column["field"]) for column in columns]
         if named != [field for _, field in unit.outputs]:
             raise ValueError(f"a result of node {unit.name!r} has the fields {named}")
-        values = [_received(frame, f"column{i}", column) for i, column in enumerate(columns)]
-        for field, value in zip(named, values, strict=True):
+        values = []
+        for place, (field, column) in enumerate(zip(named, columns, strict=True)):
+            try:
+                value = _received(frame, f"column{place}", column)
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from error
             if len(value) != count:
                 raise ValueError(
                     f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
                     f"is {count}"
                 )
             check_values(field, value, shapes.get(field))
-        numbers = {str(name): value for name, value in frame.facts["numbers"].items()}
+            values.append(value)
+        numbers = fact_of(frame, "numbers", dict)
         check_numbers(numbers, taken)
-        found = {str(name): list(values) for name, values in frame.facts["parts"].items()}
+        parts_of = fact_of(frame, "parts", dict)
+        found = {name: list(values) for name, values in parts_of.items()}
         if found:
             check_parts(found, parts())
         return NodeResult(values, numbers, found)
@@ -208,12 +214,14 @@ def _received(frame: Frame, name: str, column: Mapping[str, Any]) -> Any:
     else:
         raise ValueError(f"a frame has a column of kind {column['kind']!r}")
     if np.ndim(array) < 1 or len(value) != count:
-        raise ValueError(f"a frame's {name} does not have {count} entries")
+        raise ValueError(f"{name} as {array.dtype}{list(array.shape)}, where {count} are said")
     return value
 
 
 def _count(column: Mapping[str, Any]) -> int:
-    return int(column["count"])
+    if type(column["count"]) is not int:
+        raise ValueError(f"a count {column['count']!r:.40}, which is no number")
+    return column["count"]
 
 
 def _prompt_of(frame: Frame) -> Prompt:

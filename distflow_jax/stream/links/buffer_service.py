@@ -18,7 +18,7 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.stream.border import Border, check_arrays, check_calls, check_index
 from distflow_jax.stream.frames.frames import (
     Frame,
-    checked,
+    fact_of,
     keys_of,
     nodes_of,
     samples_of,
@@ -129,10 +129,8 @@ class BufferService:
             return Frame({**self._facts, **self._state(worker)})
 
     def _lease(self, worker: str, frame: Frame) -> Frame:
-        held, capacity = checked(
-            lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
-        )
-        slots = checked(lambda: int(frame.facts.get("slots", 0)))
+        held, capacity = (fact_of(frame, name, int) for name in ("version", "capacity"))
+        slots = fact_of(frame, "slots", int) if "slots" in frame.facts else 0
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
@@ -141,7 +139,7 @@ class BufferService:
             return work_frame(self._state(worker), work)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame:
-        capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
+        capacity, now = fact_of(frame, "capacity", int), time.monotonic()
         nodes = nodes_of(frame)
         with self._lock:
             state = self._state(worker)
@@ -152,7 +150,10 @@ class BufferService:
         return Frame(state) if task is None else task.content.joined(state)
 
     def _submit_node(self, worker: str, frame: Frame) -> Frame:
-        (key,) = keys_of(frame)
+        keys = keys_of(frame)
+        if len(keys) != 1:
+            raise ValueError(f"keys {keys!r:.80}, where one is wanted")
+        key = keys[0]
         with self._lock:
             if self._foreign(frame):
                 return Frame(self._state(worker))
@@ -199,8 +200,8 @@ class BufferService:
             if not self._foreign(frame):
                 self._buffer.heartbeat(worker, time.monotonic(), ())
                 for key in keys:
-                    why = f"{worker}: {str(frame.facts.get('why', ''))[:500]}"
-                    self._buffer.fail(worker, key, why)
+                    why = " ".join(str(frame.facts.get("why", "")).split())
+                    self._buffer.fail(worker, key, f"{worker}: {why:.500}")
                 self._lock.notify_all()
             return Frame(self._state(worker))
 

@@ -180,24 +180,10 @@ def evaluate(
     trainer = old_logp if algorithm.proximal == "recomputed" else logp
     correction, sums, maxima = _correction(old_logp, trainer, batch, algorithm, denominators)
     if batch.rollout_logp is not None:
-        terms = off_policy_terms(trainer, batch.rollout_logp, rows)
-        sequences = counted(rows)
-        sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
-        if batch.age is not None:
-            gaps = {name: terms.tokens[name] for name in GAPS}
-            sums |= _by_age(gaps, batch.age, max_staleness, mean)
-        if num_groups:
-            sums |= {
-                name: group_sum(x, rows.group, num_groups) / denominators.tokens
-                for name, x in _by_sequence(terms.tokens["kl"], rows).items()
-            }
-        sums |= {
-            f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
-            for name, x in terms.sequences.items()
-        }
-        maxima["rollout_corr/log_ppl_diff_max"] = masked_max(
-            terms.sequences["log_ppl_diff"], sequences
+        more, largest = _off_policy(
+            trainer, batch, denominators, mean, max_staleness=max_staleness, num_groups=num_groups
         )
+        sums, maxima = sums | more, maxima | largest
     pg_loss = aggregate(policy.loss if correction is None else policy.loss * correction)
     loss = pg_loss - algorithm.entropy_coef * aggregate(entropy)
     sums |= {
@@ -216,6 +202,39 @@ def evaluate(
         loss = loss + algorithm.kl_coef * kl_loss
         sums["actor/kl_loss"] = kl_loss
     return loss, jax.lax.stop_gradient({"sum": sums, "max": maxima})
+
+
+def _off_policy(
+    trainer: jax.Array,
+    batch: PolicyBatch,
+    denominators: Denominators,
+    mean: Callable[[jax.Array], jax.Array],
+    *,
+    max_staleness: int,
+    num_groups: int,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(sums, maxima) of how far the samplers' log-probs are from the trainer's [R, L]: over all
+    tokens, and over those of each age and of each group."""
+    assert batch.rollout_logp is not None
+    terms, sequences = (
+        off_policy_terms(trainer, batch.rollout_logp, batch.rows),
+        counted(batch.rows),
+    )
+    sums = {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
+    if batch.age is not None:
+        gaps = {name: terms.tokens[name] for name in GAPS}
+        sums |= _by_age(gaps, batch.age, max_staleness, mean)
+    if num_groups:
+        sums |= {
+            name: group_sum(x, batch.rows.group, num_groups) / denominators.tokens
+            for name, x in _by_sequence(terms.tokens["kl"], batch.rows).items()
+        }
+    sums |= {
+        f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
+        for name, x in terms.sequences.items()
+    }
+    largest = masked_max(terms.sequences["log_ppl_diff"], sequences)
+    return sums, {"rollout_corr/log_ppl_diff_max": largest}
 
 
 def _by_age(

@@ -123,7 +123,7 @@ def test_a_first_load_that_was_not_made_is_named(engine, sampler, fault):
         scheduler_of(engine, sampler)
 
 
-@pytest.mark.parametrize("size", [0.05, 3e-4], ids=["a large step", "a small step"])
+@pytest.mark.parametrize("size", [0.05, 3e-4, 3e-5])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_later_load_that_was_not_made_is_named_before_a_response_counts(
     engine, sampler, fault, size, caplog
@@ -136,6 +136,14 @@ def test_a_later_load_that_was_not_made_is_named_before_a_response_counts(
     with pytest.raises(WrongWeights, match="the stub did not load version 1 rightly: its log-prob"):
         scheduler.load(step_from(FIRST, size), 1)
     assert engine.loads == 1 + 1 + WRONG_LOADS and "version 1 rightly" in caplog.text
+
+
+def test_an_older_version_is_named(engine, sampler):
+    scheduler = scheduler_of(engine, sampler)
+    scheduler.load(SECOND, 1)
+    engine.fault = lambda given, held: FIRST
+    with pytest.raises(WrongWeights, match="the stub did not load version 2 rightly: its log-prob"):
+        scheduler.load(step_from(SECOND, 3e-4), 2)
 
 
 def test_a_load_that_is_made_in_the_end_costs_no_response(engine, sampler, caplog):
