@@ -165,7 +165,7 @@ class BufferService:
             with self._lock:
                 return Frame(self._state(worker))
         with self._lock:
-            self._refusals.accept(worker, self._buffer.submit_node(worker, key, result))
+            self._buffer.submit_node(worker, key, result)
             self._lock.notify_all()
             return Frame(self._state(worker))
 
@@ -189,7 +189,6 @@ class BufferService:
                 told = {"dropped": list(map(list, keys)), "refused": str(error)}
                 return Frame({**self._state(worker), **told})
         with self._lock:
-            self._refusals.accept(worker, bool(found))
             dropped = self._requests.submit(worker, keys, found, calls=calls, goes_on=goes_on)
             self._lock.notify_all()
             return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})

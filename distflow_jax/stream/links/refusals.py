@@ -1,8 +1,7 @@
 """Results that were refused, by worker, and the workers that may come back.
 
 A worker of which too much was refused is ended. Its name is its own choice, so the host that it
-came from counts too: for a while that grows with each worker ended there, nobody joins from this
-host, and of those that are there only workers go on that have brought a result.
+came from counts too: nobody joins from there for a while, which grows with each worker ended there.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ class _Caller:
 
     host: str = ""  # "": it is not known
     refused: int = 0  # of its results
-    accepted: bool = False  # whether one of its results counts
+    joined: bool = False
 
 
 class Refusals:
@@ -44,15 +43,16 @@ class Refusals:
         ended, caller = self._leases.ended, self._caller(worker)
         if worker in ended:
             raise Refused(f"{worker} is ended: {ended[worker].why}")
-        if not caller.host or caller.accepted:
+        if caller.joined:
             return
-        at = [one.at for name, one in ended.items() if self._host_of(name) == caller.host]
+        at = [one.at for name, one in ended.items() if caller.host == self._host_of(name)]
         pause = min(LAST_PAUSE, FIRST_PAUSE * 2.0 ** min(len(at) - 1, 20))
-        if at and (left := max(at) + pause - now) > 0:
+        if caller.host and at and (left := max(at) + pause - now) > 0:
             raise Refused(
                 f"{len(at)} workers of host {caller.host} were ended, the trainers' log says why: "
                 f"no other one may join from there for {left:.0f} s"
             )
+        caller.joined = True
 
     def refuse(self, worker: str, why: str, now: float) -> str:
         """Counts a result that is not used, and ends a worker of which too much was refused;
@@ -65,14 +65,10 @@ class Refusals:
         self._leases.end(worker, text, now)
         return f"{why}; it is ended"
 
-    def accept(self, worker: str, counts: bool) -> None:
-        """Notes that a result of a worker has passed; `counts`: whether somebody waited for it."""
-        self._caller(worker).accepted |= counts
-
     def _caller(self, worker: str) -> _Caller:
         if worker not in self._callers:
-            for oldest in list(self._callers)[: len(self._callers) + 1 - MOST_NAMES]:
-                del self._callers[oldest]
+            if len(self._callers) >= MOST_NAMES:
+                del self._callers[next(iter(self._callers))]
             self._callers[worker] = _Caller()
         return self._callers[worker]
 
