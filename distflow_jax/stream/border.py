@@ -16,6 +16,7 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
+from distflow_jax.images.patch_checks import check_shown
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.records import MOST_SCORE
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
@@ -29,7 +30,6 @@ from distflow_jax.rollout.response_checks import (
     check_versions,
     check_vocabulary,
 )
-from distflow_jax.stream.frames.image_frames import check_shown
 from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 

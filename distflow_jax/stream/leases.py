@@ -22,14 +22,6 @@ class KnownWorker:
     serves: set[str] = dataclasses.field(default_factory=set)  # ids of nodes, and SAMPLING
 
 
-@dataclasses.dataclass(frozen=True)
-class EndedWorker:
-    """Why and when a worker was ended: it gets no further task."""
-
-    why: str
-    at: float
-
-
 class Leases:
     """All open tasks of a process, by key, and the workers that live.
 
@@ -39,7 +31,7 @@ class Leases:
         them out.
       expired: leases that ended without a result.
       stalled: workers of which a lease has ended, and that submitted nothing since.
-      ended: workers that get nothing any more.
+      ended: workers that get nothing any more, why and since when.
     """
 
     def __init__(self, seconds: float, max_tries: int):
@@ -50,7 +42,7 @@ class Leases:
         self.expired = 0
         self.workers: dict[str, KnownWorker] = {}
         self.stalled: set[str] = set()
-        self.ended: dict[str, EndedWorker] = {}
+        self.ended: dict[str, tuple[str, float]] = {}
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = (SAMPLING,)) -> None:
         """Notes that a worker lives, and what it serves."""
@@ -100,7 +92,7 @@ class Leases:
 
     def end(self, worker: str, why: str, now: float) -> None:
         """Ends a worker whose results are not used: what it holds is for others at once."""
-        self.ended[worker] = EndedWorker(why, now)
+        self.ended[worker] = why, now
         self.deregister(worker)
 
     def take_back(self, worker: str, key: Key) -> None:

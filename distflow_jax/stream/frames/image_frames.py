@@ -3,15 +3,14 @@
 P tokens of a prompt, N patches of an image. Previews stay where they are: no sampler reads them.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.images.patch_checks import check_patches, check_places
 from distflow_jax.images.record import Image, ImagePatches
-from distflow_jax.images.turn_images import TurnImages
 
 _PATCH = "patch"  # of the arrays, before a group's place
 _COLUMNS = ("patches", "positions", "segments")  # of an image, behind its number
@@ -75,19 +74,8 @@ def patch_of(
     if not images:
         return None
     patch = arrays[f"{_PATCH}{place}"]
-    _check_places(f"patch {place}", patch, size, [_cut(image) for image in images])
+    check_places(f"patch {place}", patch, size, [_cut(image) for image in images])
     return patch
-
-
-def check_shown(shown: TurnImages, mask: np.ndarray, patch_bytes: int) -> None:
-    """Raises ValueError for images of a response whose sizes do not belong together, or that stand
-    where a token was sampled; `mask`: bool [T], what was sampled."""
-    for number, one in enumerate(shown.cut):
-        name = f"image {number} of a response"
-        _check_patches(name, one)
-        _check(one.patches.shape[1] == patch_bytes, name, one.patches)
-    _check_places("patch of a response", shown.patch, len(mask), shown.cut)
-    _check(not np.any(mask & (shown.patch != -1)), "patch of a response", shown.patch)
 
 
 def sent_bytes(prompt: Prompt) -> int:
@@ -109,40 +97,8 @@ def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray
     if len(digest) != _DIGEST_BYTES:
         raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
     cut = ImagePatches(patches, positions, segments, features, (rows, columns))
-    _check_patches(name, cut)
+    check_patches(name, cut)
     return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
-
-
-def _check_patches(name: str, cut: ImagePatches) -> None:
-    patches, positions, segments, features = (
-        getattr(cut, name) for name in (*_COLUMNS, "features")
-    )
-    _check(patches.dtype == np.uint8 and patches.ndim == 2 and patches.size, name, patches)
-    count = len(patches)
-    fits = positions.dtype == np.int32 and positions.shape in ((count, 2), (count, 3))
-    _check(fits and positions.min() >= 0, f"{name}, positions", positions)
-    fits = segments.dtype == np.int32 and segments.shape == (count,)
-    _check(fits and segments.min() >= 1 and segments.max() <= count, f"{name}, segments", segments)
-    if not 1 <= features <= count or not all(0 <= side <= features for side in cut.grid):
-        raise ValueError(f"a frame's {name} has {features} features of {count} patches")
-
-
-def _check_places(name: str, patch: np.ndarray, size: int, cut: Sequence[ImagePatches]) -> None:
-    """Raises ValueError unless each feature stands once, in order, in int32 [size]."""
-    _check(patch.dtype == np.int32 and patch.shape == (size,), name, patch)
-    at, first = np.flatnonzero(patch != -1), 0
-    count = sum(one.features for one in cut)
-    _check(np.array_equal(patch[at], np.arange(count)), name, patch)
-    for one in cut:
-        own = at[first : first + one.features]
-        if math.prod(one.grid) == one.features:  # a grid has no text within
-            _check(own[-1] - own[0] == one.features - 1, name, patch)
-        first += one.features
-
-
-def _check(fits: Any, name: str, array: np.ndarray) -> None:
-    if not fits:
-        raise ValueError(f"a frame's {name} does not fit: {array.dtype}{list(array.shape)}")
 
 
 def _cut(image: Image) -> ImagePatches:

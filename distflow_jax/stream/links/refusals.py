@@ -42,10 +42,10 @@ class Refusals:
             raise Refused(f"no worker may be named {worker!r}")
         ended, caller = self._leases.ended, self._caller(worker)
         if worker in ended:
-            raise Refused(f"{worker} is ended: {ended[worker].why}")
+            raise Refused(f"{worker} is ended: {ended[worker][0]}")
         if caller.joined:
             return
-        at = [one.at for name, one in ended.items() if caller.host == self._host_of(name)]
+        at = [at for name, (_, at) in ended.items() if caller.host == self._host_of(name)]
         pause = min(LAST_PAUSE, FIRST_PAUSE * 2.0 ** min(len(at) - 1, 20))
         if caller.host and at and (left := max(at) + pause - now) > 0:
             raise Refused(
