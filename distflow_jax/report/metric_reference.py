@@ -334,11 +334,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "--grace_seconds",
         ),
         Metric(
-            "perf/workers/{alive,expired,second}",
+            "perf/workers/{alive,ended,expired,second}",
             "with stream.workers, at the first trainer: workers at work, neither silent nor "
-            "stalled; leases that ended without a result and second results of a response, since "
-            "the trainers started",
-            "expired rises while workers live: raise stream.lease_seconds",
+            "stalled; since the trainers started: workers that were ended for their results, "
+            "leases that ended without a result, and second results of a response",
+            "expired rises while workers live: raise stream.lease_seconds; ended is above 0: the "
+            "log says which and why",
         ),
         Metric(
             "training/off_policy/in_flight_share/{steps}",

@@ -66,6 +66,13 @@ class Denominators(NamedTuple):
     weight: jax.Array | None = None  # mean that the correction's weights are divided by
 
 
+class Apart(NamedTuple):
+    """Kinds of tokens whose gaps are told apart."""
+
+    max_staleness: int  # in steps; ages up to it
+    num_groups: int  # of a step; 0: groups are not
+
+
 def policy_objective(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
@@ -87,8 +94,7 @@ def policy_objective(
             model=model,
             algorithm=algorithm,
             forward=forward,
-            max_staleness=max_staleness,
-            num_groups=num_groups,
+            apart=Apart(max_staleness, num_groups),
         ),
         _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
@@ -158,8 +164,7 @@ def evaluate(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
-    max_staleness: int = 0,
-    num_groups: int = 0,
+    apart: Apart,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
@@ -180,9 +185,7 @@ def evaluate(
     trainer = old_logp if algorithm.proximal == "recomputed" else logp
     correction, sums, maxima = _correction(old_logp, trainer, batch, algorithm, denominators)
     if batch.rollout_logp is not None:
-        more, largest = _off_policy(
-            trainer, batch, denominators, mean, max_staleness=max_staleness, num_groups=num_groups
-        )
+        more, largest = _off_policy(trainer, batch, denominators, mean, apart)
         sums, maxima = sums | more, maxima | largest
     pg_loss = aggregate(policy.loss if correction is None else policy.loss * correction)
     loss = pg_loss - algorithm.entropy_coef * aggregate(entropy)
@@ -209,9 +212,7 @@ def _off_policy(
     batch: PolicyBatch,
     denominators: Denominators,
     mean: Callable[[jax.Array], jax.Array],
-    *,
-    max_staleness: int,
-    num_groups: int,
+    apart: Apart,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """(sums, maxima) of how far the samplers' log-probs are from the trainer's [R, L]: over all
     tokens, and over those of each age and of each group."""
@@ -223,10 +224,10 @@ def _off_policy(
     sums = {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
     if batch.age is not None:
         gaps = {name: terms.tokens[name] for name in GAPS}
-        sums |= _by_age(gaps, batch.age, max_staleness, mean)
-    if num_groups:
+        sums |= _by_age(gaps, batch.age, apart.max_staleness, mean)
+    if apart.num_groups:
         sums |= {
-            name: group_sum(x, batch.rows.group, num_groups) / denominators.tokens
+            name: group_sum(x, batch.rows.group, apart.num_groups) / denominators.tokens
             for name, x in _by_sequence(terms.tokens["kl"], batch.rows).items()
         }
     sums |= {
