@@ -89,4 +89,4 @@ class Quarantine:
             for worker, why in outliers.items():
                 buffer.end(worker, why, time.monotonic())
         for worker, why in outliers.items():
-            log.warning("worker %s is quarantined: %s", worker, why)
+            log.error("worker %s is quarantined: %s", worker, why)

@@ -350,10 +350,10 @@ def test_workers_that_lie_are_ended_and_others_answer_their_prompts(tmp_path, st
         assert one.end() == 2 and " is ended: " in one.output(), one.output()
     check_trained(folder, steps, exact=False)
     check_account(folder)
-    told = job.output()
+    told = job.log.read_text()
     made_up, ids = (
         set(re.findall(f"worker (\\S+) is {what}", told))
-        for what in ("quarantined: its log-probs are ", "refused: response .* token id 1000000000,")
+        for what in ("quarantined: its log-probs are ", "refused: .* token id 1000000000,")
     )
     assert len(made_up) == len(ids) == 1 and made_up != ids
     gaps = [line["gaps"] for lines in records(folder).values() for line in lines]

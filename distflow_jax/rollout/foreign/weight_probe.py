@@ -8,6 +8,7 @@ responses of T tokens.
 
 import collections
 import dataclasses
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,11 +35,15 @@ MOST_SHARE = 0.05  # of the way to the weights before, beyond what noise explain
 DEVIATIONS = 3.0  # of the share, that noise explains
 USUAL = 16  # last probes that say what an engine's gap is
 COUNTER = 1 << 30  # of the first prompt of a probe: above those of a run
+MOST_TRIES = 5  # of one of its requests
 ANSWER_SECONDS = 0.05  # that a look at answers waits
 
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, log-probs, versions, [T] each
 # (params, prompts, responses), int32 [P] and [T] each -> log-probs of the responses' tokens at the
 # temperature that the run samples at, float32 [T] each
 OwnLogp = Callable[[Any, Sequence[np.ndarray], Sequence[np.ndarray]], list[np.ndarray]]
+
+log = logging.getLogger("distflow_jax")
 
 
 class WrongWeights(EngineError):
@@ -118,13 +123,12 @@ class WeightProbe:
         """Holds an engine that has loaded `params` against them, and against those `before`; None:
         it is not known what it had. Returns answers to other requests that came meanwhile.
 
-        WrongWeights with what is wrong; EngineError if the engine does not answer.
+        WrongWeights with what is wrong; EngineError if one of its answers is none, several times.
         """
         requests = self._requests(engine)
-        found, others = self._answers(engine, requests)
-        prompts, columns = [request.tokens for request in requests.values()], []
-        for number in requests:
-            columns.append(self._columns(engine, found[number], version))
+        found, others = self._answers(engine, requests, version)
+        prompts = [request.tokens for request in requests.values()]
+        columns = [found[number] for number in requests]
         responses = [tokens for tokens, _, _ in columns]
 
         def own(weights: Any) -> np.ndarray:
@@ -150,33 +154,38 @@ class WeightProbe:
         self._probes += 1
         return requests
 
-    @staticmethod
     def _answers(
-        engine: ForeignEngine, requests: dict[int, EngineRequest]
-    ) -> tuple[dict[int, Answer | Failure], list[Answer | Failure]]:
-        """(answers to the requests by their ids, others that came meanwhile)."""
+        self, engine: ForeignEngine, requests: dict[int, EngineRequest], version: int
+    ) -> tuple[dict[int, Columns], list[Answer | Failure]]:
+        """(tokens, log-probs and versions of the requests by their ids, answers to others that came
+        meanwhile). A request that fails is made again."""
         for request in requests.values():
             engine.submit([request])
-        found: dict[int, Answer | Failure] = {}
+        found: dict[int, Columns] = {}
         others: list[Answer | Failure] = []
+        tries = collections.Counter[int]()
         while len(found) < len(requests):
             for entry in engine.results(ANSWER_SECONDS):
-                if entry.id in requests:
-                    found[entry.id] = entry
-                else:
+                if entry.id not in requests:
                     others.append(entry)
+                    continue
+                try:
+                    found[entry.id] = self._columns(entry, version)
+                except RefusedAnswer as error:
+                    request, tries[entry.id] = requests[entry.id], tries[entry.id] + 1
+                    text = (
+                        f"{engine.name}: response {request.sample} of prompt {request.counter}, "
+                        f"try {tries[entry.id]} of {MOST_TRIES}: {error} (a probe of its weights)"
+                    )
+                    if tries[entry.id] == MOST_TRIES:
+                        raise EngineError(text) from error
+                    log.warning("%s", text)
+                    engine.submit([request])
         return found, others
 
-    def _columns(
-        self, engine: ForeignEngine, answer: Answer | Failure, version: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probs and versions of an answer, [T] each."""
+    def _columns(self, answer: Answer | Failure, version: int) -> Columns:
+        """Tokens, log-probs and versions of an answer. Raises RefusedAnswer."""
         if isinstance(answer, Failure):
-            raise EngineError(f"{engine.name} does not answer the probe: {answer.reason}")
+            raise RefusedAnswer(answer.reason)
         limit = self._sampling.limit
-        try:
-            return checked_columns(answer, self._limits, limit=limit, held=version, known=version)
-        except RefusedAnswer as error:
-            raise WrongWeights(
-                f"{engine.name} answers the probe of its weights by {error}"
-            ) from error
+        return checked_columns(answer, self._limits, limit=limit, held=version, known=version)

@@ -114,7 +114,8 @@ class BufferService:
                 self._buffer.take_back(worker, key)
             told = self._refusals.refuse(worker, why, time.monotonic())
             self._lock.notify_all()
-        log.warning("a result of worker %s is refused: %s", worker, told)
+        # an error, which every process of the job tells: the others know nothing of it
+        log.error("a result of worker %s is refused: %s", worker, told)
 
     def _register(self, worker: str, frame: Frame) -> Frame:
         for name, ours in self._tables.items():

@@ -1,5 +1,7 @@
 """Engines that sample with other weights than they were given: each is found, and named."""
 
+import dataclasses
+import itertools
 import logging
 
 import jax
@@ -12,6 +14,7 @@ from support.tiny_sampler import REQUESTS, Sampler
 from support.waiting import until
 
 from distflow_jax.rollout.foreign import foreign_scheduler
+from distflow_jax.rollout.foreign.engine_protocol import EngineError, Failure
 from distflow_jax.rollout.foreign.foreign_scheduler import WRONG_LOADS, ForeignScheduler
 from distflow_jax.rollout.foreign.weight_probe import (
     COUNTER,
@@ -179,6 +182,32 @@ def test_a_probe_of_an_engine_that_fails_is_no_probe(engine, sampler):
     engine.submit = lambda requests: (asked.extend(requests), submit(requests))
     scheduler_of(engine, sampler)
     assert len(asked) == PROMPTS and {r.id < 0 and r.counter > COUNTER for r in asked} == {True}
+
+
+def test_a_request_of_a_probe_that_fails_is_made_again(engine, sampler, caplog):
+    """A few faults are no wrong weights; an engine that never answers is an error that says why."""
+    faults = iter([Failure(0, "HTTP 500"), "an id of 10^9", "no log-probs"])
+    results = engine.results
+
+    def broken(seconds):
+        return [faulty(answer, next(faults, "")) for answer in results(seconds)]
+
+    engine.results = broken
+    scheduler_of(engine, sampler)
+    assert all(text in caplog.text for text in ("HTTP 500", "token id 1000000000,", "no log-probs"))
+    assert caplog.text.count("(a probe of its weights)") == 3
+    faults = itertools.repeat(Failure(0, "HTTP 503"))
+    with pytest.raises(EngineError, match="try 5 of 5: HTTP 503 .a probe of its weights"):
+        scheduler_of(engine, sampler)
+
+
+def faulty(answer, fault):
+    """An answer with a fault."""
+    if isinstance(fault, Failure):
+        return Failure(answer.id, fault.reason)
+    if fault == "an id of 10^9":
+        return dataclasses.replace(answer, tokens=[10**9, *answer.tokens[1:]])
+    return dataclasses.replace(answer, logp=None) if fault else answer
 
 
 def test_noise_of_an_engine_explains_a_small_share_and_no_large_one():
