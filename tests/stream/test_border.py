@@ -1,9 +1,11 @@
 """Lies that a worker with the run's token may tell: none of them counts, and each names it."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import random
 import threading
 
 import numpy as np
@@ -345,3 +347,64 @@ def test_numbers_of_a_reward_function_pass_under_any_name_and_lies_do_not():
         [{}],
     ):
         assert refused_parts(lie), lie
+
+
+VALUES = (
+    None,
+    True,
+    -1,
+    10**30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "text",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+)
+DTYPES = ("i1", "i8", "u4", "f2", "f4", "f8", "U3", "S2", "?", "c8", "M8[s]", "V3")
+METHODS = ("register", "lease", "lease_node", "submit", "submit_node", "fail", "deregister")
+
+
+def changed(draw):
+    """The bytes of a frame of which some values, arrays and bytes are others."""
+    frame = truth(version=3, capacity=8, slots=8, why="none", response_images=False)
+    facts, arrays = json.loads(json.dumps(frame.facts)), dict(frame.arrays)
+    for _ in range(draw.randint(0, 2)):
+        name = draw.choice([*facts, *arrays])
+        if name in facts:
+            facts[name] = draw.choice(VALUES)
+        elif draw.random() < 0.5:
+            places = np.array(arrays[name])
+            if places.size and places.dtype.kind in "if":
+                places.flat[draw.randrange(places.size)] = draw.choice((-1, 0, 1, 2, 5, 10**9))
+            arrays[name] = places
+        else:
+            shape = [draw.randint(0, 3) for _ in range(draw.randint(0, 3))]
+            arrays[name] = np.zeros(shape, draw.choice(DTYPES))
+    data = bytearray(Frame(facts, arrays).to_bytes())
+    for _ in range(draw.choice((0, 0, 1, 4))):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    return bytes(data[: draw.choice((None, None, draw.randrange(len(data))))])
+
+
+def test_random_changes_of_frames_are_refused_or_are_samples(caplog):
+    """No other error leaves a method, and what counts keeps to all limits."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        trainer, method = Trainer(), draw.choice((*METHODS, *["submit"] * 8))
+        with contextlib.suppress(Refused):
+            trainer.methods[method]("liar", changed(draw))
+        for task in trainer.buffer.groups():
+            for piece in (*task.ended.values(), *task.under_way.values()):
+                content = piece.content
+                response = content.response if piece.whole else content.response(frozenset())
+                count = len(response.tokens)
+                assert ((response.tokens >= 0) & (response.tokens < VOCABULARY)).all()
+                assert np.isfinite(response.logp).all() and (response.logp <= 1e-3).all()
+                assert ((response.version >= 0) & (response.version <= 3)).all()
+                columns = response.logp, response.margin, response.version
+                assert {column.shape for column in columns} == {(count,)}
+    assert all("\n" not in record.getMessage() for record in caplog.records)

@@ -188,6 +188,10 @@ LIES = {  # a lie, and the field and value of it that the log names
         array(WEIGHT, np.frombuffer(b"a\x03\x01<f4" + (1 << 40).to_bytes(8, "little"), np.uint8)),
         "weight: an entry has the shape [1099511627776]",
     ),
+    "a type that is an expression": (
+        array(WEIGHT, np.frombuffer(b"a\x05\x01f4,01" + bytes(8), np.uint8)),
+        "weight: an entry of type 'f4,01'",
+    ),
     "marks of several dims": (
         entries(MARK, np.zeros(4, np.int32), 1),
         "mark with entries of several dims",
