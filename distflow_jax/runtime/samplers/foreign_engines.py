@@ -42,9 +42,7 @@ class EngineSettings:
     load_seconds: float = 600.0  # for each call of a load
     most_tries: int = 5  # of one response, before its prompt is returned
     lost_seconds: float = 600.0  # that the engine may be away
-    most_gap: float = (
-        MOST_GAP  # nats per token that it may be off by the first weights that it loads
-    )
+    most_gap: float = MOST_GAP  # nats per token, by which the first load may be off
     logprobs: str = "raw"  # what the server's log-probs are of: "raw" or "processed"
     # calls that load weights: [["POST", "/path", body], ...]; $folder and $version are replaced
     load_steps: Any = None
