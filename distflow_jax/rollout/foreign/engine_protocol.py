@@ -1,16 +1,20 @@
-"""The protocol of engines that answer requests: token ids in, ids and log-probs out.
+"""The protocol of engines that answer requests, threads that wait for answers, and their checks.
 
-An adapter speaks to one engine. It neither repeats a request nor checks an answer: both is the
-work of ForeignScheduler, alike for all engines. T tokens.
+Token ids go in, ids and log-probs come out. An adapter speaks to one engine. It neither repeats a
+request nor checks an answer: both is the work of ForeignScheduler, alike for all engines. T tokens.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
 from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits, check_response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +100,106 @@ class ForeignEngine(Protocol):
 
     def close(self) -> None:
         """Drops what runs, and ends threads and connections."""
+
+
+class AnswerThreads:
+    """Runs calls of a server, each in a thread. Every request of a call ends exactly once.
+
+    Attributes:
+      closing: set when nobody waits any more.
+    """
+
+    def __init__(self, threads: int):
+        self.closing = threading.Event()
+        self._ended: queue.SimpleQueue[Answer | Failure] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(threads, "engine")
+
+    def start(self, numbers: Iterable[int], call: Callable[[], Iterator[Answer | Failure]]) -> None:
+        """Starts a call that answers these requests.
+
+        Those that it does not answer have failed, by its own error if it raises one.
+        """
+        left = set(numbers)
+
+        def run() -> None:
+            if self.closing.is_set():
+                return
+            for entry in call():
+                if entry.id in left:
+                    left.discard(entry.id)
+                    self._ended.put(entry)
+
+        def end(future: Future) -> None:
+            error = None if future.cancelled() else future.exception()
+            reason = "the server ended the call before this response"
+            if error is not None:  # whatever it is, nobody must wait for ever
+                reason = f"{type(error).__name__}: {error}"
+            for number in sorted(left):
+                self._ended.put(Failure(number, reason))
+
+        self._threads.submit(run).add_done_callback(end)
+
+    def results(self, seconds: float) -> list[Answer | Failure]:
+        """Answers and failures since the last call; waits so long for a first one."""
+        found = []
+        try:
+            found.append(self._ended.get(timeout=seconds))
+            while True:
+                found.append(self._ended.get_nowait())
+        except queue.Empty:
+            return found
+
+    def close(self) -> None:
+        """Starts no other call; the threads end with those that run."""
+        self.closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def checked_columns(
+    answer: Answer, limits: ResponseLimits, *, limit: int, held: int, known: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens int32, log-probs float32, versions int32) of an answer, [T] each.
+
+    `limit`: tokens at most; `held`: version when it was requested; `known`: version that the engine
+    was given last. Raises RefusedAnswer.
+    """
+    tokens = _integers(answer.tokens, "token ids")
+    logp = _log_probs(answer.logp)
+    if answer.version is None:
+        version: np.ndarray = np.full(len(tokens), known, np.int64)
+    else:
+        # the first token may be drawn from logits that the weights before had computed
+        version = _integers(answer.version, "versions")
+    for name, column in {"log-probs": logp, "versions": version}.items():
+        if len(column) != len(tokens):
+            raise RefusedAnswer(f"{len(tokens)} tokens with {len(column)} {name}")
+    ends = bool(len(tokens)) and int(tokens[-1]) in limits.stops
+    ended = bool(answer.ended) or ends
+    check_response(tokens, logp, version, limits, limit=limit, ended=ended, versions=(held, known))
+    return tokens.astype(np.int32), np.minimum(logp, np.float32(0)), version.astype(np.int32)
+
+
+def _integers(values: Any, what: str) -> np.ndarray:
+    """JSON integers as int64 [T]."""
+    if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
+        raise RefusedAnswer(f"{what} that are no integers")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer(f"{what} of more than 64 bits") from error
+
+
+def _log_probs(values: Any) -> np.ndarray:
+    """JSON numbers as float32 [T]."""
+    if values is None:
+        raise RefusedAnswer("no log-probs")
+    if not isinstance(values, list | tuple):
+        raise RefusedAnswer("log-probs that are no list")
+    if not all(type(value) in (int, float) for value in values):
+        raise RefusedAnswer("a token without log-prob")
+    try:
+        logp = np.array(values, np.float64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer("a log-prob that no float holds") from error
+    with np.errstate(over="ignore"):
+        return logp.astype(np.float32)

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.foreign.answer_checks import checked_columns
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     EngineError,
     EngineRequest,
     Failure,
     ForeignEngine,
+    checked_columns,
 )
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
