@@ -23,6 +23,10 @@ VERSION = "version"
 # Given by the loop: the step that trains a response, int64 [N]
 STEP = "step"
 
+# The end of names of metrics that have a number for each prompt of the step, in the order of their
+# counters: float32 [G]. They are told of groups, and are no metrics of the run
+OF_GROUP = "_of_group"
+
 # name -> float, scalar array, or Parts under any name; verl's names (docs/reference/metrics.md)
 Metrics = dict[str, Any]
 

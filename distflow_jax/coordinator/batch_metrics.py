@@ -6,12 +6,13 @@ samplers ran ahead.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distflow_jax.batch import Samples
-from distflow_jax.layout import VERSION
+from distflow_jax.layout import OF_GROUP, VERSION
 from distflow_jax.observe.metrics import summarize
 from distflow_jax.parallel import processes
 
@@ -109,6 +110,7 @@ def _image_metrics(table: StepTable) -> dict[str, float]:
 
 _SHARES = ("age_share", "in_flight_share", "waiting_share")
 _TOKENS = "tokens_of_age"  # as policy_objective.py names them
+_GAP, _ITS_TOKENS = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _OF_AGE = re.compile(r"(.*rollout_corr/)(\w+)/(\d+)")
 
 
@@ -141,6 +143,38 @@ def staleness_metrics(samples: Samples, step: int, max_staleness: int) -> dict[s
         for steps, n in enumerate(total[:-1]):
             metrics[f"training/off_policy/{share}/{steps}"] = float(n / tokens)
     return metrics
+
+
+class Gap(NamedTuple):
+    """A gap of log-probs between the trainer and the sampler."""
+
+    mean: float  # of its size over tokens, nats
+    tokens: int
+
+
+Gaps = Mapping[int, Gap]  # of the responses to prompts, by the prompt's counter
+
+
+def mean_gap(gaps: Sequence[Gap]) -> float:
+    """The mean over the tokens of several gaps, nats per token."""
+    return sum(gap.mean * gap.tokens for gap in gaps) / max(1, sum(gap.tokens for gap in gaps))
+
+
+def take_gaps(metrics: dict[str, Any], table: StepTable) -> Gaps:
+    """Takes the arrays of groups [G] out of the metrics, as the gaps of their prompts.
+
+    `table`: of the step; a prompt that no update has told apart is left out.
+    """
+    arrays = {name: metrics.pop(name) for name in list(metrics) if name.endswith(OF_GROUP)}
+    gaps = [(arrays[n], arrays[n.replace(_GAP, _ITS_TOKENS)]) for n in arrays if _GAP in n]
+    counters, group = np.unique(table.counter, return_inverse=True)
+    lengths = np.bincount(group, table.response)
+    found: dict[int, Gap] = {}
+    for gap, tokens in gaps:
+        for counter, total, share, length in zip(counters, gap, tokens, lengths, strict=False):
+            if share:
+                found[int(counter)] = Gap(float(total / share), int(length))
+    return found
 
 
 def means_by_age(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ the entry before (a prompt of several samples, an image of several questions) ta
 """
 
 import math
+import re
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 _SAME = b"="
 _ARRAY = b"a"
+_NAMES = re.compile(r"[<>|=][biufcmMSUV]\d+(\[\w+\])?")  # of types
 
 
 def encode(entries: Iterable[Any], what: str) -> bytes:
@@ -40,7 +42,7 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
 def decode(data: bytes | bytearray) -> list[Any]:
     """Inverse of encode: arrays (read-only), and NumPy scalars for numbers.
 
-    ValueError for a tag or a shape that `encode` does not write.
+    ValueError for a tag, a type or a shape that `encode` does not write, or that has no bytes.
     """
     entries: list[Any] = []
     at = 0
@@ -53,13 +55,20 @@ def decode(data: bytes | bytearray) -> list[Any]:
             raise ValueError(f"an entry begins with {tag!r}, which is no tag")
         dtype_size, ndim = struct.unpack_from("<BB", data, at)
         at += 2
-        dtype = np.dtype(data[at : at + dtype_size].decode())
+        name = data[at : at + dtype_size].decode()
+        if not _NAMES.fullmatch(name):  # NumPy would parse it as Python
+            raise ValueError(f"an entry of type {name!r:.40}")
+        dtype = np.dtype(name)
         at += dtype_size
         shape = struct.unpack_from(f"<{ndim}q", data, at)
         at += 8 * ndim
         if any(size < 0 for size in shape):  # NumPy would take it for all that is left
             raise ValueError(f"an entry has the shape {list(shape)}")
         count = math.prod(shape)
+        if count * dtype.itemsize > len(data) - at:
+            raise ValueError(
+                f"an entry has the shape {list(shape)}, {len(data) - at} bytes are left"
+            )
         array = np.frombuffer(data, dtype, count, at).reshape(shape)
         at += count * dtype.itemsize
         entries.append(array[()] if ndim == 0 else array)

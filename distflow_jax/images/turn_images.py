@@ -127,7 +127,8 @@ def from_bytes(blob: np.ndarray) -> TurnImages | None:
         shapes = ((n, width), (n, fact["dims"]), (n,))
         both = zip(_COLUMNS, shapes, strict=True)
         columns = [read(dtype, *shape) for (_, dtype), shape in both]
-        cut = ImagePatches(*columns, fact["features"], tuple(fact["grid"]))
+        rows, places = map(int, fact["grid"])
+        cut = ImagePatches(*columns, int(fact["features"]), (rows, places))
         images.append(Image(_NO_PIXELS, bytes.fromhex(fact["digest"]), cut, fact["shrunk"]))
     return TurnImages(tuple(images), patch)
 

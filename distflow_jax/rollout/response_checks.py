@@ -27,12 +27,34 @@ class ResponseLimits:
       stops: ids that end a response, or a turn of one.
       experts: (layers, experts of a token, experts of a layer) where they are recorded.
       in_turns: whether environments answer between turns.
+      patch_bytes: of a patch of an image that one shows; 0: the model sees none.
     """
 
     vocab_size: int
     stops: Collection[int]
     experts: tuple[int, int, int] | None = None
     in_turns: bool = False
+    patch_bytes: int = 0
+
+
+def check_response(
+    tokens: np.ndarray,
+    logp: np.ndarray,
+    version: np.ndarray,
+    limits: ResponseLimits,
+    *,
+    limit: int,
+    ended: bool | None,
+    versions: tuple[int, int],
+) -> None:
+    """Raises RefusedAnswer for a response of one turn that no sampler of this run has made: ids int
+    [T], log-probs float [T], versions int [T].
+
+    `limit`, `ended`: see check_tokens; `versions`: the lowest and the highest that may be.
+    """
+    check_tokens(tokens, limits, limit, ended=ended)
+    check_logp(logp)
+    check_versions(version, *versions)
 
 
 def check_columns(response: Response, mask: np.ndarray) -> None:
@@ -77,6 +99,8 @@ def check_tokens(
             f"an end at token {tokens[-1]}, which is no end token here: the engine leaves the end "
             "token out, or has others"
         )
+    if ended is False and len(places):
+        raise RefusedAnswer(f"an end at the limit, and end token {tokens[-1]} is the last one")
     if ended is not None and not len(places) and count < limit:
         raise RefusedAnswer(
             f"an end after {count} of {limit} tokens without an end token: the engine's context "
@@ -89,6 +113,16 @@ def check_vocabulary(tokens: np.ndarray, limits: ResponseLimits) -> None:
     wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
     if len(wrong):
         raise RefusedAnswer(f"token id {wrong[0]}, outside the vocabulary of {limits.vocab_size}")
+
+
+def check_versions(version: np.ndarray, least: int, newest: int) -> None:
+    """Raises RefusedAnswer for versions, int [T], of weights that were not there."""
+    wrong = version[(version < least) | (version > newest)]
+    if len(wrong):
+        raise RefusedAnswer(
+            f"a token of version {wrong[0]}, and versions {least} to {newest} were there: it was "
+            "started again, or has weights of another run"
+        )
 
 
 def check_logp(logp: np.ndarray) -> None:

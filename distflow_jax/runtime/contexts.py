@@ -128,6 +128,7 @@ class ContextFactory:
             epochs=config.training.epochs,
             balance_coef=config.training.balance_coef,
             max_staleness=config.stream.max_staleness,
+            num_groups=config.data.prompts_per_step * config.stream.names_workers,
             algorithm=config.algorithm,
             value=config.critic.loss,
             preference=config.preference,

@@ -18,9 +18,10 @@ from distflow_jax.coordinator.batch_metrics import (
     gather_table,
     image_metrics,
     means_by_age,
+    take_gaps,
 )
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
-from distflow_jax.layout import Metrics
+from distflow_jax.layout import OF_GROUP, Metrics
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
@@ -90,11 +91,15 @@ def rehearsal(run: OpenRun) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
 
 
 def fetched(run: OpenRun, found: Metrics) -> Metrics:
-    """The metrics that a step's nodes have measured, on the host."""
+    """The metrics that a step's nodes have measured, on the host: numbers, and arrays that
+    `measure` takes out."""
     run.runtime.offload.update(run.state.models)
     # the devices are still at work: what is left of their time belongs to the last node
     with run.instruments.phases.span(run.prepared.plan.units[-1].name):
-        return means_by_age(without_empty(jax.device_get(found)))
+        values = jax.device_get(found)
+    arrays = {name: value for name, value in values.items() if name.endswith(OF_GROUP)}
+    numbers = {name: value for name, value in values.items() if name not in arrays}
+    return means_by_age(without_empty(numbers)) | arrays
 
 
 def measure(run: OpenRun, metrics: Metrics) -> None:
@@ -112,7 +117,7 @@ def measure(run: OpenRun, metrics: Metrics) -> None:
         loader.observe_scores(place.batches, table.counter, table.score)
         metrics["training/global_step"] = step
         metrics["training/epoch"] = loader.epoch(place.loader_position)
-        metrics |= run.source.observe(samples, step)
+        metrics |= run.source.observe(samples, step, take_gaps(metrics, table))
     run.state.count_lost(metrics)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distflow_jax.batch import Prompt, Samples
+from distflow_jax.coordinator.batch_metrics import Gaps
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, Rounds
@@ -58,8 +59,9 @@ class SampleSource(Protocol):
     def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
         """Publishes the weights of a step that has finished with these metrics, or not."""
 
-    def observe(self, samples: Samples, step: int) -> Metrics:
-        """Accounts for what a step has trained on; returns metrics of it."""
+    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
+        """Accounts for what a step has trained on; returns metrics of it. `gaps`: as
+        far as they are measured."""
 
     def free_sampler(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing samples, and the run's state has the sampler's."""
@@ -169,7 +171,7 @@ class Synchronous(Still):
         """Metrics of a region's rounds."""
         return self._rounds.metrics() if self._rounds else {}
 
-    def observe(self, samples: Samples, step: int) -> Metrics:
+    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Nothing: all samples are of the step's own weights."""
         return {}
 

@@ -145,7 +145,7 @@ class PartialBatchSteps:
         self._put_columns()
         metrics = self._rest(step, states, rehearse) | self._merged()
         metrics |= {"training/partial_batches": self.partial_batches}
-        return states, metrics | self._source.measured()
+        return states, self._source.measured() | metrics  # workers name some of those
 
     @property
     def held(self) -> "PartialBatchSteps":
@@ -391,7 +391,7 @@ class WholeSteps:
             next_round,
             rehearse=rehearse,
         )
-        return states, metrics | self._source.measured()
+        return states, self._source.measured() | metrics  # workers name some of those
 
 
 Steps = WholeSteps | PartialBatchSteps

@@ -110,6 +110,8 @@ class OutsideSampler:
             if own and not self.ended:
                 frame = samples_frame({"calls": calls, "goes_on": goes_on}, own)
                 answer = self._call(client, "submit", frame)
+                if why := answer.facts.get("refused"):
+                    raise Refused(str(why))
                 with self._lock:
                     for counter, node in answer.facts.get("dropped", []) if goes_on else []:
                         self._open.pop((int(counter), str(node)), None)

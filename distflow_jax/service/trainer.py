@@ -11,6 +11,7 @@ The program samples; everything else is a run with `stream.workers`, with its gr
 checkpoints and report. docs/foreign_engines.md explains the calls.
 """
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -31,7 +32,7 @@ from distflow_jax.planning.plan_run import config_table, open_configured, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.foreign.engine_protocol import Answer, checked_columns
 from distflow_jax.rollout.requests import Response, SamplingParams
-from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
 from distflow_jax.stream.links.agreement import shared_tables
@@ -134,12 +135,11 @@ class Trainer:
                 newest = sampler.ask(held, 0)
                 if sampler.ended:
                     break
-                if newest > held:
-                    weights = MergedWeights(newest, sampler.pull(newest))
-                    self._held = newest
-                    return weights
-            except Refused:  # newer weights have taken their place
-                pass
+                with contextlib.suppress(Refused):  # newer weights have taken their place
+                    if newest > held:
+                        weights = MergedWeights(newest, sampler.pull(newest))
+                        self._held = newest
+                        return weights
             except Unreachable as error:
                 return self._end(error)
             self._wait(end, f"weights after version {held}")
@@ -189,6 +189,8 @@ class Trainer:
                 if wrong
                 else "there are no prompts yet: call get_experience_data before"
             )
+        if unsized := [name for name in columns if not hasattr(columns[name], "__len__")]:
+            raise ValueError(f"column {unsized[0]!r} is no list: {columns[unsized[0]]!r:.80}")
         if len({len(columns[name]) for name in columns}) > 1:
             raise ValueError(
                 f"columns differ in length: { {n: len(c) for n, c in columns.items()} }"
@@ -198,7 +200,7 @@ class Trainer:
         for uid, tokens, logp, version in zip(
             *(columns[name] for name in WRITTEN), versions, strict=True
         ):
-            key = (int(uid[0]), int(uid[1]))
+            key = _uid_of(uid)
             if key in missing:  # others are in already, or for another sampler by now
                 prompt = missing[key].prompt
                 responses.append(self._response(prompt, key, tokens, logp, version))
@@ -206,6 +208,8 @@ class Trainer:
             sampler.bring(responses)
         except Unreachable as error:
             self._end(error)
+        except Refused as error:
+            raise ValueError(f"the trainers refuse responses: {error}") from error
 
     def close(self) -> None:
         """Waits for the end of the training, which needs no more samples. Raises its error."""
@@ -220,22 +224,17 @@ class Trainer:
         self, prompt: Prompt, uid: tuple[int, int], tokens: Any, logp: Any, version: Any
     ) -> Response:
         """A checked response; tokens int [T], logp float [T], version int [T] or None."""
-        lists = [np.asarray(column).tolist() for column in (tokens, logp)]
-        stops = self._source.tokenizer.stop_ids
-        ended = bool(lists[0]) and lists[0][-1] in stops
-        given = None if version is None else np.asarray(version).tolist()
+        limits = ResponseLimits(self._source.config.vocab_size, self._source.tokenizer.stop_ids)
+        given = None if version is None else _plain(version)
+        answer = Answer(0, _plain(tokens), _plain(logp), ended=False, version=given)
         try:
             found, logps, versions = checked_columns(
-                Answer(0, *lists, ended, given),
-                vocab_size=self._source.config.vocab_size,
-                limit=self.sampling.limit,
-                stops=stops,
-                held=0,
-                known=self._held,
+                answer, limits, limit=self.sampling.limit, held=0, known=self._held
             )
         except RefusedAnswer as error:
             raise ValueError(f"the response {uid} has {error}") from error
         margin = np.zeros(len(found), np.float32)
+        ended = int(found[-1]) in limits.stops
         return Response(prompt, uid[1], found, logps, margin, ended, versions)
 
     # -- the run ----------------------------------------------------------------------------------
@@ -295,3 +294,21 @@ class Trainer:
             return
         if (code := self._training.result()) != EXIT_DONE:
             raise RuntimeError(f"the training ended with exit code {code}; see its log")
+
+
+def _uid_of(uid: Any) -> tuple[int, int]:
+    try:
+        counter, sample = uid
+        return int(counter), int(sample)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a uid is (prompt counter, sample), as get_experience_data gave it, got {uid!r:.80}"
+        ) from error
+
+
+def _plain(column: Any) -> Any:
+    """Numbers as JSON has them, to be checked."""
+    try:
+        return np.asarray(column).tolist()
+    except ValueError:  # lists of several lengths
+        return ""

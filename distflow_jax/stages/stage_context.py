@@ -112,6 +112,7 @@ class TrainContext(ModelContext):
     epochs: int  # passes over a batch
     balance_coef: float  # of the load balance of experts in every objective's loss
     max_staleness: int  # flow's: the oldest age of a token, in steps
+    num_groups: int  # of a step, whose gaps to their samplers are told apart; 0: none
     algorithm: AlgorithmConfig
     value: ValueConfig
     preference: PreferenceConfig

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
@@ -120,7 +121,15 @@ class UpdateStage:
     def _named(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The metrics under the names that a run reports."""
         kept = (_NONFINITE, HAS_SEQUENCES)
-        found = {f"{self._context.prefix}{k}": x for k, x in metrics.items() if k not in kept}
+        # on all devices, so that every process has all of an array's numbers
+        whole = NamedSharding(self._context.shape.mesh, PartitionSpec())
+        found = {
+            f"{self._context.prefix}{k}": jax.lax.with_sharding_constraint(x, whole)
+            if x.ndim
+            else x
+            for k, x in metrics.items()
+            if k not in kept
+        }
         if HAS_SEQUENCES in metrics:  # for the merging of several updates
             found[HAS_SEQUENCES] = metrics[HAS_SEQUENCES]
         return found | {f"{_NONFINITE}/{self._context.node.id}": metrics[_NONFINITE]}
@@ -136,6 +145,7 @@ def build_policy_update(context: TrainContext) -> UpdateStage:
         context.forward,
         max_response=context.shape.max_response,
         max_staleness=context.max_staleness,
+        num_groups=context.num_groups,
     )
 
     def batch_of(fields: dict[str, Any]) -> PolicyBatch:
@@ -202,7 +212,7 @@ def _settings(algorithm: AlgorithmConfig) -> str:
 
 
 def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mean over the updates [n] that had sequences; maxima stay maxima, counts add up."""
+    """Mean over the updates [n, ...] that had sequences; maxima stay maxima, counts add up."""
     metrics = dict(metrics)
     has = metrics.pop(HAS_SEQUENCES)
     updates, merged = jnp.maximum(has.sum(dtype=jnp.float32), 1.0), {}
@@ -212,5 +222,6 @@ def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         elif name.startswith(_NONFINITE):
             merged[name] = values.sum()
         else:
-            merged[name] = jnp.where(has, values, 0.0).sum() / updates
+            counts = has.reshape(-1, *[1] * (values.ndim - 1))
+            merged[name] = jnp.where(counts, values, 0.0).sum(0) / updates
     return merged

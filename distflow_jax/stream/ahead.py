@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from distflow_jax.batch import Samples
-from distflow_jax.coordinator.batch_metrics import staleness_metrics
+from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, no_round
@@ -31,6 +31,7 @@ from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.quarantine import Quarantine
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.schedule import Cut
@@ -98,6 +99,7 @@ class Ahead:
         )
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
+        self._quarantine = Quarantine(producer)
         self._measured: Metrics = {}  # of the nodes that ran ahead, for the present step
         self._partial_batches: list[PartialBatch] = []  # of the present step
         self._groups: list[Group] = []  # of this process, in the last of them
@@ -253,9 +255,9 @@ class Ahead:
         found, self._measured = self._measured, {}
         return found | {"perf/generate_calls": calls} | occupancy.metrics() | more
 
-    def observe(self, samples: Samples, step: int) -> Metrics:
+    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Accounts for the samples of a step; returns their ages."""
-        self.saver.record(samples)
+        self._quarantine.look(self.saver.record(samples, gaps))
         return staleness_metrics(samples, step, self._config.max_staleness)
 
     def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:

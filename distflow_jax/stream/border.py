@@ -7,29 +7,32 @@ much was refused is ended.
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.environments.episodes import REASONS, Episode, single_turn
+from distflow_jax.images.patch_checks import check_shown
 from distflow_jax.layout import Parts
-from distflow_jax.rollout.requests import GroupRequest, Partial
+from distflow_jax.rewards.records import MOST_SCORE
+from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.response_checks import (
     RefusedAnswer,
     ResponseLimits,
     check_columns,
     check_experts,
     check_logp,
-    check_tokens,
+    check_response,
+    check_versions,
     check_vocabulary,
 )
-from distflow_jax.stream.saved_samples import INDEX
+from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
-MOST_REFUSED = 3  # results of a worker, after which it is ended
 MOST_CALLS = 1 << 20  # decode calls between two words of a worker
 _MOST = np.iinfo(np.int32).max
 _FORMS = {  # dtype and dims of the arrays of samples
@@ -43,6 +46,7 @@ _FORMS = {  # dtype and dims of the arrays of samples
     "reward": (np.dtype(np.float64), 1),
     "logged": (np.dtype(np.uint8), 1),
 }
+_IMAGE_FORMS = {IMAGES: (np.dtype(np.uint8), 1), IMAGE_BYTES: (np.dtype(np.int64), 1)}
 _RANGES = {  # of columns of the index
     "counter": (0, np.iinfo(np.int64).max),
     "node": (0, _MOST),
@@ -55,7 +59,8 @@ _RANGES = {  # of columns of the index
     "turns": (0, _MOST),
     "reason": (0, len(REASONS) - 1),
 }
-MOST_LOGGED = 64  # numbers that an environment may have logged for a response
+MOST_NUMBERS = 64  # metrics of a response's environment, or of a node
+MOST_NAME = 200  # characters of a metric's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,47 +80,13 @@ class Border:
             request = requests[key]
             episodes = progress.episodes.items()
             partials = {partial.sample: partial for partial in progress.partials}
-            if len(partials) < len(progress.partials) or partials.keys() & progress.episodes.keys():
-                raise RefusedAnswer(f"two results of one response to prompt {key[0]}")
-            checks = [(s, functools.partial(self._check_episode, e)) for s, e in episodes]
-            checks += [(s, functools.partial(self._check_partial, p)) for s, p in partials.items()]
+            checks = [(s, functools.partial(_check_episode, e)) for s, e in episodes]
+            checks += [(s, functools.partial(_check_partial, p)) for s, p in partials.items()]
             for sample, check in checks:
                 try:
-                    check(request, newest)
-                except RefusedAnswer as error:
+                    check(self.limits, request, newest)
+                except ValueError as error:
                     raise RefusedAnswer(f"response {sample} to prompt {key[0]}: {error}") from error
-
-    def _check_episode(self, episode: Episode, request: GroupRequest, newest: int) -> None:
-        response, limits, limit = episode.response, self.limits, request.sampling.limit
-        check_columns(response, episode.mask)
-        check_experts(response, limits, len(request.prompt.tokens))
-        check_versions(response.version[episode.mask], newest)
-        if not 0 <= episode.turns <= max(1, len(episode.mask)):
-            raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")
-        if limits.in_turns:
-            if len(response.tokens) > limit:
-                raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
-            check_vocabulary(response.tokens, limits)
-            _check_turns(episode)
-        else:
-            if not episode.mask.all():
-                raise RefusedAnswer("tokens that were not sampled, and there is no environment")
-            if response.shown is not None:
-                raise RefusedAnswer("images, and there is no environment that shows some")
-            check_tokens(response.tokens, limits, limit, ended=response.finished)
-        check_logp(response.logp)
-
-    def _check_partial(self, partial: Partial, request: GroupRequest, newest: int) -> None:
-        limits = self.limits
-        response, sampled = partial.response(frozenset()), len(partial.fed)
-        if limits.in_turns or partial.shown is not None:
-            raise RefusedAnswer("a response under way, and those in turns come whole")
-        if sampled:
-            raise RefusedAnswer("tokens that were not sampled, and there is no environment")
-        check_columns(response, np.ones(len(response.tokens), bool))
-        check_versions(response.version, newest)
-        check_tokens(response.tokens, limits, request.sampling.limit, ended=None)
-        check_logp(response.logp)
 
 
 def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -124,26 +95,85 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     nodes = facts.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
         raise RefusedAnswer(f"nodes {nodes!r:.80}, where names are wanted")
-    for name, (dtype, ndim) in _FORMS.items():
-        if name not in arrays:
-            raise RefusedAnswer(f"no array {name!r}")
+    forms = _FORMS | (_IMAGE_FORMS if facts.get("response_images") else {})
+    if missing := sorted({*forms, "experts"} - arrays.keys()):
+        raise RefusedAnswer(f"no array {missing[0]!r}")
+    for name, (dtype, ndim) in forms.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             kind = f"{arrays[name].dtype}{list(arrays[name].shape)}"
             raise RefusedAnswer(f"{name} as {kind}, where {dtype} of {ndim} dims is wanted")
     index = arrays["index"]
     if index.shape[1] != len(INDEX):
         raise RefusedAnswer(f"an index of {index.shape[1]} columns, {len(INDEX)} are wanted")
+    columns = {name: index[:, place] for place, name in enumerate(INDEX)}
     for name, (least, most) in _RANGES.items():
-        column = index[:, INDEX.index(name)]
+        column = columns[name]
         if column.size and not least <= column.min() <= column.max() <= most:
             raise RefusedAnswer(f"{name} from {column.min()} to {column.max()} in the index")
+    _check_sizes(columns, arrays)
+    _check_logged(arrays["logged"], len(index))
 
 
-def check_versions(version: np.ndarray, newest: int) -> None:
-    """Raises RefusedAnswer for versions, int [T], that nobody has published."""
-    wrong = version[(version < 0) | (version > newest)]
-    if len(wrong):
-        raise RefusedAnswer(f"a token of version {wrong[0]}, and {newest} is the newest")
+def _check_sizes(columns: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises RefusedAnswer for arrays with more or fewer entries than the index says."""
+    rows = len(columns["tokens"])
+    wanted = dict.fromkeys(("logp", "margin", "version", "mask", "tokens"), columns["tokens"].sum())
+    wanted |= {name: np.maximum(columns[name], 0).sum() for name in ("fed", "experts")}
+    wanted |= {"reward": rows}
+    if (sizes := arrays.get(IMAGE_BYTES)) is not None and IMAGES in arrays:
+        wanted |= {IMAGE_BYTES: rows, IMAGES: np.maximum(sizes, 0).sum()}
+    for name, count in wanted.items():
+        found = len(arrays[name]) if arrays[name].ndim else 1
+        if found != count:
+            raise RefusedAnswer(f"{found} entries of {name}, and the index has {count} of them")
+
+
+def _check_logged(text: np.ndarray, rows: int) -> None:
+    """Raises RefusedAnswer for other text, uint8 [n], than a list of metrics by name of each
+    sample."""
+    try:
+        found = json.loads(text.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise RefusedAnswer(f"logged {text.tobytes()!r:.80}, which is no JSON") from error
+    if (
+        not isinstance(found, list)
+        or len(found) != rows
+        or not all(isinstance(one, dict) for one in found)
+    ):
+        raise RefusedAnswer(f"logged {found!r:.80}, where metrics of {rows} samples are wanted")
+
+
+def check_index(
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    keys: Collection[Key],
+    requests: Mapping[Key, GroupRequest],
+) -> None:
+    """Raises RefusedAnswer for samples, rows of the index [N, columns], of other groups than the
+    frame's `keys`, or that `requests`, those of them which are open, do not ask for."""
+    known: set[tuple[Key, int]] = set()
+    for row in arrays["index"].tolist():
+        counter, node, sample, tokens, fed, _, ended, *_ = row
+        key = (counter, facts["nodes"][node] if node < len(facts["nodes"]) else "")
+        if key not in keys:
+            raise RefusedAnswer(
+                f"a response to prompt {counter} of node {node}, and the frame is of {keys!r:.80}"
+            )
+        if key not in requests:
+            continue  # nobody waits for it any more
+        if (key, sample) in known:
+            raise RefusedAnswer(f"two results of response {sample} to prompt {counter}")
+        known.add((key, sample))
+        samples, limit = requests[key].samples, requests[key].sampling.limit
+        if sample not in samples:
+            raise RefusedAnswer(
+                f"response {sample} to prompt {counter}, of which {len(samples)} are wanted"
+            )
+        if fed + tokens > limit - (not ended):
+            raise RefusedAnswer(
+                f"response {sample} to prompt {counter}: {fed + tokens} tokens, where at most "
+                f"{limit} were requested"
+            )
 
 
 def check_calls(calls: Any) -> int:
@@ -153,19 +183,38 @@ def check_calls(calls: Any) -> int:
     return calls
 
 
-def check_values(names: Collection[str], values: Collection[Any]) -> None:
-    """Raises RefusedAnswer for a column of a node that is no numbers; not a number is one."""
-    for name, value in zip(names, values, strict=True):
-        for entry in [value] if isinstance(value, np.ndarray) else value:
-            if np.asarray(entry).dtype.kind not in "biuf":
-                raise RefusedAnswer(f"{name} of type {np.asarray(entry).dtype}")
+def check_values(
+    name: str, column: Sequence[Any], shapes: Sequence[tuple[int, ...]] | None
+) -> None:
+    """Raises RefusedAnswer for a column of a node, an entry per response, that is no numbers which
+    a step can use: not a number is one, and says that there is none.
+
+    `shapes`: of the entries; None: they are the node's own choice, but for their dims.
+    """
+    if len({np.ndim(entry) for entry in column}) > 1:
+        raise RefusedAnswer(f"{name} with entries of several dims")
+    for place, entry in enumerate(column):
+        array = np.asarray(entry)
+        if array.dtype.kind not in "biuf":
+            raise RefusedAnswer(f"{name} of type {array.dtype}")
+        if np.any(np.abs(array.astype(np.float64)) > MOST_SCORE):
+            raise RefusedAnswer(f"{name} with the number {array.flat[np.abs(array).argmax()]:g}")
+        if shapes is not None and array.shape != shapes[place]:
+            raise RefusedAnswer(
+                f"{name} of shape {list(array.shape)}, where {list(shapes[place])} is wanted"
+            )
 
 
-def check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises RefusedAnswer for metrics that are no finite numbers."""
+def check_numbers(numbers: Mapping[str, Any], taken: Collection[str] = ()) -> None:
+    """Raises RefusedAnswer for metrics that are no finite numbers, or that have names which are
+    `taken`, of metrics in parts."""
+    if len(numbers) > MOST_NUMBERS:
+        raise RefusedAnswer(f"{len(numbers)} metrics, where at most {MOST_NUMBERS} are taken")
     for name, value in numbers.items():
+        if name in taken or len(name) > MOST_NAME:
+            raise RefusedAnswer(f"a metric {name!r:.80}, which no number may be named")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RefusedAnswer(f"the metric {name!r} is a {type(value).__name__}")
+            raise RefusedAnswer(f"the metric {name!r} is {value!r:.40}, which is no number")
         if not math.isfinite(value):
             raise RefusedAnswer(f"the metric {name!r} is {value}")
 
@@ -175,7 +224,9 @@ def check_parts(found: Mapping[str, list[Any]], of_none: Mapping[str, Parts]) ->
     by which they are merged."""
     for name, values in found.items():
         if name not in of_none or not all(_alike(of_none[name].values[0], v) for v in values):
-            raise RefusedAnswer(f"the metric {name!r} in other parts than this node has")
+            raise RefusedAnswer(
+                f"the metric {name!r} in other parts than this node has: {values!r:.80}"
+            )
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -198,15 +249,66 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _check_turns(episode: Episode) -> None:
+def _check_episode(
+    episode: Episode, limits: ResponseLimits, request: GroupRequest, newest: int
+) -> None:
+    response, limit = episode.response, request.sampling.limit
+    check_columns(response, episode.mask)
+    check_experts(response, limits, len(request.prompt.tokens))
+    if not 0 <= episode.turns <= max(1, len(episode.mask)):
+        raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")
+    if limits.in_turns:
+        if len(response.tokens) > limit:
+            raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
+        check_vocabulary(response.tokens, limits)
+        check_logp(response.logp)
+        check_versions(response.version[episode.mask], 0, newest)
+        _check_turns(episode, limits)
+    else:
+        _check_response(response, limits, limit, newest, ended=response.finished)
+        _check_one_turn(episode)
+
+
+def _check_partial(
+    partial: Partial, limits: ResponseLimits, request: GroupRequest, newest: int
+) -> None:
+    response, fed = partial.response(frozenset()), len(partial.fed)
+    if limits.in_turns or partial.shown is not None:
+        raise RefusedAnswer("a response under way, and those in turns come whole")
+    if fed:
+        raise RefusedAnswer(f"{fed} tokens that were not sampled, and there is no environment")
+    check_columns(response, np.ones(len(response.tokens), bool))
+    _check_response(response, limits, request.sampling.limit, newest, ended=None)
+
+
+def _check_response(
+    response: Response, limits: ResponseLimits, limit: int, newest: int, *, ended: bool | None
+) -> None:
+    columns = response.tokens, response.logp, response.version
+    check_response(*columns, limits, limit=limit, ended=ended, versions=(0, newest))
+
+
+def _check_one_turn(episode: Episode) -> None:
+    """Raises RefusedAnswer for what an environment alone can have given."""
+    response, told = episode.response, (episode.turns, episode.reward, episode.reason)
+    if fed := int((~episode.mask).sum()):
+        raise RefusedAnswer(f"{fed} tokens that were not sampled, and there is no environment")
+    if response.shown is not None:
+        raise RefusedAnswer("images, and there is no environment that shows some")
+    wanted = single_turn(response)
+    if told != (wanted.turns, wanted.reward, wanted.reason) or episode.logged:
+        raise RefusedAnswer(f"{told} of turns, reward and reason, and there is no environment")
+
+
+def _check_turns(episode: Episode, limits: ResponseLimits) -> None:
     """Raises RefusedAnswer for a response in turns that no environment has answered."""
     response, mask = episode.response, episode.mask
-    if math.isinf(episode.reward):
+    if abs(episode.reward) > MOST_SCORE:
         raise RefusedAnswer(f"the reward {episode.reward}")
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
     if episode.reason != "failed" and not mask.any():
         raise RefusedAnswer("no sampled token")
-    if len(episode.logged) > MOST_LOGGED:
-        raise RefusedAnswer(f"{len(episode.logged)} numbers that an environment logged")
+    if response.shown is not None:
+        check_shown(response.shown, mask, limits.patch_bytes)
     check_numbers(episode.logged)

@@ -34,6 +34,7 @@ class Group:
     keep: bool = True  # the filter decision of a region, once it is done
     running: Future[None] | None = None  # of the nodes that run ahead, once samples are complete
     node: str = ""  # the last of them that has begun
+    workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of
 
     @property
     def tokens(self) -> int:

@@ -56,9 +56,11 @@ class LeasedNodes(HostThread):
         def then(result: NodeResult) -> None:
             group.running = self.executor.submit(self._go_on, group, done, place, result)
 
-        count = len(store.own)
+        lengths = [len(response) for response in store.columns["response"]]
         parts = functools.partial(self._of_no_response, unit, group)
-        read = functools.partial(read_result, unit=unit, count=count, parts=parts)
+        # under their ids nodes have metrics in parts
+        taken = self._nodes.ids
+        read = functools.partial(read_result, unit=unit, lengths=lengths, parts=parts, taken=taken)
         task = NodeTask(key=key, content=content, read=read, then=then)
         with self._lock:
             self._buffer.begin(task)

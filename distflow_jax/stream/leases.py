@@ -31,6 +31,7 @@ class Leases:
         them out.
       expired: leases that ended without a result.
       stalled: workers of which a lease has ended, and that submitted nothing since.
+      ended: workers that get nothing any more, why and since when.
     """
 
     def __init__(self, seconds: float, max_tries: int):
@@ -41,6 +42,7 @@ class Leases:
         self.expired = 0
         self.workers: dict[str, KnownWorker] = {}
         self.stalled: set[str] = set()
+        self.ended: dict[str, tuple[str, float]] = {}
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = (SAMPLING,)) -> None:
         """Notes that a worker lives, and what it serves."""
@@ -87,6 +89,11 @@ class Leases:
         for task in self.open.values():
             if task.worker == worker:
                 task.free()
+
+    def end(self, worker: str, why: str, now: float) -> None:
+        """Ends a worker whose results are not used: what it holds is for others at once."""
+        self.ended[worker] = why, now
+        self.deregister(worker)
 
     def take_back(self, worker: str, key: Key) -> None:
         """Ends a lease of a worker whose result is not used: others should hold the task, and it is

@@ -128,10 +128,10 @@ class Producer:
             for counter, why in self.requests.give_up().items():
                 log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
                 self._given_up.add(counter)
-        ended = [
-            (self.groups[counter], node_id, episodes)
-            for (counter, node_id), episodes in self.requests.round()
-        ]
+        ended = []
+        for (counter, node_id), episodes, workers in self.requests.round():
+            self.groups[counter].workers |= workers
+            ended.append((self.groups[counter], node_id, episodes))
         for group, node_id, episodes in ended:
             self._take(group, node_id, episodes)
         with self.lock:
@@ -182,6 +182,7 @@ class Producer:
             "alive": len(buffer.workers.keys() - buffer.stalled),
             "expired": buffer.expired,
             "second": buffer.counts.second,
+            "ended": len(buffer.ended),
         }
         return {f"perf/workers/{name}": float(n) for name, n in found.items()}
 

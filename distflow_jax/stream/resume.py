@@ -3,10 +3,12 @@
 WORKDIR/groups/PROCESS.jsonl has a line per step: "counters" of the prompts that the step trains,
 "left_out" by the filter decision of a region, "uid" [counter, number] of each response with
 "version" [lowest, highest] of its tokens and "age", the steps that its oldest token is behind;
-"tokens", this process's token account. Every process writes its own, so that the whole run can be
-checked from its files. WORKDIR/groups/start.json has the last "step" before the newest start, and
-the tokens that were "sampled" by all starts before it. Samples are additions to checkpoints
-(saved_samples.py).
+"tokens", this process's token account; "workers", by name the prompts that each has sampled tokens
+of, as far as this start knows; "gaps", by name the mean gap of log-probs between the trainer and
+the sampler over these prompts, nats per token, where it is measured. Every process writes its own,
+so that the whole run can be checked from its files. WORKDIR/groups/start.json has the last "step"
+before the newest start, and the tokens that were "sampled" by all starts before it. Samples are
+additions to checkpoints (saved_samples.py).
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.coordinator.batch_metrics import Gap, Gaps, mean_gap
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.layout import VERSION, Metrics, Parts
 from distflow_jax.parallel import processes
@@ -204,11 +207,23 @@ class SampleSaver:
         account = self.account()
         self._taken = {"step": cut.step, "counters": sorted(kept), "left_out": sorted(left_out)}
         self._taken["tokens"] = account.to_dict()
+        workers: dict[str, list[int]] = {}
+        for group in groups:
+            for worker in group.workers if group.counter in kept else ():
+                workers.setdefault(worker, []).append(group.counter)
+        self._taken["workers"] = {name: sorted(workers[name]) for name in sorted(workers)}
         return account
 
-    def record(self, samples: Samples) -> None:
-        """Records this process's samples that the step trained on, which was taken last."""
-        self._records.write(samples, **self._taken)
+    def record(self, samples: Samples, gaps: Gaps) -> dict[str, list[Gap]]:
+        """Records this process's samples that the step trained on, which was taken last; returns
+        the gaps of the prompts of each worker."""
+        found = {
+            worker: [gaps[counter] for counter in counters if counter in gaps]
+            for worker, counters in self._taken["workers"].items()
+        }
+        means = {name: mean_gap(one) for name, one in found.items() if one}
+        self._records.write(samples, **self._taken, gaps=means)
+        return found
 
     def account(self) -> TokenAccount:
         """This process's tokens so far; under the lock."""

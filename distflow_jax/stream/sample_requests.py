@@ -82,9 +82,10 @@ class SampleRequests:
             )
             self.buffer.begin(task, pieces)
 
-    def round(self) -> list[tuple[Key, list[Episode]]]:
-        """Requests that are complete now, their responses in the order of their numbers; call
-        `handed_on` when they are counted elsewhere. Groups go on whose nodes have results."""
+    def round(self) -> list[tuple[Key, list[Episode], set[str]]]:
+        """Requests that are complete now, their responses in the order of their numbers, and the
+        workers that have sampled these; call `handed_on` when they are counted elsewhere. Groups go
+        on whose nodes have results."""
         with self.lock:
             results = self.buffer.take_results()
             arrived, self._arrived = self._arrived, []
@@ -98,7 +99,10 @@ class SampleRequests:
                 self._on_response(response)
         for task, result in results:
             task.then(result)
-        return [(t.key, [t.ended[s].content for s in sorted(t.ended)]) for t in complete]
+        return [
+            (task.key, [task.ended[s].content for s in sorted(task.ended)], task.workers)
+            for task in complete
+        ]
 
     def handed_on(self) -> None:
         """Notes that what `round` has returned is counted elsewhere."""

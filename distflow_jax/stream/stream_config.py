@@ -164,6 +164,12 @@ class StreamConfig:
         return self.max_staleness > 0
 
     @property
+    def names_workers(self) -> bool:
+        """Whether the gaps of a step's groups are told apart, to judge the workers by them: a step
+        in partial batches counts its groups anew in each."""
+        return self.workers and not self.in_partial_batches
+
+    @property
     def in_partial_batches(self) -> bool:
         """Whether a step trains on its groups partial batch by partial batch."""
         return self.partial_batches != "off"

@@ -220,7 +220,7 @@ class TaskBuffer(Leases):
         before = set(task.ended)
         shown = sum(piece.tokens for piece in {**task.ended, **pieces}.values())
         for sample, piece in pieces.items():
-            self._learn(task, sample, piece)
+            self._learn(task, sample, dataclasses.replace(piece, worker=worker))
         new = [sample for sample in task.ended if sample not in before]
         has = task.worker == worker
         lost = not task.worker and worker in task.silent
@@ -234,6 +234,12 @@ class TaskBuffer(Leases):
         elif has:
             task.free()
         return new
+
+    def end(self, worker: str, why: str, now: float) -> None:
+        """Ends a worker: nothing that it submitted for groups which are open counts."""
+        super().end(worker, why, now)
+        for task in self.of(GroupTask):
+            task.drop(worker)
 
     def holds(self, worker: str, key: Key) -> bool:
         """Whether a worker has the lease of a task."""
@@ -277,10 +283,12 @@ class TaskBuffer(Leases):
         if piece.whole:
             task.ended[sample] = piece
             task.under_way.pop(sample, None)
+            task.workers.add(piece.worker)
         elif not self._exact:
             known = task.under_way.get(sample)
             if piece.tokens > (known.tokens if known else 0):
                 task.under_way[sample] = piece
+                task.workers.add(piece.worker)
 
     def _compare(self, task: GroupTask, sample: int, piece: Piece) -> None:
         """Notes where a second result differs from the first, with exact versions."""

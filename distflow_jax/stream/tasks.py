@@ -29,6 +29,7 @@ class Piece:
     whole: bool  # the response has ended
     content: Any  # the response itself, or its tokens so far
     size: int = 0  # bytes of it
+    worker: str = ""  # that submitted it; "": an earlier start of the run has it
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -92,6 +93,7 @@ class GroupTask(Task):
     shown: int = 0  # tokens that this one has shown
     moved: float = 0.0  # when these became more, or the lease began
     differed: set[int] = dataclasses.field(default_factory=set)  # samples of which results did
+    workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of
 
     def lease(self, worker: str, now: float, seconds: float) -> None:
         """Begins a lease, or prolongs it."""
@@ -100,6 +102,11 @@ class GroupTask(Task):
         if self.worker != worker:
             self.worker, self.moved = worker, now
         self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
+
+    def drop(self, worker: str) -> None:
+        """Forgets what a worker has submitted: others sample it again."""
+        self.ended = {s: piece for s, piece in self.ended.items() if piece.worker != worker}
+        self.under_way = {s: piece for s, piece in self.under_way.items() if piece.worker != worker}
 
     @property
     def progress(self) -> Progress:

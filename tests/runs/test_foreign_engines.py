@@ -20,6 +20,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
+from distflow_jax.rollout.foreign.weight_probe import PROMPTS
 
 STEPS = 20
 MODEL = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=128&vocab=259"
@@ -67,8 +68,8 @@ def openai(tmp_path, faults=()):
     mesh = mesh_of(1, 1, names=("data", "tensor"))
     engine = RolloutEngine(source.config, sizes, mesh, stop_ids=source.tokenizer.stop_ids, seed=9)
     with CompletionsServer(engine, random_params(source.config, 9)) as server:
-        server.faults.extend(faults)
-        yield f"openai:{server.url}/v1", {"slots": 16, "try_seconds": 30.0}
+        server.faults.extend([""] * PROMPTS * bool(faults) + list(faults))  # after the first probe
+        yield f"openai:{server.url}/v1", {"slots": 16, "try_seconds": HANG}
         assert server.loaded[0] == "version-0" and len(server.loaded) > STEPS / 2
         assert not server.faults
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from etils import epath
 from support.programs import Process, certificate
-from support.run_folders import await_step
+from support.run_folders import await_step, records
 from support.tiny_model import prompt_of
 from support.tiny_sampler import assert_agree
 from support.waiting import HANG, until
@@ -321,6 +321,47 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     assert job.end() == 0, job.output()
     assert again.end() == 0, again.output()
     check_trained(folder, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_that_lie_are_ended_and_others_answer_their_prompts(tmp_path, started):
+    """One makes up ids, and one log-probs: both are named, and every prompt is trained once."""
+    folder, steps = tmp_path / "run", 60
+    flags = (f"training.steps={steps}", "checkpoint.every=60")
+    job = trainers(started, folder, flags, processes=2)
+
+    def liar(lie):
+        found = worker(
+            started,
+            folder,
+            flags,
+            environment={"LIE": lie},
+            program="tests/support/lying_worker.py",
+        )
+        await_ready(found)
+        return found
+
+    honest = [worker(started, folder, flags) for _ in range(2)]
+    liars = [liar("log-probs"), liar("ids")]  # nobody may join after the latter is ended
+    assert job.end() == 0, job.output() + honest[0].output()
+    assert [one.end() for one in honest] == [0, 0], honest[0].output()
+    for one in liars:
+        assert one.end() == 2 and " is ended: " in one.output(), one.output()
+    check_trained(folder, steps, exact=False)
+    check_account(folder)
+    told = job.log.read_text()
+    made_up, ids = (
+        set(re.findall(f"worker (\\S+) is {what}", told))
+        for what in ("quarantined: its log-probs are ", "refused: .* token id 1000000000,")
+    )
+    assert len(made_up) == len(ids) == 1 and made_up != ids
+    gaps = [line["gaps"] for lines in records(folder).values() for line in lines]
+    assert not any(ids & one.keys() for one in gaps)
+    (liar_name,) = made_up
+    of_liar = [one.pop(liar_name) for one in gaps if liar_name in one]
+    of_others = [gap for one in gaps for gap in one.values()]
+    assert np.median(of_liar) > 1.0 > 10 * np.median(of_others)
 
 
 @pytest.mark.slow

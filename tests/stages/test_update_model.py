@@ -39,6 +39,7 @@ def context_of(mini_batches=1, **options):
         mini_batches=mini_batches,
         balance_coef=0.0,
         max_staleness=0,
+        num_groups=0,
     )
 
 
@@ -102,8 +103,10 @@ def test_mini_batches_in_partial_batches_are_the_batch_at_once(batch):
 
 
 def test_metrics_are_those_of_the_updates_that_had_sequences(batch):
-    """Of a step with fewer groups than others the last mini-batches are empty."""
+    """Of a step with fewer groups than others the last mini-batches are empty. Gaps of groups, an
+    array of them, are merged alike."""
     context = context_of(MINI_BATCHES, proximal="rollout")
+    context.num_groups = GROUPS
     stage, mesh = build_policy_update(context), context.shape.mesh
 
     def metrics_of(fields):
@@ -115,11 +118,14 @@ def test_metrics_are_those_of_the_updates_that_had_sequences(batch):
     first_only = jax.tree.map(lambda x: x.at[1:].set(jnp.zeros((), x.dtype)), batch)
     steps, found = metrics_of(first_only)
     assert steps == 1
-    first = build_policy_update(context_of(1, proximal="rollout"))
+    alone = context_of(1, proximal="rollout")
+    alone.num_groups = GROUPS
+    first = build_policy_update(alone)
     params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))
     state = init_state(params, TINY, context.optimizer, mesh)
     _, _, wanted = jax.jit(first)(state, jax.tree.map(lambda x: x[:1], batch), {})
     assert wanted.keys() == found.keys() and wanted["actor/grad_norm"] > 0
+    assert found["rollout_corr/gap_of_group"].shape == (GROUPS,)
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     steps, none = metrics_of(jax.tree.map(jnp.zeros_like, batch))

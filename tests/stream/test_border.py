@@ -1,9 +1,11 @@
 """Lies that a worker with the run's token may tell: none of them counts, and each names it."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
+import random
 import threading
 
 import numpy as np
@@ -11,15 +13,16 @@ import pytest
 from support.counted_buffers import BORDER, STOP, VOCABULARY, length_of, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.episodes import single_turn
+from distflow_jax.environments.episodes import REASONS, single_turn
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.rollout.response_checks import RefusedAnswer
-from distflow_jax.stream.border import MOST_REFUSED, Border, check_parts
+from distflow_jax.stream.border import Border, check_parts
 from distflow_jax.stream.frames.frames import Frame, samples_frame
 from distflow_jax.stream.links.buffer_service import BufferService
+from distflow_jax.stream.links.refusals import MOST_REFUSED
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -96,60 +99,134 @@ def index(column, value, row=0):
     return put("index", value, (row, column))
 
 
-SAMPLE, TOKENS, FED, EXPERTS, ENDED, FINISHED, TURNS, REASON = range(2, 10)
-LIES = {
-    "an id beyond the vocabulary": put("tokens", VOCABULARY),
-    "an id of 10^9": put("tokens", 10**9),
-    "a negative id": put("tokens", -1),
-    "an end token first": put("tokens", STOP),
-    "no end token": put("tokens", 7, length_of(COUNTER, 0) - 1),
-    "an end token under way": put("tokens", STOP, -1),
-    "a log-prob that is nan": put("logp", np.nan),
-    "a log-prob that is infinite": put("logp", -np.inf, -1),
-    "a log-prob above 0": put("logp", 0.5),
-    "a version to come": put("version", 4),
-    "a version of 10^9": put("version", 10**9, -1),
-    "a negative version": put("version", -1),
-    "nothing sampled": become("mask", np.zeros_like),
-    "a token that was not sampled": put("mask", False),
-    "tokens as text": become("tokens", lambda x: x.astype("U8")),
-    "tokens as floats": become("tokens", lambda x: x.astype(np.float32)),
-    "tokens in two dims": become("tokens", lambda x: np.stack([x, x], 1)),
-    "tokens in no dim": become("tokens", lambda x: x[0]),
-    "log-probs as doubles": become("logp", lambda x: x.astype(np.float64)),
-    "log-probs in two dims": become("logp", lambda x: np.stack([x, x], 1)),
-    "log-probs as text": become("logp", lambda x: x.astype("U8")),
-    "margins as text": become("margin", lambda x: x.astype("U8")),
-    "versions as floats": become("version", lambda x: x.astype(np.float32)),
-    "versions in two dims": become("version", lambda x: x[:, None]),
-    "masks as integers": become("mask", lambda x: x.astype(np.int32)),
-    "a token too many": become("tokens", lambda x: np.append(x, x[:1])),
-    "a log-prob too few": become("logp", lambda x: x[:-1]),
-    "an index as text": become("index", lambda x: x.astype("U8")),
-    "an index of floats": become("index", lambda x: x.astype(np.float64)),
-    "an index of one row": become("index", lambda x: x[0]),
-    "an index of no column": become("index", lambda x: x[:, :0]),
-    "a negative length": index(TOKENS, -1),
-    "a length of 10^12": index(TOKENS, 10**12),
-    "fed tokens": index(FED, 1, 1),
-    "a negative number of fed ones": index(FED, -5, 1),
-    "experts where none are recorded": index(EXPERTS, 0),
-    "the same response twice": index(SAMPLE, 0, 1),
-    "no turn of many": index(TURNS, 10**9),
-    "an unknown reason": index(REASON, 99),
-    "a reason from behind": index(REASON, -1),
-    "a node that is none": index(1, 7),
-    "rewards as text": become("reward", lambda x: x.astype("U8")),
-    "no rewards": become("reward", lambda x: x[:0]),
-    "logged bytes that are no text": become("logged", lambda x: np.full(9, 255, np.uint8)),
-    "logged numbers of nobody": become("logged", lambda x: np.frombuffer(b"[]", np.uint8)),
-    "nodes that are a number": say("nodes", 5),
-    "nodes that are numbers": say("nodes", [5]),
-    "images that are not there": say("response_images", True),
-    "decode calls of 10^18": say("calls", 10**18),
-    "decode calls below 0": say("calls", -1),
-    "decode calls as text": say("calls", "many"),
-    "an array that is missing": lambda facts, arrays: arrays.pop("mask"),
+COUNTER_OF, SAMPLE, TOKENS, FED, EXPERTS, ENDED, FINISHED, TURNS, REASON = 0, *range(2, 10)
+LIES = {  # a lie, and the field and value of it that the log names
+    "an id beyond the vocabulary": (
+        put("tokens", VOCABULARY),
+        "response 0 to prompt 4: token id 10000,",
+    ),
+    "an id of 10^9": (put("tokens", 10**9), "response 0 to prompt 4: token id 1000000000,"),
+    "a negative id": (put("tokens", -1), "response 0 to prompt 4: token id -1,"),
+    "an end token first": (
+        put("tokens", STOP),
+        "response 0 to prompt 4: end token 9999 at place 0,",
+    ),
+    "no end token": (
+        put("tokens", 7, length_of(COUNTER, 0) - 1),
+        "response 0 to prompt 4: an end at token 7,",
+    ),
+    "an end token under way": (
+        put("tokens", STOP, -1),
+        "response 1 to prompt 4: end token 9999 at place 0,",
+    ),
+    "a log-prob that is nan": (put("logp", np.nan), "response 0 to prompt 4: the log-prob nan"),
+    "a log-prob that is infinite": (
+        put("logp", -np.inf, -1),
+        "response 1 to prompt 4: the log-prob -inf",
+    ),
+    "a log-prob above 0": (put("logp", 0.5), "response 0 to prompt 4: the log-prob 0.5"),
+    "a version to come": (put("version", 4), "response 0 to prompt 4: a token of version 4,"),
+    "a version of 10^9": (
+        put("version", 10**9, -1),
+        "response 1 to prompt 4: a token of version 1000000000,",
+    ),
+    "a negative version": (put("version", -1), "response 0 to prompt 4: a token of version -1,"),
+    "nothing sampled": (
+        become("mask", np.zeros_like),
+        "response 0 to prompt 4: 7 tokens that were not sampled",
+    ),
+    "a token that was not sampled": (
+        put("mask", False),
+        "response 0 to prompt 4: 1 tokens that were not sampled",
+    ),
+    "tokens as text": (become("tokens", lambda x: x.astype("U8")), "tokens as <U8[8]"),
+    "tokens as floats": (become("tokens", lambda x: x.astype(np.float32)), "tokens as float32[8]"),
+    "tokens in two dims": (
+        become("tokens", lambda x: np.stack([x, x], 1)),
+        "tokens as int32[8, 2]",
+    ),
+    "tokens in no dim": (become("tokens", lambda x: x[0]), "tokens as int32[]"),
+    "log-probs as doubles": (become("logp", lambda x: x.astype(np.float64)), "logp as float64[8]"),
+    "log-probs in two dims": (
+        become("logp", lambda x: np.stack([x, x], 1)),
+        "logp as float32[8, 2]",
+    ),
+    "log-probs as text": (become("logp", lambda x: x.astype("U8")), "logp as <U8[8]"),
+    "margins as text": (become("margin", lambda x: x.astype("U8")), "margin as <U8[8]"),
+    "versions as floats": (
+        become("version", lambda x: x.astype(np.float32)),
+        "version as float32[8]",
+    ),
+    "versions in two dims": (become("version", lambda x: x[:, None]), "version as int32[8, 1]"),
+    "masks as integers": (become("mask", lambda x: x.astype(np.int32)), "mask as int32[8]"),
+    "a token too many": (
+        become("tokens", lambda x: np.append(x, x[:1])),
+        "9 entries of tokens, and the index has 8",
+    ),
+    "a log-prob too few": (
+        become("logp", lambda x: x[:-1]),
+        "7 entries of logp, and the index has 8",
+    ),
+    "an index as text": (become("index", lambda x: x.astype("U8")), "index as <U8[2, 10]"),
+    "an index of floats": (
+        become("index", lambda x: x.astype(np.float64)),
+        "index as float64[2, 10]",
+    ),
+    "an index of one row": (become("index", lambda x: x[0]), "index as int64[10]"),
+    "an index of no column": (become("index", lambda x: x[:, :0]), "an index of 0 columns"),
+    "a negative length": (index(TOKENS, -1), "tokens from -1 to 1 in the index"),
+    "a length of 10^12": (index(TOKENS, 10**12), "tokens from 1 to 1000000000000 in the index"),
+    "fed tokens": (index(FED, 1, 1), "0 entries of fed, and the index has 1"),
+    "a negative number of fed ones": (index(FED, -5, 1), "fed from -5 to 0 in the index"),
+    "experts where none are recorded": (index(EXPERTS, 0), "response 0 to prompt 4: experts,"),
+    "the same response twice": (index(SAMPLE, 0, 1), "two results of response 0 to prompt 4"),
+    "no turn of many": (index(TURNS, 10**9), "response 0 to prompt 4: 1000000000 turns"),
+    "an unknown reason": (index(REASON, 99), "reason from 0 to 99 in the index"),
+    "a reason from behind": (index(REASON, -1), "reason from -1 to 0 in the index"),
+    "a node that is none": (index(1, 7), "a response to prompt 4 of node 7,"),
+    "rewards as text": (become("reward", lambda x: x.astype("U8")), "reward as <U8[2]"),
+    "no rewards": (become("reward", lambda x: x[:0]), "0 entries of reward, and the index has 2"),
+    "logged bytes that are no text": (
+        become("logged", lambda x: np.full(9, 255, np.uint8)),
+        "logged b'\\xff\\xff",
+    ),
+    "logged numbers of nobody": (
+        become("logged", lambda x: np.frombuffer(b"[]", np.uint8)),
+        "logged []",
+    ),
+    "nodes that are a number": (say("nodes", 5), "nodes 5"),
+    "nodes that are numbers": (say("nodes", [5]), "nodes [5]"),
+    "images that are not there": (say("response_images", True), "no array 'response_image_bytes'"),
+    "decode calls of 10^18": (say("calls", 10**18), "1000000000000000000 decode calls"),
+    "decode calls below 0": (say("calls", -1), "-1 decode calls"),
+    "decode calls as text": (say("calls", "many"), "'many' decode calls"),
+    "an array that is missing": (lambda facts, arrays: arrays.pop("mask"), "no array 'mask'"),
+    "an answer to another prompt": (index(COUNTER_OF, 5), "a response to prompt 5 of node 0,"),
+    "an answer to a prompt of 2^62": (
+        index(COUNTER_OF, 1 << 62, 1),
+        f"prompt {1 << 62} of node 0,",
+    ),
+    "a negative prompt": (index(COUNTER_OF, -1), "counter from -1 to 4 in the index"),
+    "a response that nobody wants": (index(SAMPLE, 7), "response 7 to prompt 4, of which 2 "),
+    "an end at the limit that is none": (
+        index(FINISHED, 0),
+        "response 0 to prompt 4: an end at the limit, and end token 9999 ",
+    ),
+    "two turns without an environment": (index(TURNS, 2), "response 0 to prompt 4: (2, "),
+    "a reason of environments": (index(REASON, 1), f"{REASONS[1]!r}) of turns, reward and reason"),
+    "a reward without an environment": (put("reward", 1.5), "response 0 to prompt 4: (1, 1.5, "),
+    "a reward that is infinite": (put("reward", np.inf), "response 0 to prompt 4: (1, inf, "),
+    "a log of an environment": (
+        become("logged", lambda x: np.frombuffer(b'[{"x": 1.0}, {}]', np.uint8)),
+        "response 0 to prompt 4: (1, ",
+    ),
+    "logs that are numbers": (
+        become("logged", lambda x: np.frombuffer(b"[1, 2]", np.uint8)),
+        "logged [1, 2],",
+    ),
+    "keys that are a number": (say("keys", 4), "keys 4,"),
+    "a key of text": (say("keys", [["4", "gen"]]), "key ['4', 'gen'],"),
+    "a key of one part": (say("keys", [[4]]), "key [4],"),
 }
 
 
@@ -168,8 +245,8 @@ def test_the_truth_counts():
     assert set(task.ended) == {0} and set(task.under_way) == {1}
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_lie_counts_for_nothing_and_names_its_worker(lie, caplog):
+@pytest.mark.parametrize(("lie", "named"), LIES.values(), ids=LIES)
+def test_a_lie_counts_for_nothing_and_names_its_worker(lie, named, caplog):
     trainer = Trainer()
     try:
         trainer.call("submit", "liar", lied(lie))
@@ -177,11 +254,14 @@ def test_a_lie_counts_for_nothing_and_names_its_worker(lie, caplog):
         pass
     (task,) = trainer.buffer.groups()
     assert not task.ended and not task.under_way and not trainer.buffer.given_up
-    assert task.worker == "" and not task.failures  # for others, and no try of the prompt
+    assert not task.failures  # no try of the prompt
+    assert not task.worker or named.startswith("key")  # for others, where it is said of what it is
     (record,) = caplog.records
     assert record.getMessage().startswith("a result of worker liar is refused: ")
+    assert named in record.getMessage() and "\n" not in record.getMessage()
     assert trainer.requests.counts.generate_calls == 0
     # somebody else answers the group
+    trainer.buffer.deregister("liar")
     trainer.lease("honest")
     assert task.worker == "honest"
     trainer.call("submit", "honest", truth())
@@ -191,11 +271,11 @@ def test_a_lie_counts_for_nothing_and_names_its_worker(lie, caplog):
 def test_a_worker_of_which_too_much_was_refused_is_ended(caplog):
     trainer = Trainer()
     for number in range(MOST_REFUSED):
-        trainer.call("submit", "liar", lied(LIES["a negative id"]))
+        trainer.call("submit", "liar", lied(LIES["a negative id"][0]))
         assert len(caplog.records) == number + 1
     assert caplog.records[-1].getMessage().endswith("; it is ended")
     with pytest.raises(
-        Refused, match=f"{MOST_REFUSED} results of liar were refused, .* it is ended"
+        Refused, match=f"liar is ended: {MOST_REFUSED} of its results were refused, .* token id -1"
     ):
         trainer.lease("liar")
     assert "liar" not in trainer.buffer.workers
@@ -267,3 +347,64 @@ def test_numbers_of_a_reward_function_pass_under_any_name_and_lies_do_not():
         [{}],
     ):
         assert refused_parts(lie), lie
+
+
+VALUES = (
+    None,
+    True,
+    -1,
+    10**30,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "text",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+)
+DTYPES = ("i1", "i8", "u4", "f2", "f4", "f8", "U3", "S2", "?", "c8", "M8[s]", "V3")
+METHODS = ("register", "lease", "lease_node", "submit", "submit_node", "fail", "deregister")
+
+
+def changed(draw):
+    """The bytes of a frame of which some values, arrays and bytes are others."""
+    frame = truth(version=3, capacity=8, slots=8, why="none", response_images=False)
+    facts, arrays = json.loads(json.dumps(frame.facts)), dict(frame.arrays)
+    for _ in range(draw.randint(0, 2)):
+        name = draw.choice([*facts, *arrays])
+        if name in facts:
+            facts[name] = draw.choice(VALUES)
+        elif draw.random() < 0.5:
+            places = np.array(arrays[name])
+            if places.size and places.dtype.kind in "if":
+                places.flat[draw.randrange(places.size)] = draw.choice((-1, 0, 1, 2, 5, 10**9))
+            arrays[name] = places
+        else:
+            shape = [draw.randint(0, 3) for _ in range(draw.randint(0, 3))]
+            arrays[name] = np.zeros(shape, draw.choice(DTYPES))
+    data = bytearray(Frame(facts, arrays).to_bytes())
+    for _ in range(draw.choice((0, 0, 1, 4))):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    return bytes(data[: draw.choice((None, None, draw.randrange(len(data))))])
+
+
+def test_random_changes_of_frames_are_refused_or_are_samples(caplog):
+    """No other error leaves a method, and what counts keeps to all limits."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        trainer, method = Trainer(), draw.choice((*METHODS, *["submit"] * 8))
+        with contextlib.suppress(Refused):
+            trainer.methods[method]("liar", changed(draw))
+        for task in trainer.buffer.groups():
+            for piece in (*task.ended.values(), *task.under_way.values()):
+                content = piece.content
+                response = content.response if piece.whole else content.response(frozenset())
+                count = len(response.tokens)
+                assert ((response.tokens >= 0) & (response.tokens < VOCABULARY)).all()
+                assert np.isfinite(response.logp).all() and (response.logp <= 1e-3).all()
+                assert ((response.version >= 0) & (response.version <= 3)).all()
+                columns = response.logp, response.margin, response.version
+                assert {column.shape for column in columns} == {(count,)}
+    assert all("\n" not in record.getMessage() for record in caplog.records)

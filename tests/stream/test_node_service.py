@@ -156,13 +156,13 @@ def test_frames_carry_what_a_node_reads_and_writes():
     np.testing.assert_array_equal(responses[1], [0, 1, 2, 3, 4])
     responses[0][:] = 7  # a function may write to what it gets
     result = result_frame(work.key, unit, [np.ones(2, np.float32)], {"n": np.float32(0.5)})
-    back = read_result(Frame.of_bytes(result.to_bytes()), unit, 2)
+    back = read_result(Frame.of_bytes(result.to_bytes()), unit, [4, 5])
     assert back.values[0].dtype == np.float32 and back.numbers == {"n": 0.5}
     with pytest.raises(ValueError, match="wrote 2 entries of 'score', one per response is 3"):
-        read_result(result, unit, 3)
+        read_result(result, unit, [4, 5, 6])
     for broken in ({"columns": []}, {"columns": 3}, {"numbers": 1}, {"numbers": {"n": "x"}}):
         with pytest.raises(ValueError):
-            read_result(Frame({**result.facts, **broken}, result.arrays), unit, 2)
+            read_result(Frame({**result.facts, **broken}, result.arrays), unit, [4, 5])
     with pytest.raises(ValueError, match="for node 'score', which reads other fields"):
         work_of_task(frame, {"score": [("gen", "response")]})
 

@@ -196,7 +196,7 @@ class Trainers:
             with lock:
                 requests.buffer.expire(time.monotonic())
                 self.given_up |= set(requests.give_up())
-            for (counter, _), episodes in requests.round():
+            for (counter, _), episodes, _ in requests.round():
                 assert counter not in self.complete
                 responses = [episode.response for episode in episodes]
                 assert [response.sample for response in responses] == list(range(SAMPLES))

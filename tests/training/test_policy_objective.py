@@ -570,6 +570,36 @@ def test_the_gap_is_that_of_trainer_and_sampler(name):
     assert gap.max() > 1e-3
 
 
+def test_the_gap_is_told_by_group():
+    """The size of it, without signs: groups that have no token have none, in parts too."""
+    f, config = fields(False), config_of("everything")
+    count = max(s.group for s in SEQUENCES) + 3
+    objective = policy_objective(
+        TINY, config, ForwardConfig(), max_response=MAX_RESPONSE, num_groups=count
+    )
+    batch = packed_batch(f, config, 2, poison=np.nan)
+    if (preview := objective.preview) is not None:
+        batch = preview.place(batch, preview.predict(params_of(f), batch, jnp.float32(1)))
+    batch, denominators = objective.whole(batch)
+    part = np.random.default_rng(4).random(SHAPE.rows) < 0.5
+    found = []
+    for rows in (part, ~part):
+        _, metrics = objective.evaluate(
+            params_of(f), of_rows(batch, rows), denominators, jnp.float32(1)
+        )
+        found.append(metrics["sum"])
+    gap, tokens = (
+        sum(np.asarray(sums[name]) for sums in found)
+        for name in (policy.GAP_OF_GROUP, policy.TOKENS_OF_GROUP)
+    )
+    wanted = np.zeros((2, count))
+    for s, old, roll in zip(SEQUENCES, formulas.wide(f.old), formulas.wide(f.roll), strict=True):
+        wanted[:, s.group] += np.abs(old - roll)[s.mask].sum(), s.length
+    assert_close(gap, wanted[0] / wanted[1].sum())
+    assert_close(tokens, wanted[1] / wanted[1].sum())
+    assert (wanted[1] == 0).any() and (wanted[1] > 0).any()
+
+
 def test_the_gap_is_told_by_age():
     """Rows whose tokens have several ages: shares, the gap of each, and verl's sample size."""
     f, config, oldest = fields(False), config_of("everything"), 3

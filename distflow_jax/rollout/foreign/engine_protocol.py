@@ -7,19 +7,14 @@ request nor checks an answer: both is the work of ForeignScheduler, alike for al
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
 from distflow_jax.rollout.requests import SamplingParams
-from distflow_jax.rollout.response_checks import (
-    RefusedAnswer,
-    ResponseLimits,
-    check_logp,
-    check_tokens,
-)
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits, check_response
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,56 +156,50 @@ class AnswerThreads:
 
 
 def checked_columns(
-    answer: Answer, *, vocab_size: int, limit: int, stops: Collection[int], held: int, known: int
+    answer: Answer, limits: ResponseLimits, *, limit: int, held: int, known: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens int32, log-probs float32, versions int32) of an answer, [T] each.
 
-    `limit`: tokens at most; `stops`: ids that end a response; `held`: version when it was
-    requested; `known`: version that the engine was given last. Raises RefusedAnswer.
+    `limit`: tokens at most; `held`: version when it was requested; `known`: version that the engine
+    was given last. Raises RefusedAnswer.
     """
-    tokens = _tokens(answer, ResponseLimits(vocab_size, stops), limit)
-    logp = _logp(answer, len(tokens))
+    tokens = _integers(answer.tokens, "token ids")
+    logp = _log_probs(answer.logp)
     if answer.version is None:
-        return tokens, logp, np.full(len(tokens), known, np.int32)
-    if len(answer.version) != len(tokens):
-        raise RefusedAnswer(f"{len(tokens)} tokens with {len(answer.version)} versions")
-    version = np.array(answer.version, np.int64)
-    # the first token may be drawn from logits that the weights before had computed
-    wrong = version[(version < held) | (version > known)]
-    if len(wrong):
-        raise RefusedAnswer(
-            f"a token of version {wrong[0]}, where this run loaded {held} to {known}: another "
-            "client loads weights into this engine, or it was started again"
-        )
-    return tokens, logp, version.astype(np.int32)
+        version: np.ndarray = np.full(len(tokens), known, np.int64)
+    else:
+        # the first token may be drawn from logits that the weights before had computed
+        version = _integers(answer.version, "versions")
+    for name, column in {"log-probs": logp, "versions": version}.items():
+        if len(column) != len(tokens):
+            raise RefusedAnswer(f"{len(tokens)} tokens with {len(column)} {name}")
+    ends = bool(len(tokens)) and int(tokens[-1]) in limits.stops
+    ended = bool(answer.ended) or ends
+    check_response(tokens, logp, version, limits, limit=limit, ended=ended, versions=(held, known))
+    return tokens.astype(np.int32), np.minimum(logp, np.float32(0)), version.astype(np.int32)
 
 
-def _tokens(answer: Answer, limits: ResponseLimits, limit: int) -> np.ndarray:
-    """The ids, int32 [T]."""
-    if not all(type(token) is int for token in answer.tokens):
-        raise RefusedAnswer("token ids that are no integers")
+def _integers(values: Any, what: str) -> np.ndarray:
+    """JSON integers as int64 [T]."""
+    if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
+        raise RefusedAnswer(f"{what} that are no integers")
     try:
-        tokens = np.array(answer.tokens, np.int64)
+        return np.array(values, np.int64)
     except OverflowError as error:  # JSON has integers of any size
-        raise RefusedAnswer("a token id that no vocabulary has") from error
-    ends = bool(len(tokens)) and answer.tokens[-1] in limits.stops
-    check_tokens(tokens, limits, limit, ended=answer.ended or ends)
-    return tokens.astype(np.int32)
+        raise RefusedAnswer(f"{what} of more than 64 bits") from error
 
 
-def _logp(answer: Answer, count: int) -> np.ndarray:
-    """The log-probs, float32 [T]."""
-    if answer.logp is None:
+def _log_probs(values: Any) -> np.ndarray:
+    """JSON numbers as float32 [T]."""
+    if values is None:
         raise RefusedAnswer("no log-probs")
-    if len(answer.logp) != count:
-        raise RefusedAnswer(f"{count} tokens with {len(answer.logp)} log-probs")
-    if not all(type(value) in (int, float) for value in answer.logp):
+    if not isinstance(values, list | tuple):
+        raise RefusedAnswer("log-probs that are no list")
+    if not all(type(value) in (int, float) for value in values):
         raise RefusedAnswer("a token without log-prob")
     try:
-        logp = np.array(answer.logp, np.float64)
+        logp = np.array(values, np.float64)
     except OverflowError as error:  # JSON has integers of any size
         raise RefusedAnswer("a log-prob that no float holds") from error
     with np.errstate(over="ignore"):
-        logp = logp.astype(np.float32)
-    check_logp(logp)
-    return np.minimum(logp, np.float32(0))
+        return logp.astype(np.float32)

@@ -21,8 +21,9 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     ForeignEngine,
     checked_columns,
 )
+from distflow_jax.rollout.foreign.weight_probe import WrongWeights
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
-from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
 
@@ -32,6 +33,19 @@ log = logging.getLogger("distflow_jax")
 STEP_SECONDS = 0.05  # that `step` waits for an answer
 LEAST_PAUSE, MOST_PAUSE = 0.1, 5.0  # seconds between two tries
 _RESTARTED = "the engine was away; its weights may be others"
+_LOADED_AGAIN = "the engine was away, or had other weights than it was given"
+WRONG_LOADS = 3  # of a version in a row, after which an engine is given up
+
+# (engine, params that it has loaded, those before or None, their version) -> answers to other
+# requests that came meanwhile; see WeightProbe
+Probe = Callable[[ForeignEngine, Any, Any, int], list[Answer | Failure]]
+
+
+def no_probe(
+    engine: ForeignEngine, params: Any, before: Any, version: int
+) -> list[Answer | Failure]:
+    """Takes an engine's word for its weights."""
+    return []
 
 
 class TriesEnded(RuntimeError):
@@ -54,6 +68,11 @@ class ForeignLimits:
     def __post_init__(self):
         if self.most_tries < 1:
             raise ValueError(f"a response needs at least 1 try, got {self.most_tries}")
+
+    @property
+    def responses(self) -> ResponseLimits:
+        """Limits that every response keeps to."""
+        return ResponseLimits(self.vocab_size, self.stops)
 
 
 @dataclasses.dataclass
@@ -87,9 +106,16 @@ class ForeignScheduler:
     stalled = False
 
     def __init__(
-        self, engine: ForeignEngine, params: Any, limits: ForeignLimits, *, version: int = 0
+        self,
+        engine: ForeignEngine,
+        params: Any,
+        limits: ForeignLimits,
+        *,
+        version: int = 0,
+        probe: Probe = no_probe,
     ):
-        """Brings the weights to the engine. EngineError if it does not take them."""
+        """Brings the weights to the engine. EngineError if it does not take them, or by `probe` has
+        others."""
         self.engine, self.version, self.stats = engine, version, RolloutStats()
         self._limits, self.params = limits, params
         self._waiting = WaitingQueue()
@@ -101,7 +127,7 @@ class ForeignScheduler:
         self._ended: list[tuple[Group, Response]] = []
         self._given_up: list[TriesEnded] = []
         self._next_group = self._next_try = 0
-        self._lost = LostEngine(engine, limits.lost_seconds)
+        self._lost = LostEngine(engine, limits.lost_seconds, probe)
         self._lost.start(params, version)
 
     @property
@@ -221,8 +247,11 @@ class ForeignScheduler:
             raise ValueError(f'cache must be "keep" or "recompute", got {cache!r}')
         while (self._running or self._adrift) and not self.engine.updates_in_flight:
             self._collect()
-        self.params, self.version = params, version
-        self._lost.load(params, version, cache)
+        before, self.params, self.version = self.params, params, version
+        if not self._lost.load(params, version, before, cache):
+            # some may have been sampled by weights that it should not have
+            self._put_back([Failure(number, _LOADED_AGAIN) for number in self._running], 0)
+            self._adrift.clear()
 
     def close(self) -> None:
         """Drops everything that is under way, as `export` does."""
@@ -289,7 +318,7 @@ class ForeignScheduler:
         if not self._running and not self._adrift:
             time.sleep(STEP_SECONDS)  # until the next try
             return
-        found = self.engine.results(STEP_SECONDS)
+        found = self._lost.take_answers() or self.engine.results(STEP_SECONDS)
         failures = {entry.id: entry for entry in found if isinstance(entry, Failure)}
         # answers beside a lost connection may be those of an engine with other weights
         if any(entry.lost for entry in failures.values()) and not self._lost.is_same(fault=True):
@@ -313,9 +342,8 @@ class ForeignScheduler:
         try:
             tokens, logp, version = checked_columns(
                 answer,
-                vocab_size=self._limits.vocab_size,
+                self._limits.responses,
                 limit=entry.group.request.sampling.limit - entry.tokens,
-                stops=self._limits.stops,
                 held=entry.held,
                 known=self.version,
             )
@@ -399,23 +427,36 @@ def _unbegun(group: Group, sample: int) -> Partial:
 class LostEngine:
     """Loads of one engine, and what to do when it was away."""
 
-    def __init__(self, engine: ForeignEngine, lost_seconds: float):
-        """`lost_seconds`: that it may be away."""
-        self._engine, self._seconds = engine, lost_seconds
+    def __init__(self, engine: ForeignEngine, lost_seconds: float, probe: Probe):
+        """`lost_seconds`: that it may be away; `probe`: of its weights after each load."""
+        self._engine, self._seconds, self._probe = engine, lost_seconds, probe
+        self._answers: list[Answer | Failure] = []  # that came while it was probed
         self._started: float | None = None  # of the process that has the weights
 
     def start(self, params: Any, version: int) -> None:
         """The first load: an engine that does not answer, or does not load, is an error at once."""
         self._started = self._engine.status().started
-        self._engine.load(params, version)
+        self._bring(params, None, version)
 
-    def load(self, params: Any, version: int, cache: str) -> None:
-        """Brings new weights, to an engine that was away in between too."""
+    def load(self, params: Any, version: int, before: Any, cache: str) -> bool:
+        """Brings new weights, to an engine that was away in between too; whether it took them at
+        once. `before`: those that it has."""
         try:
-            self._engine.load(params, version, cache=cache)
+            self._bring(params, before, version, cache)
         except EngineError as error:
             log.warning("%s", error)
-            self.bring_back(params, version)
+            self.bring_back(params, version, before)
+            return False
+        return True
+
+    def take_answers(self) -> list[Answer | Failure]:
+        """Answers to requests of others that came while the engine was probed."""
+        taken, self._answers = self._answers, []
+        return taken
+
+    def _bring(self, params: Any, before: Any, version: int, cache: str = "keep") -> None:
+        self._engine.load(params, version, cache=cache)
+        self._answers += self._probe(self._engine, params, before, version)
 
     def is_same(self, *, fault: bool = False) -> bool:
         """Whether the engine is there, and its process is the one that has the weights.
@@ -430,20 +471,25 @@ class LostEngine:
             return False
         return started == self._started and not (fault and started is None)
 
-    def bring_back(self, params: Any, version: int) -> None:
-        """Waits until the engine is there and has these weights.
+    def bring_back(self, params: Any, version: int, before: Any = None) -> None:
+        """Waits until the engine is there and has these weights. `before`: those that it had, if
+        it was not started again.
 
-        EngineError where that takes too long.
+        EngineError where that takes too long, or it has others after several loads.
         """
-        end, pause = time.monotonic() + self._seconds, FIRST_PAUSE
+        self._answers.clear()
+        wrong, end, pause = 0, time.monotonic() + self._seconds, FIRST_PAUSE
         log.warning("%s: waiting up to %g s for it", self._engine.name, self._seconds)
         while True:
             try:
                 self._started = self._engine.status().started
-                self._engine.load(params, version)
+                self._bring(params, before, version)
                 log.warning("%s is back, with version %d", self._engine.name, version)
                 return
             except EngineError as error:
+                wrong += isinstance(error, WrongWeights)
+                if wrong >= WRONG_LOADS:
+                    raise
                 if time.monotonic() + pause > end:
                     raise EngineError(
                         f"{self._engine.name} was away for {self._seconds:g} s: {error}"
@@ -459,8 +505,9 @@ class ForeignStart:
     `SamplerState.params` are in the form of training, and its decode state is None.
     """
 
-    def __init__(self, engine: ForeignEngine, limits: ForeignLimits):
-        self.engine, self._limits = engine, limits
+    def __init__(self, engine: ForeignEngine, limits: ForeignLimits, probe: Probe = no_probe):
+        """`probe`: of the engine's weights after each load."""
+        self.engine, self._limits, self._probe = engine, limits, probe
         self._scheduler: ForeignScheduler | None = None
 
     def __call__(self, state: SamplerState) -> ForeignScheduler:
@@ -470,7 +517,11 @@ class ForeignStart:
         """
         if self._scheduler is None:
             self._scheduler = ForeignScheduler(
-                self.engine, state.params, self._limits, version=state.version
+                self.engine,
+                state.params,
+                self._limits,
+                version=state.version,
+                probe=self._probe,
             )
         elif (
             self._scheduler.version != state.version or self._scheduler.params is not state.params

@@ -24,7 +24,9 @@ from distflow_jax.rollout.foreign.openai_engine import (
 )
 from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServiceEngine
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
+from distflow_jax.rollout.foreign.weight_probe import MOST_GAP, WeightProbe
 from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.runtime.samplers.own_logp import own_logp
 from distflow_jax.serving.client import SamplerClient
 
 OWN = "own"
@@ -40,6 +42,7 @@ class EngineSettings:
     load_seconds: float = 600.0  # for each call of a load
     most_tries: int = 5  # of one response, before its prompt is returned
     lost_seconds: float = 600.0  # that the engine may be away
+    most_gap: float = MOST_GAP  # nats per token, by which the first load may be off
     logprobs: str = "raw"  # what the server's log-probs are of: "raw" or "processed"
     # calls that load weights: [["POST", "/path", body], ...]; $folder and $version are replaced
     load_steps: Any = None
@@ -54,7 +57,7 @@ class EngineSettings:
 _KINDS = {
     **dict.fromkeys(("model", "logprobs", "folder", "seen_as", "key_file", "ca_file"), TEXT),
     **dict.fromkeys(("slots", "most_tries"), COUNT),
-    **dict.fromkeys(("try_seconds", "load_seconds", "lost_seconds"), POSITIVE),
+    **dict.fromkeys(("try_seconds", "load_seconds", "lost_seconds", "most_gap"), POSITIVE),
     "load_steps": Kind("a list of calls", lambda value: isinstance(value, list)),
     "extra": OBJECT,
     "dtype": Kind("float32, bfloat16 or float16", {"float32", "bfloat16", "float16"}.__contains__),
@@ -101,8 +104,11 @@ class EngineChoice:
             )
         return OpenAIEngine(self._http(), folders, stops=source.tokenizer.stop_ids, seed=seed)
 
-    def start(self, engine: ForeignEngine, source: ModelSource) -> ForeignStart:
-        """Makes schedulers over the engine, for an EpisodeSampler."""
+    def start(
+        self, engine: ForeignEngine, source: ModelSource, sampling: SamplingParams
+    ) -> ForeignStart:
+        """Makes schedulers over the engine, for an EpisodeSampler; `sampling`: of the run, by which
+        the engine's weights are probed."""
         settings = self.settings
         limits = ForeignLimits(
             source.config.vocab_size,
@@ -110,7 +116,9 @@ class EngineChoice:
             settings.most_tries,
             settings.lost_seconds,
         )
-        return ForeignStart(engine, limits)
+        own = own_logp(source.config, sampling.temperature)
+        probe = WeightProbe(limits.responses, own, sampling, most_gap=settings.most_gap)
+        return ForeignStart(engine, limits, probe)
 
     @property
     def _key(self) -> str:

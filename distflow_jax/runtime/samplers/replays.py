@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Samples
-from distflow_jax.coordinator.batch_metrics import staleness_metrics
+from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import NextRound, no_round
@@ -94,7 +94,7 @@ class Recorded(Still):
         found, self._measured = self._measured, {}
         return found
 
-    def observe(self, samples: Samples, step: int) -> Metrics:
+    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Ages of the samples of a step."""
         return staleness_metrics(samples, step, self._max_staleness)
 

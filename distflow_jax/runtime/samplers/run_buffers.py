@@ -82,6 +82,7 @@ def deliver_to_workers(
         answers.methods() | weights.methods(),
         quick=QUICK,
         limit_bytes=FRAME_BYTES,
+        know=answers.know,
     )
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
@@ -124,6 +125,7 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
         tokenizer.stop_ids,
         experts,
         in_turns=prepared.environments is not None,
+        patch_bytes=0 if network.vision is None else network.vision.patch_bytes,
     )
 
 

@@ -275,7 +275,8 @@ def _foreign_engine(
     def sampler(
         weights: Any, version: int, on_response: Callable[[Response], None]
     ) -> EpisodeSampler:
-        state, start = SamplerState(weights, version, None), choice.start(engine, source)
+        state = SamplerState(weights, version, None)
+        start = choice.start(engine, source, config.rollout.sampling_params())
         try:
             start(state)
         except EngineError as error:

@@ -21,7 +21,10 @@ from distflow_jax.stream.wire.calls import Bytes
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
 _PROMPT = "prompt"  # of the arrays, before a group's place
-_BROKEN = (KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error)
+_BROKEN = (
+    *(KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error),
+    RecursionError,  # of JSON
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +71,21 @@ def samples_frame(facts: Mapping[str, Any], found: Mapping[Key, Progress]) -> Fr
     return Frame({**facts, **told, "keys": keys}, arrays)
 
 
+def fact_of(frame: Frame, name: str, kind: type[_T]) -> _T:
+    """A JSON value of a frame. ValueError for one of another kind."""
+    value = frame.facts.get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} {value!r:.80}, where {kind.__name__} is wanted")
+    return value
+
+
 def keys_of(frame: Frame) -> list[Key]:
     """Counters and nodes of a frame with samples."""
-    return checked(lambda: [(int(counter), str(node)) for counter, node in frame.facts["keys"]])
+    keys = fact_of(frame, "keys", list)
+    for key in keys:
+        if not isinstance(key, list) or [type(part) for part in key] != [int, str]:
+            raise ValueError(f"key {key!r:.80}, where [counter, node] is wanted")
+    return [(counter, node) for counter, node in keys]
 
 
 def nodes_of(frame: Frame) -> list[str]:

@@ -3,13 +3,13 @@
 P tokens of a prompt, N patches of an image. Previews stay where they are: no sampler reads them.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.images.patch_checks import check_patches, check_places
 from distflow_jax.images.record import Image, ImagePatches
 
 _PATCH = "patch"  # of the arrays, before a group's place
@@ -74,16 +74,7 @@ def patch_of(
     if not images:
         return None
     patch = arrays[f"{_PATCH}{place}"]
-    _check(patch.dtype == np.int32 and patch.shape == (size,), f"patch {place}", patch)
-    cut = [_cut(image) for image in images]
-    at, first = np.flatnonzero(patch != -1), 0
-    count = sum(one.features for one in cut)
-    _check(np.array_equal(patch[at], np.arange(count)), f"patch {place}", patch)
-    for one in cut:
-        own = at[first : first + one.features]
-        if math.prod(one.grid) == one.features:  # a grid has no text within
-            _check(own[-1] - own[0] == one.features - 1, f"patch {place}", patch)
-        first += one.features
+    check_places(f"patch {place}", patch, size, [_cut(image) for image in images])
     return patch
 
 
@@ -101,25 +92,13 @@ def sent_bytes(prompt: Prompt) -> int:
 def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Image:
     name = f"image {number}"
     patches, positions, segments = (arrays[f"image{number}.{column}"] for column in _COLUMNS)
-    _check(patches.dtype == np.uint8 and patches.ndim == 2 and patches.size, name, patches)
-    count = len(patches)
-    fits = positions.dtype == np.int32 and positions.shape in ((count, 2), (count, 3))
-    _check(fits and positions.min() >= 0, f"{name}, positions", positions)
-    fits = segments.dtype == np.int32 and segments.shape == (count,)
-    _check(fits and segments.min() >= 1 and segments.max() <= count, f"{name}, segments", segments)
     features, (rows, columns) = int(fact["features"]), map(int, fact["grid"])
-    if not 1 <= features <= count or not (0 <= rows <= features and 0 <= columns <= features):
-        raise ValueError(f"a frame's {name} has {features} features of {count} patches")
     digest = bytes.fromhex(fact["digest"])
     if len(digest) != _DIGEST_BYTES:
         raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
     cut = ImagePatches(patches, positions, segments, features, (rows, columns))
+    check_patches(name, cut)
     return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
-
-
-def _check(fits: Any, name: str, array: np.ndarray) -> None:
-    if not fits:
-        raise ValueError(f"a frame's {name} does not fit: {array.dtype}{list(array.shape)}")
 
 
 def _cut(image: Image) -> ImagePatches:

@@ -6,7 +6,7 @@ entries, or the group's prompt once for all of them. P tokens of a prompt.
 
 import base64
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
-from distflow_jax.stream.frames.frames import Frame, checked
+from distflow_jax.stream.frames.frames import Frame, checked, fact_of
 from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
 from distflow_jax.stream.tasks import Key
 
@@ -129,32 +130,59 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
 
 
 def read_result(
-    frame: Frame, unit: Unit, count: int, parts: Callable[[], Mapping[str, Parts]] = dict
+    frame: Frame,
+    unit: Unit,
+    lengths: Sequence[int],
+    parts: Callable[[], Mapping[str, Parts]] = dict,
+    taken: Collection[str] = (),
 ) -> NodeResult:
-    """The result of a node for a group of `count` responses; `parts()`: metrics that it has in
-    parts, of no response. ValueError for another frame."""
+    """The result of a node for a group whose responses have these `lengths` in tokens.
+
+    `parts()`: metrics that it has in parts, of no response; `taken`: names that no number may have.
+    ValueError for another frame.
+    """
+    count, shapes = len(lengths), _shapes(unit, lengths)
 
     def read() -> NodeResult:
-        columns = frame.facts["columns"]
+        columns = fact_of(frame, "columns", list)
         named = [str(column["field"]) for column in columns]
         if named != [field for _, field in unit.outputs]:
             raise ValueError(f"a result of node {unit.name!r} has the fields {named}")
-        values = [_received(frame, f"column{i}", column) for i, column in enumerate(columns)]
-        for field, value in zip(named, values, strict=True):
+        values = []
+        for place, (field, column) in enumerate(zip(named, columns, strict=True)):
+            try:
+                value = _received(frame, f"column{place}", column)
+            except ValueError as error:
+                raise ValueError(f"{field}: {error}") from error
             if len(value) != count:
                 raise ValueError(
                     f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
                     f"is {count}"
                 )
-        check_values(named, values)
-        numbers = {str(name): value for name, value in frame.facts["numbers"].items()}
-        check_numbers(numbers)
-        found = {str(name): list(values) for name, values in frame.facts["parts"].items()}
+            check_values(field, value, shapes.get(field))
+            values.append(value)
+        numbers = fact_of(frame, "numbers", dict)
+        check_numbers(numbers, taken)
+        parts_of = fact_of(frame, "parts", dict)
+        found = {name: list(values) for name, values in parts_of.items()}
         if found:
             check_parts(found, parts())
         return NodeResult(values, numbers, found)
 
     return checked(read)
+
+
+def _shapes(unit: Unit, lengths: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the entries that a node writes for a group of responses of these lengths in tokens,
+    by field; of fields that go to devices, which are numbers per response or per token."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for task in unit.tasks:
+        per_token = per_token_fields(task.node)
+        for edge in task.edges_out:
+            if edge.target_layout.kind == "mesh":
+                of_tokens = edge.field in per_token
+                found[edge.field] = [(length,) if of_tokens else () for length in lengths]
+    return found
 
 
 def is_users(unit: Unit) -> bool:
@@ -186,12 +214,14 @@ def _received(frame: Frame, name: str, column: Mapping[str, Any]) -> Any:
     else:
         raise ValueError(f"a frame has a column of kind {column['kind']!r}")
     if np.ndim(array) < 1 or len(value) != count:
-        raise ValueError(f"a frame's {name} does not have {count} entries")
+        raise ValueError(f"{name} as {array.dtype}{list(array.shape)}, where {count} are said")
     return value
 
 
 def _count(column: Mapping[str, Any]) -> int:
-    return int(column["count"])
+    if type(column["count"]) is not int:
+        raise ValueError(f"a count {column['count']!r:.40}, which is no number")
+    return column["count"]
 
 
 def _prompt_of(frame: Frame) -> Prompt:

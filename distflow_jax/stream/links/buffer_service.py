@@ -15,15 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.stream.border import MOST_REFUSED, Border, check_arrays, check_calls
+from distflow_jax.stream.border import Border, check_arrays, check_calls, check_index
 from distflow_jax.stream.frames.frames import (
     Frame,
-    checked,
+    fact_of,
     keys_of,
     nodes_of,
     samples_of,
     work_frame,
 )
+from distflow_jax.stream.links.refusals import Refusals
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.tasks import SAMPLING, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
@@ -61,8 +62,7 @@ class BufferService:
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
-        self._border = border
-        self._refused: dict[str, list[str]] = {}  # why results were, by worker
+        self._border, self._refusals = border, Refusals(self._buffer)
 
     def methods(self) -> dict[str, Method]:
         """The methods by name."""
@@ -82,6 +82,11 @@ class BufferService:
         with self._lock:
             self._facts["buffers"] = list(buffers)
 
+    def know(self, worker: str, host: str) -> None:
+        """Notes the host that a worker calls from."""
+        with self._lock:
+            self._refusals.meet(worker, host)
+
     def end(self, seconds: float) -> None:
         """Tells workers that the run is over; waits for them, at most so long."""
         with self._lock:
@@ -95,32 +100,22 @@ class BufferService:
     def _answer(self, method: Callable[[str, Frame], Frame], worker: str, payload: Bytes) -> bytes:
         """The answer to a call, which counts against its worker where it cannot be read."""
         try:
-            self._check_worker(worker)
+            with self._lock:
+                self._refusals.check(worker, time.monotonic())
             return method(worker, Frame.of_bytes(payload)).to_bytes()
         except ValueError as error:
             self._refuse(worker, [], str(error))
             raise Refused(str(error)) from error
 
-    def _check_worker(self, worker: str) -> None:
-        if len(refused := self._refused.get(worker, ())) >= MOST_REFUSED:
-            raise Refused(
-                f"{len(refused)} results of {worker} were refused, the last one for this: "
-                f"{refused[-1]}; it is ended"
-            )
-
     def _refuse(self, worker: str, keys: Sequence[Key], why: str) -> None:
         """Counts a result that is not used; its groups are for others."""
         with self._lock:
-            refused = self._refused.setdefault(worker, [])
-            refused.append(why)
-            count = len(refused)
             for key in keys:
                 self._buffer.take_back(worker, key)
-            if count >= MOST_REFUSED:
-                self._buffer.deregister(worker)
+            told = self._refusals.refuse(worker, why, time.monotonic())
             self._lock.notify_all()
-        ended = "; it is ended" if count >= MOST_REFUSED else ""
-        log.warning("a result of worker %s is refused: %s%s", worker, why, ended)
+        # an error, which every process of the job tells: the others know nothing of it
+        log.error("a result of worker %s is refused: %s", worker, told)
 
     def _register(self, worker: str, frame: Frame) -> Frame:
         for name, ours in self._tables.items():
@@ -135,10 +130,8 @@ class BufferService:
             return Frame({**self._facts, **self._state(worker)})
 
     def _lease(self, worker: str, frame: Frame) -> Frame:
-        held, capacity = checked(
-            lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
-        )
-        slots = checked(lambda: int(frame.facts.get("slots", 0)))
+        held, capacity = (fact_of(frame, name, int) for name in ("version", "capacity"))
+        slots = fact_of(frame, "slots", int) if "slots" in frame.facts else 0
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
@@ -147,7 +140,7 @@ class BufferService:
             return work_frame(self._state(worker), work)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame:
-        capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
+        capacity, now = fact_of(frame, "capacity", int), time.monotonic()
         nodes = nodes_of(frame)
         with self._lock:
             state = self._state(worker)
@@ -158,7 +151,10 @@ class BufferService:
         return Frame(state) if task is None else task.content.joined(state)
 
     def _submit_node(self, worker: str, frame: Frame) -> Frame:
-        (key,) = keys_of(frame)
+        keys = keys_of(frame)
+        if len(keys) != 1:
+            raise ValueError(f"keys {keys!r:.80}, where one is wanted")
+        key = keys[0]
         with self._lock:
             if self._foreign(frame):
                 return Frame(self._state(worker))
@@ -185,6 +181,7 @@ class BufferService:
         try:
             calls = check_calls(frame.facts.get("calls"))
             check_arrays(frame.facts, frame.arrays)
+            check_index(frame.facts, frame.arrays, keys, requests)
             found = samples_of(frame, requests)
             self._border.check(found, requests, newest)
         except ValueError as error:
@@ -203,8 +200,8 @@ class BufferService:
             if not self._foreign(frame):
                 self._buffer.heartbeat(worker, time.monotonic(), ())
                 for key in keys:
-                    why = f"{worker}: {str(frame.facts.get('why', ''))[:500]}"
-                    self._buffer.fail(worker, key, why)
+                    why = " ".join(str(frame.facts.get("why", "")).split())
+                    self._buffer.fail(worker, key, f"{worker}: {why:.500}")
                 self._lock.notify_all()
             return Frame(self._state(worker))
 

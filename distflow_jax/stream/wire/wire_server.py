@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from distflow_jax.parsing.addresses import listen
@@ -68,6 +68,7 @@ class WireServer:
       quick: names of methods that wait for nobody, and return within a millisecond.
       limit_bytes: of a frame; a larger one is refused before it is read.
       tls: its certificate; None: that of the environment (tls.py), if it names one.
+      know: is called with the name and the host of each caller that has proved the token.
 
     Attributes:
       port: where it listens.
@@ -83,11 +84,12 @@ class WireServer:
         quick: Collection[str] = (),
         limit_bytes: int = LIMIT_BYTES,
         tls: WireTls | None = None,
+        know: Callable[[str, str], None] = lambda name, host: None,
     ):
         if wrong := [name for name in methods if len(name.encode()) > METHOD_BYTES]:
             raise ValueError(f"method {wrong[0]!r} has more than {METHOD_BYTES} bytes")
         self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
-        self._key = derive_key("wire", token)
+        self._key, self._know = derive_key("wire", token), know
         self._tls = (read_wire_tls() if tls is None else tls).server
         self._listener = listen("the wire", *address.rpartition(":")[::2])
         self._listener.setblocking(False)
@@ -263,6 +265,7 @@ class WireServer:
             yield 0
             return
         self._admit(connection)
+        self._know(session.name, connection.host)
         connection.say(WELCOME + proof)
         while True:
             connection.until = _soon(IDLE_SECONDS)

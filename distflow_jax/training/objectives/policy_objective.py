@@ -11,21 +11,24 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms import correction as correction_lib
+from distflow_jax.algorithms.advantages import group_sum
 from distflow_jax.algorithms.aggregate import denominator, token_weights, within_budget
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
-from distflow_jax.algorithms.packed import counted, per_token
+from distflow_jax.algorithms.packed import counted, per_sequence, per_token
 from distflow_jax.algorithms.policy_tokens import cleaned_logp, off_policy_terms, policy_tokens
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
+from distflow_jax.layout import OF_GROUP
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview, at_least_one
 
 GAPS = ("kl", "k3_kl")  # metrics that are told by age
 SHARE = "tokens_of_age"
+GAP_OF_GROUP, TOKENS_OF_GROUP = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _SQUARES = "rollout_corr/squared_weight"  # mean over tokens, for the effective sample size
 
 
@@ -62,6 +65,13 @@ class Denominators(NamedTuple):
     weight: jax.Array | None = None  # mean that the correction's weights are divided by
 
 
+class Apart(NamedTuple):
+    """Kinds of tokens whose gaps are told apart."""
+
+    max_staleness: int  # in steps; ages up to it
+    num_groups: int  # of a step; 0: groups are not
+
+
 def policy_objective(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
@@ -69,16 +79,21 @@ def policy_objective(
     *,
     max_response: int,
     max_staleness: int = 0,
+    num_groups: int = 0,
 ) -> Objective:
     """The objective that `algorithm` configures; `max_response` in tokens, `max_staleness` in
-    steps."""
+    steps. `num_groups`: of a step, whose gaps are told apart; 0: none."""
     return Objective(
         "actor",
         model,
         functools.partial(prepare, algorithm=algorithm),
         functools.partial(denominators_of, algorithm=algorithm, max_response=max_response),
         functools.partial(
-            evaluate, model=model, algorithm=algorithm, forward=forward, max_staleness=max_staleness
+            evaluate,
+            model=model,
+            algorithm=algorithm,
+            forward=forward,
+            apart=Apart(max_staleness, num_groups),
         ),
         _finish,
         preview=_preview(model, algorithm, forward) if algorithm.selects else None,
@@ -148,7 +163,7 @@ def evaluate(
     model: DecoderConfig,
     algorithm: AlgorithmConfig,
     forward: ForwardConfig,
-    max_staleness: int = 0,
+    apart: Apart,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics."""
     rows, mask = batch.rows, batch.rows.response_mask
@@ -169,19 +184,8 @@ def evaluate(
     trainer = old_logp if algorithm.proximal == "recomputed" else logp
     correction, sums, maxima = _correction(old_logp, trainer, batch, algorithm, denominators)
     if batch.rollout_logp is not None:
-        terms = off_policy_terms(trainer, batch.rollout_logp, rows)
-        sequences = counted(rows)
-        sums |= {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
-        if batch.age is not None:
-            gaps = {name: terms.tokens[name] for name in GAPS}
-            sums |= _by_age(gaps, batch.age, max_staleness, mean)
-        sums |= {
-            f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
-            for name, x in terms.sequences.items()
-        }
-        maxima["rollout_corr/log_ppl_diff_max"] = masked_max(
-            terms.sequences["log_ppl_diff"], sequences
-        )
+        more, largest = _off_policy(trainer, batch, denominators, mean, apart)
+        sums, maxima = sums | more, maxima | largest
     pg_loss = aggregate(policy.loss if correction is None else policy.loss * correction)
     loss = pg_loss - algorithm.entropy_coef * aggregate(entropy)
     sums |= {
@@ -202,6 +206,37 @@ def evaluate(
     return loss, jax.lax.stop_gradient({"sum": sums, "max": maxima})
 
 
+def _off_policy(
+    trainer: jax.Array,
+    batch: PolicyBatch,
+    denominators: Denominators,
+    mean: Callable[[jax.Array], jax.Array],
+    apart: Apart,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """(sums, maxima) of how far the samplers' log-probs are from the trainer's [R, L]: over all
+    tokens, and over those of each age and of each group."""
+    assert batch.rollout_logp is not None
+    terms, sequences = (
+        off_policy_terms(trainer, batch.rollout_logp, batch.rows),
+        counted(batch.rows),
+    )
+    sums = {f"rollout_corr/{name}": mean(x) for name, x in terms.tokens.items()}
+    if batch.age is not None:
+        gaps = {name: terms.tokens[name] for name in GAPS}
+        sums |= _by_age(gaps, batch.age, apart.max_staleness, mean)
+    if apart.num_groups:
+        sums |= {
+            name: group_sum(x, batch.rows.group, apart.num_groups) / denominators.tokens
+            for name, x in _by_sequence(terms.tokens["kl"], batch.rows).items()
+        }
+    sums |= {
+        f"rollout_corr/{name}": masked_sum(x, sequences) / denominators.sequences
+        for name, x in terms.sequences.items()
+    }
+    largest = masked_max(terms.sequences["log_ppl_diff"], sequences)
+    return sums, {"rollout_corr/log_ppl_diff_max": largest}
+
+
 def _by_age(
     terms: dict[str, jax.Array],
     age: jax.Array,
@@ -219,6 +254,14 @@ def _by_age(
         for name, x in terms.items():
             found[f"rollout_corr/{name}/{number}"] = mean(jnp.where(here, x, 0.0))
     return found
+
+
+def _by_sequence(log_gap: jax.Array, rows: Rows) -> dict[str, jax.Array]:
+    """Of each sequence the sum of the gaps [R, L] of its tokens without their signs, and its
+    tokens; float32 [R, S], by the names of their sums over groups."""
+    gaps = jax.lax.stop_gradient(per_sequence(jnp.abs(log_gap), rows))
+    tokens = jnp.where(counted(rows), rows.length, 0).astype(jnp.float32)
+    return {GAP_OF_GROUP: gaps, TOKENS_OF_GROUP: tokens}
 
 
 def _finish(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:

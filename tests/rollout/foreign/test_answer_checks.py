@@ -13,15 +13,14 @@ from distflow_jax.rollout.foreign.openai_engine import (
     read_steps,
 )
 from distflow_jax.rollout.requests import SamplingParams
-from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 
 GOOD = {"tokens": [4, 5, 2], "logp": [-0.5, 0.0, -1], "ended": True}
 
 
 def checked(limit=5, held=3, known=3, **changes):
-    return checked_columns(
-        Answer(0, **(GOOD | changes)), vocab_size=10, limit=limit, stops={2}, held=held, known=known
-    )
+    answer = Answer(0, **(GOOD | changes))
+    return checked_columns(answer, ResponseLimits(10, {2}), limit=limit, held=held, known=known)
 
 
 def test_good_answer():
@@ -40,6 +39,11 @@ def test_good_answer():
         ({"tokens": [], "logp": []}, "no token"),
         ({"tokens": [4, "5", 2]}, "no integers"),
         ({"tokens": [4, True, 2]}, "no integers"),
+        ({"tokens": None}, "token ids that are no integers"),
+        ({"tokens": "452"}, "token ids that are no integers"),
+        ({"tokens": 4}, "token ids that are no integers"),
+        ({"tokens": [[4], [5], [2]]}, "token ids that are no integers"),
+        ({"tokens": [4, 10**30, 2]}, "token ids of more than 64 bits"),
         ({"tokens": [4, 10, 2]}, "token id 10, outside the vocabulary of 10"),
         ({"tokens": [4, -1, 2]}, "token id -1"),
         ({"tokens": [4, 2, 2]}, "end token 2 at place 1"),
@@ -53,6 +57,13 @@ def test_good_answer():
         ({"logp": [-1.0, 0.5, -1.0]}, "log-prob 0.5"),
         ({"logp": [-1.0, -(10**400), -1.0]}, "a log-prob that no float holds"),
         ({"logp": [-1.0, -1e300, -1.0]}, "log-prob -inf"),
+        ({"logp": "abc"}, "log-probs that are no list"),
+        ({"logp": -1.0}, "log-probs that are no list"),
+        ({"logp": [-1.0, True, -1.0]}, "without log-prob"),
+        ({"version": 3}, "versions that are no integers"),
+        ({"version": ["3", "3", "3"]}, "versions that are no integers"),
+        ({"version": [3, 3, 3.5]}, "versions that are no integers"),
+        ({"version": [3, 3, 10**30]}, "versions of more than 64 bits"),
         ({"version": [3, 3]}, "2 versions"),
         ({"version": [3, 4, 3]}, "version 4"),
         ({"version": [2, 3, 3]}, "version 2"),

@@ -1,0 +1,92 @@
+"""Workers whose log-probs leave the others': they are ended, and others sample their groups.
+
+The gap of a group is the mean over its tokens of |trainer's log-prob - sampler's|, in nats. It has
+the noise of kernels and the steps that the weights have moved since; other weights, another model
+or made-up numbers come on top. A worker's gap is the median over its last groups: a group that
+several workers have sampled counts for each of them, and must not decide. It is held against the
+gaps of the others, their median and their median distance to it (MAD): a few bad ones move neither.
+"""
+
+import collections
+import dataclasses
+import logging
+import statistics
+import time
+from collections.abc import Collection, Mapping
+
+from distflow_jax.coordinator.batch_metrics import Gap
+from distflow_jax.stream.producer import Producer
+
+# of a worker, before it is judged. The gap of a token varies by about three times its mean, so that
+# the mean of so many tokens is known to 7 %
+LEAST_TOKENS, LEAST_GROUPS = 2048, 8
+LAST_GROUPS = 64  # of a worker, that are remembered
+LEAST_GAP = 0.1  # nats above the others' median that no worker is ended for
+MOST_TIMES = 4.0  # the others' median, that weights of other ages reach
+MOST_DEVIATIONS = 6.0  # standard deviations of the others above their median
+_DEVIATION = 1.4826  # of a normal distribution, over its median distance
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass
+class WorkerGaps:
+    """Gaps of the last groups of each worker."""
+
+    groups: dict[str, collections.deque[Gap]] = dataclasses.field(default_factory=dict)
+
+    def add(self, worker: str, gaps: Collection[Gap]) -> None:
+        """Adds the gaps of some groups of a worker."""
+        known = self.groups.setdefault(worker, collections.deque(maxlen=LAST_GROUPS))
+        known.extend(gaps)
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Forgets all other workers."""
+        self.groups = {name: gaps for name, gaps in self.groups.items() if name in workers}
+
+    def outliers(self) -> dict[str, str]:
+        """Workers whose gap leaves the others', with a sentence on it. One alone has none to leave:
+        its gap is in the metrics of the run."""
+        gaps = {
+            name: statistics.median(gap.mean for gap in known)
+            for name, known in self.groups.items()
+            if len(known) >= LEAST_GROUPS and sum(gap.tokens for gap in known) >= LEAST_TOKENS
+        }
+        found = {}
+        for name, gap in gaps.items():
+            others = [other for of, other in gaps.items() if of != name]
+            if others and gap > (limit := limit_of(others)):
+                found[name] = (
+                    f"its log-probs are {gap:.3g} nats per token from the trainers', and those of "
+                    f"{len(others)} others {statistics.median(others):.3g}: above {limit:.3g} it "
+                    "has other weights, or makes them up"
+                )
+        return found
+
+
+def limit_of(gaps: Collection[float]) -> float:
+    """The largest gap, nats per token, that does not leave these of other workers."""
+    median = statistics.median(gaps)
+    distance = statistics.median(abs(gap - median) for gap in gaps)
+    spread = MOST_DEVIATIONS * _DEVIATION * distance
+    return median + max(LEAST_GAP, (MOST_TIMES - 1) * median, spread)
+
+
+class Quarantine:
+    """Ends the workers of one process's task buffer whose gaps leave the others'."""
+
+    def __init__(self, producer: Producer):
+        self._producer, self._known = producer, WorkerGaps()
+
+    def look(self, gaps: Mapping[str, Collection[Gap]]) -> None:
+        """Takes the gaps of a step's groups, by worker, and ends workers by them."""
+        buffer = self._producer.buffer
+        for worker, found in gaps.items():
+            self._known.add(worker, found)
+        with self._producer.lock:
+            self._known.keep(buffer.workers.keys())
+            outliers = self._known.outliers()
+            for worker, why in outliers.items():
+                buffer.end(worker, why, time.monotonic())
+        for worker, why in outliers.items():
+            log.error("worker %s is quarantined: %s", worker, why)
