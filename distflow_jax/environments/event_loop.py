@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import contextvars
+import math
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -13,6 +15,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _Outcome = tuple[Any, BaseException | None]  # what a call gave, what it raised
+
+
+class EnvironmentsFailed(RuntimeError):
+    """Environments fail so often, or hang so long, that nothing can be sampled with them."""
 
 
 class CallFailed(Exception):
@@ -58,16 +64,20 @@ class EventLoop:
         work.add_done_callback(self._work.discard)
         return work
 
-    def take(self, answers: "queue.SimpleQueue[T]") -> T:
+    def take(self, answers: "queue.SimpleQueue[T]", seconds: float = math.inf) -> T:
         """The next of `answers`, which coroutines put there.
 
-        RuntimeError where something blocks the loop.
+        queue.Empty if none comes within `seconds`; EnvironmentsFailed where something blocks the
+        loop.
         """
+        end = time.monotonic() + seconds
         while True:
             try:
-                return answers.get(timeout=self.seconds)
+                return answers.get(timeout=min(self.seconds, seconds))
             except queue.Empty:
                 self._check()
+                if time.monotonic() >= end:
+                    raise
 
     def close(self) -> None:
         """Cancels what is at work, and waits for its end at most as long as for a call."""
@@ -156,12 +166,12 @@ class EventLoop:
         self._loop.stop()
 
     def _check(self) -> None:
-        """RuntimeError where the loop does not answer: something blocks it."""
+        """EnvironmentsFailed where the loop does not answer: something blocks it."""
         alive = threading.Event()
         self.soon(alive.set)
         if not alive.wait(self.seconds):
             where = "".join(traceback.format_stack(sys._current_frames()[self._thread.ident]))
-            raise RuntimeError(
+            raise EnvironmentsFailed(
                 f"an environment has blocked the event loop of all others for {self.seconds:g} s "
                 "(rollout.environment_timeout): await in its async methods, or make them plain "
                 f"ones, which have threads. It is here:\n{where}"

@@ -36,6 +36,11 @@ class TurnImages:
         return sum(one.features for one in self.cut)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the patches and their places."""
+        return sum(getattr(one, name).nbytes for one in self.cut for name, _ in _COLUMNS)
+
+    @property
     def keys(self) -> list[tuple[bytes, tuple[int, ...], int]]:
         """Keys that tell images apart by content; the n-th of one picture has a key of its own."""
         known = collections.Counter[tuple[bytes, tuple[int, ...]]]()

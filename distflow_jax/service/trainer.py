@@ -70,6 +70,11 @@ class Trainer:
                 f"stream.weight_update='in_flight', got workers={config.stream.workers} and "
                 f"weight_update={config.stream.weight_update!r}"
             )
+        if config.rollout.environment:
+            raise ValueError(
+                f"rollout.environment={config.rollout.environment!r} answers in turns, and a "
+                "program brings responses of one turn: take it out"
+            )
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(
             config.data, train="outside", shuffle=False, epochs=1, overlong="truncate_left"

@@ -16,6 +16,7 @@ import numpy as np
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.layout import Parts
+from distflow_jax.rewards.records import MOST_SCORE
 from distflow_jax.rollout.requests import GroupRequest, Partial
 from distflow_jax.rollout.response_checks import (
     RefusedAnswer,
@@ -26,7 +27,8 @@ from distflow_jax.rollout.response_checks import (
     check_tokens,
     check_vocabulary,
 )
-from distflow_jax.stream.saved_samples import INDEX
+from distflow_jax.stream.frames.image_frames import check_shown
+from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
 MOST_REFUSED = 3  # results of a worker, after which it is ended
@@ -43,6 +45,7 @@ _FORMS = {  # dtype and dims of the arrays of samples
     "reward": (np.dtype(np.float64), 1),
     "logged": (np.dtype(np.uint8), 1),
 }
+_IMAGE_FORMS = {IMAGES: (np.dtype(np.uint8), 1), IMAGE_BYTES: (np.dtype(np.int64), 1)}
 _RANGES = {  # of columns of the index
     "counter": (0, np.iinfo(np.int64).max),
     "node": (0, _MOST),
@@ -82,7 +85,7 @@ class Border:
             for sample, check in checks:
                 try:
                     check(request, newest)
-                except RefusedAnswer as error:
+                except ValueError as error:
                     raise RefusedAnswer(f"response {sample} to prompt {key[0]}: {error}") from error
 
     def _check_episode(self, episode: Episode, request: GroupRequest, newest: int) -> None:
@@ -90,20 +93,17 @@ class Border:
         check_columns(response, episode.mask)
         check_experts(response, limits, len(request.prompt.tokens))
         check_versions(response.version[episode.mask], newest)
-        if not 0 <= episode.turns <= max(1, len(episode.mask)):
-            raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")
-        if limits.in_turns:
-            if len(response.tokens) > limit:
-                raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
-            check_vocabulary(response.tokens, limits)
-            _check_turns(episode)
-        else:
-            if not episode.mask.all():
-                raise RefusedAnswer("tokens that were not sampled, and there is no environment")
-            if response.shown is not None:
-                raise RefusedAnswer("images, and there is no environment that shows some")
-            check_tokens(response.tokens, limits, limit, ended=response.finished)
         check_logp(response.logp)
+        if limits.in_turns:
+            _check_turns(episode, limits, limit)
+            return
+        if not episode.mask.all() or episode.turns != 1:
+            raise RefusedAnswer(
+                "several turns, or tokens that were not sampled, and there is no environment"
+            )
+        if response.shown is not None:
+            raise RefusedAnswer("images, and there is no environment that shows some")
+        check_tokens(response.tokens, limits, limit, ended=response.finished)
 
     def _check_partial(self, partial: Partial, request: GroupRequest, newest: int) -> None:
         limits = self.limits
@@ -124,12 +124,17 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     nodes = facts.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
         raise RefusedAnswer(f"nodes {nodes!r:.80}, where names are wanted")
-    for name, (dtype, ndim) in _FORMS.items():
+    images = _IMAGE_FORMS if facts.get(IMAGES) else {}
+    for name, (dtype, ndim) in (_FORMS | images).items():
         if name not in arrays:
             raise RefusedAnswer(f"no array {name!r}")
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             kind = f"{arrays[name].dtype}{list(arrays[name].shape)}"
             raise RefusedAnswer(f"{name} as {kind}, where {dtype} of {ndim} dims is wanted")
+    if images:
+        size, lengths = len(arrays[IMAGES]), arrays[IMAGE_BYTES]
+        if not all(0 <= n <= size for n in lengths) or lengths.sum() != size:
+            raise RefusedAnswer(f"images of {size} bytes, of which no response has some")
     index = arrays["index"]
     if index.shape[1] != len(INDEX):
         raise RefusedAnswer(f"an index of {index.shape[1]} columns, {len(INDEX)} are wanted")
@@ -193,15 +198,45 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _check_turns(episode: Episode) -> None:
-    """Raises RefusedAnswer for a response in turns that no environment has answered."""
+def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
+    """Raises ValueError for a response in turns of more than `limit` tokens, or one that no model
+    and environment can have made together."""
     response, mask = episode.response, episode.mask
-    if math.isinf(episode.reward):
-        raise RefusedAnswer(f"the reward {episode.reward}")
+    if len(response.tokens) > limit:
+        raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
+    check_vocabulary(response.tokens, limits)
+    if not mask.any() or not mask[-1]:
+        raise RefusedAnswer("no sampled token at the end")
+    _check_ends(episode, limits)
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
-    if episode.reason != "failed" and not mask.any():
-        raise RefusedAnswer("no sampled token")
+    if response.shown is not None:
+        if limits.images is None:
+            raise RefusedAnswer("images, and the model sees none")
+        check_shown(response.shown, mask, limits.images)
+    unscored = episode.reason == "failed"
+    if (
+        math.isnan(episode.reward) != unscored
+        or abs(episode.reward) > limits.max_turns * MOST_SCORE
+    ):
+        raise RefusedAnswer(f"the reward {episode.reward} of a response that is {episode.reason}")
     if len(episode.logged) > MOST_LOGGED:
         raise RefusedAnswer(f"{len(episode.logged)} numbers that an environment logged")
     check_numbers(episode.logged)
+
+
+def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
+    """Raises RefusedAnswer unless each turn but a cut one ends with its end token."""
+    tokens, mask = episode.response.tokens, episode.mask
+    places, at = np.flatnonzero(mask), np.isin(tokens, list(limits.stops)) & mask
+    ended = bool(at[-1])
+    if int(at.sum()) + (not ended) != episode.turns or episode.turns > limits.max_turns:
+        raise RefusedAnswer(f"{episode.turns} turns with {at.sum()} end tokens")
+    if np.any(mask[:-1] & ~mask[1:] & ~at[:-1]):
+        raise RefusedAnswer("an observation within a turn")
+    longest = np.diff(np.flatnonzero(at[places]), prepend=-1, append=len(places) - 1).max()
+    if longest > limits.turn_length:
+        raise RefusedAnswer(f"a turn of {longest} tokens, of {limits.turn_length} at most")
+    by_model = {"done": True, "max_turns": True, "turn_length": False}.get(episode.reason, ended)
+    if episode.response.finished != (episode.reason == "done") or ended != by_model:
+        raise RefusedAnswer(f"a response that is {episode.reason} at token {tokens[-1]}")

@@ -31,6 +31,7 @@ class Leases:
         them out.
       expired: leases that ended without a result.
       stalled: workers of which a lease has ended, and that submitted nothing since.
+      unfit: whether a worker has ended because its environments fail, and no response since.
     """
 
     def __init__(self, seconds: float, max_tries: int):
@@ -41,6 +42,7 @@ class Leases:
         self.expired = 0
         self.workers: dict[str, KnownWorker] = {}
         self.stalled: set[str] = set()
+        self.unfit = False
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = (SAMPLING,)) -> None:
         """Notes that a worker lives, and what it serves."""
@@ -81,8 +83,9 @@ class Leases:
         gone = set(counters)
         self.open = {key: task for key, task in self.open.items() if key[0] not in gone}
 
-    def deregister(self, worker: str) -> None:
+    def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
+        self.unfit |= unfit
         self.workers.pop(worker, None)
         for task in self.open.values():
             if task.worker == worker:

@@ -22,7 +22,7 @@ from distflow_jax.stream.tasks import Key
 Arrays = dict[str, np.ndarray]
 _COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
 _ARRAYS = _COLUMNS | {"mask": np.bool_, "fed": np.int32}
-_IMAGES, _IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
+IMAGES, IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
 
 
 class Addition(Protocol):
@@ -131,9 +131,9 @@ def to_arrays(requests: Mapping[Key, Progress]) -> tuple[Arrays, dict[str, Any]]
     images = [s.images for s in samples]
     if not any(blob.size for blob in images):
         return arrays, {"nodes": nodes}
-    arrays[_IMAGES] = np.concatenate(images)
-    arrays[_IMAGE_BYTES] = np.array([len(blob) for blob in images], np.int64)
-    return arrays, {"nodes": nodes, _IMAGES: True}
+    arrays[IMAGES] = np.concatenate(images)
+    arrays[IMAGE_BYTES] = np.array([len(blob) for blob in images], np.int64)
+    return arrays, {"nodes": nodes, IMAGES: True}
 
 
 def _of_episode(key: tuple[int, int], episode: Episode) -> _Sample:
@@ -188,7 +188,7 @@ class _Saved:
     @functools.cached_property
     def _arrays(self) -> Arrays:
         names = (*_ARRAYS, "experts", "reward", "logged")
-        images = (_IMAGES, _IMAGE_BYTES) if self._addition.facts.get(_IMAGES) else ()
+        images = (IMAGES, IMAGE_BYTES) if self._addition.facts.get(IMAGES) else ()
         arrays = self._addition.read(*names, *images)
         for name in _ARRAYS:
             total, found = self._bounds[_LENGTHS.get(name, "tokens")][-1], len(arrays[name])
@@ -251,10 +251,10 @@ class _Saved:
         return json.loads(self._arrays["logged"].tobytes())
 
     def _images(self, place: int) -> TurnImages | None:
-        if _IMAGES not in self._arrays:
+        if IMAGES not in self._arrays:
             return None
-        end, sizes = np.cumsum(self._arrays[_IMAGE_BYTES])[place], self._arrays[_IMAGE_BYTES]
-        return turn_images.from_bytes(self._arrays[_IMAGES][end - sizes[place] : end])
+        end, sizes = np.cumsum(self._arrays[IMAGE_BYTES])[place], self._arrays[IMAGE_BYTES]
+        return turn_images.from_bytes(self._arrays[IMAGES][end - sizes[place] : end])
 
     @functools.cached_property
     def _bounds(self) -> Arrays:

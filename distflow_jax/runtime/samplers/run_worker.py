@@ -19,12 +19,18 @@ from jax.sharding import Mesh
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.registry import Environments
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
-from distflow_jax.planning.plan_run import config_table, settle
+from distflow_jax.planning.plan_run import (
+    config_table,
+    environment_table,
+    make_environments,
+    settle,
+)
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
@@ -85,6 +91,11 @@ def run_worker(
             f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
             "sample with --engine=own"
         )
+    if foreign is not None and config.rollout.environment:
+        raise ValueError(
+            f"{foreign.address} answers in one turn, and rollout.environment="
+            f"{config.rollout.environment!r} answers in turns: sample with --engine=own"
+        )
     served = read_nodes(nodes, config, graph, source)
     if served.samples:
         own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
@@ -93,12 +104,13 @@ def run_worker(
             f"--nodes={','.join(nodes)} names no node that samples, and --engine is for a worker "
             "that does: take it out"
         )
-    table = config_table(config)
-    tables = shared_tables(table, processes.code_table(), source.tokenizer)
+    table, code = config_table(config), processes.code_table() | environment_table(config)
+    tables = shared_tables(table, code, source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    asked = _Asked(config, graph, source, foreign, patience)
     with contextlib.ExitStack() as files:
         runner = served.open(files)
+        environments = make_environments(config, source, files) if served.samples else None
+        asked = _Asked(config, graph, source, foreign, patience, environments)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
         joining = Joining(join, name, tables, runner.nodes)
@@ -115,6 +127,7 @@ class _Asked:
     source: ModelSource
     foreign: EngineChoice | None
     patience: Patience
+    environments: Environments | None  # None: a response is one turn
 
 
 def _run_nodes(
@@ -154,7 +167,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         if asked.foreign is None:
-            opened = _own_engine(config, graph, source)
+            opened = _own_engine(config, graph, source, asked.environments)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files)
         first = _first_weights(joining, links, opened.pull, asked.patience.join)
@@ -227,7 +240,9 @@ class _Opened:
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
 
 
-def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
+def _own_engine(
+    config: Config, graph: Graph, source: ModelSource, environments: Environments | None
+) -> _Opened:
     """An engine on this machine's devices."""
     own, sizes = own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
@@ -241,7 +256,7 @@ def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
     ) -> EpisodeSampler:
         engine.compile(weights)
         state = SamplerState(weights, version, engine.init_decode_state())
-        return EpisodeSampler(engine, state, on_response=on_response)
+        return EpisodeSampler(engine, state, environments, on_response)
 
     return _Opened(sizes.engine.slots, pull, sampler)
 

@@ -144,7 +144,7 @@ class BufferService:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
-            return work_frame(self._state(worker), work)
+            return work_frame(self._state(worker), work, rows=self._border.limits.in_turns)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame:
         capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
@@ -209,8 +209,10 @@ class BufferService:
             return Frame(self._state(worker))
 
     def _deregister(self, worker: str, frame: Frame) -> Frame:
+        if why := str(frame.facts.get("why", ""))[:500]:
+            log.warning("worker %s has ended: %s", worker, why)
         with self._lock:
-            self._buffer.deregister(worker)
+            self._buffer.deregister(worker, unfit=bool(why))
             self._lock.notify_all()
             return Frame(self._state(worker))
 
