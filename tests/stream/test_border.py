@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import threading
 
 import numpy as np
@@ -15,9 +16,12 @@ from distflow_jax.images import turn_images
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.images.record import Image, ImagePatches
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.layout import Parts
+from distflow_jax.rewards.pool import failures
+from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rollout.requests import Partial, Response
 from distflow_jax.rollout.response_checks import RefusedAnswer
-from distflow_jax.stream.border import MOST_REFUSED, Border
+from distflow_jax.stream.border import MOST_REFUSED, Border, check_parts
 from distflow_jax.stream.frames.frames import Frame, samples_frame
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -380,3 +384,31 @@ def test_one_response_has_one_turn_where_no_environment_answers():
     one.turns = 2
     with pytest.raises(RefusedAnswer, match="response 0 to prompt 4: several turns"):
         BORDER.check({KEY: Progress({0: one})}, {KEY: request}, 3)
+
+
+def refused_parts(*values):
+    """Whether metrics of the reward node in parts, as JSON brings them, are refused."""
+    none = Parts((({}, failures([])),), dict)
+    try:
+        check_parts({"reward": json.loads(json.dumps(values))}, {"reward": none})
+    except RefusedAnswer:
+        return True
+    return False
+
+
+def test_numbers_of_a_reward_function_pass_under_any_name_and_lies_do_not():
+    results = [RewardResult(1.0, logged={"right": 1.0}), RewardResult(math.nan, error="timeout")]
+    counts = failures(results)
+    assert not refused_parts(({"right": (1.0, 1), "other": (0.5, 2)}, counts), ({}, failures([])))
+    for lie in (
+        ({"right": 1.0}, counts),
+        ({"right": (1.0, 1, 1)}, counts),
+        ({"right": (math.inf, 1)}, counts),
+        ({"right": ("1", 1)}, counts),
+        ({}, counts | {"failed": "all"}),
+        ({}, counts | {"more": 1}),
+        ({}, counts | {"first": 1}),
+        ({}, []),
+        [{}],
+    ):
+        assert refused_parts(lie), lie
