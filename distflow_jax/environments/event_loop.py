@@ -35,7 +35,8 @@ class EventLoop:
     A coroutine that is overdue is cancelled. A thread cannot be ended: what it returns is dropped,
     and another one takes its place, so that `threads` calls can always be at work.
 
-    Methods are called in the loop's thread, but for `soon`, `start`, `take` and `close`.
+    Methods are called in the loop's thread, but for `soon`, `start`, `take`, `check_hung` and
+    `close`.
 
     Attributes:
       seconds: longest duration of a call, beside its wait for a thread.
@@ -43,7 +44,7 @@ class EventLoop:
     """
 
     def __init__(self, seconds: float, threads: int):
-        self.seconds = seconds
+        self.seconds, self.threads = seconds, threads
         self.hung: dict[asyncio.Future, str] = {}
         self._loop = asyncio.new_event_loop()
         self._free = asyncio.Semaphore(threads)
@@ -146,6 +147,16 @@ class EventLoop:
         except (Exception, SystemExit) as error:  # a user's code may raise anything
             outcome = None, error
         self.soon(ended.set_result, outcome)
+
+    def check_hung(self) -> None:
+        """EnvironmentsFailed where more calls hang than threads are bounded to."""
+        hung = list(self.hung.values())
+        if len(hung) > self.threads:
+            raise EnvironmentsFailed(
+                f"{len(hung)} calls of environments go on after they had "
+                f"rollout.environment_timeout={self.seconds:g} s, more than "
+                f"rollout.environment_threads={self.threads}; {hung[0]} hangs"
+            )
 
     def _give_up(self, future: asyncio.Future, what: str) -> None:
         """Counts a call that nobody waits for any more, until it ends."""

@@ -251,7 +251,7 @@ class TurnDriver:
         if isinstance(outcome, Failure):
             conversation.count(f"infra/{outcome.cause}")
             self._environments.failures.count(method, outcome)
-            self._environments.check_hung()
+            self._environments.loop.check_hung()
             if answer.last:
                 self._fail(conversation)
             return

@@ -9,7 +9,7 @@ import numpy as np
 
 from distflow_jax import user_functions
 from distflow_jax.environments.environment import Environment, Shown, Turn
-from distflow_jax.environments.event_loop import EnvironmentsFailed, EventLoop
+from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
 from distflow_jax.environments.observed_pictures import Sight, check_shown
 from distflow_jax.environments.tools import Tools, calculator
@@ -103,15 +103,10 @@ class Environments:
             self.failures.summarize()
             self._loop = None
 
-    def check_hung(self) -> None:
-        """EnvironmentsFailed where more calls hang than threads are bounded to."""
-        hung = list(self.loop.hung.values())
-        if len(hung) > self.calls.threads:
-            raise EnvironmentsFailed(
-                f"{len(hung)} calls of environment {self.name!r} go on after they had "
-                f"rollout.environment_timeout={self.calls.seconds:g} s, more than "
-                f"rollout.environment_threads={self.calls.threads}; {hung[0]} hangs"
-            )
+    @property
+    def seconds(self) -> float:
+        """Longest time that calls may take a response before it is drawn anew."""
+        return (1 + self.max_turns) * (1 + self.calls.retries) * self.calls.seconds
 
     def first(self, observation: Any) -> Observed:
         """Checks what a reset returned."""

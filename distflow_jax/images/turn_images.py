@@ -28,7 +28,7 @@ class TurnImages:
     @property
     def cut(self) -> tuple[ImagePatches, ...]:
         """The patches of each image."""
-        return tuple(_cut(image) for image in self.images)
+        return tuple(image.cut for image in self.images)
 
     @property
     def features(self) -> int:
@@ -46,7 +46,7 @@ class TurnImages:
         known = collections.Counter[tuple[bytes, tuple[int, ...]]]()
         found = []
         for image in self.images:
-            kind = image.digest, _cut(image).patches.shape
+            kind = image.digest, image.cut.patches.shape
             found.append((*kind, known[kind]))
             known[kind] += 1
         return found
@@ -135,8 +135,3 @@ def from_bytes(blob: np.ndarray) -> TurnImages | None:
         cut = ImagePatches(*columns, fact["features"], tuple(fact["grid"]))
         images.append(Image(_NO_PIXELS, bytes.fromhex(fact["digest"]), cut, fact["shrunk"]))
     return TurnImages(tuple(images), patch)
-
-
-def _cut(image: Image) -> ImagePatches:
-    assert image.patches is not None, "images are cut before they are in a response"
-    return image.patches

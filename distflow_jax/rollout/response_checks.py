@@ -39,11 +39,6 @@ class ResponseLimits:
     turn_length: int = 0
     images: PatchSizes | None = None
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether environments answer between turns."""
-        return self.max_turns > 0
-
 
 def check_columns(response: Response, mask: np.ndarray) -> None:
     """Raises RefusedAnswer unless each token has its columns, in their types; `mask`: bool [T],

@@ -137,13 +137,6 @@ class RolloutConfig:
         """Most responses under way beside so many slots, over all processes."""
         return (self.max_trajectories or 4 * slots) if self.environment else slots
 
-    @property
-    def environment_seconds(self) -> float:
-        """Longest time that calls of its environment may take a response before it is drawn
-        anew."""
-        calls = (1 + self.max_turns) * (1 + self.environment_retries)
-        return calls * self.environment_timeout if self.environment else 0.0
-
     def sampling_params(self) -> SamplingParams:
         """How the responses that a policy is trained on are sampled."""
         return SamplingParams(

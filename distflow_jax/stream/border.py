@@ -15,6 +15,7 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
+from distflow_jax.images.record_checks import check_shown
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.records import MOST_SCORE
 from distflow_jax.rollout.requests import GroupRequest, Partial
@@ -27,7 +28,6 @@ from distflow_jax.rollout.response_checks import (
     check_tokens,
     check_vocabulary,
 )
-from distflow_jax.stream.frames.image_frames import check_shown
 from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
@@ -94,7 +94,7 @@ class Border:
         check_experts(response, limits, len(request.prompt.tokens))
         check_versions(response.version[episode.mask], newest)
         check_logp(response.logp)
-        if limits.in_turns:
+        if limits.max_turns:
             _check_turns(episode, limits, limit)
             return
         if not episode.mask.all() or episode.turns != 1:
@@ -108,7 +108,7 @@ class Border:
     def _check_partial(self, partial: Partial, request: GroupRequest, newest: int) -> None:
         limits = self.limits
         response, sampled = partial.response(frozenset()), len(partial.fed)
-        if limits.in_turns or partial.shown is not None:
+        if limits.max_turns or partial.shown is not None:
             raise RefusedAnswer("a response under way, and those in turns come whole")
         if sampled:
             raise RefusedAnswer("tokens that were not sampled, and there is no environment")

@@ -53,8 +53,8 @@ class LeaseMonitor(Sampling):
 
     @property
     def missing_workers(self) -> list[str]:
-        """Nodes that groups wait for, once a worker was missing for `no_workers_seconds`, or those
-        that came had environments that fail."""
+        """Nodes that groups wait for, once a worker was missing for `no_workers_seconds`, or errors
+        ended those that came."""
         if time.monotonic() - self._alone_since < self._no_workers_seconds:
             return []
         with self._lock:

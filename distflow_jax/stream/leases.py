@@ -31,7 +31,7 @@ class Leases:
         them out.
       expired: leases that ended without a result.
       stalled: workers of which a lease has ended, and that submitted nothing since.
-      unfit: whether a worker has ended because its environments fail, and no response since.
+      unfit: whether an error has ended a worker, and no response came since.
     """
 
     def __init__(self, seconds: float, max_tries: int):

@@ -12,7 +12,7 @@ from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import group_numbers, loader_columns
 from distflow_jax.environments.episode_sampler import Counts, Progress
-from distflow_jax.environments.episodes import Episode, without_lone
+from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.sampling_order import Order, longest
@@ -231,7 +231,7 @@ class Producer:
 
     def _take(self, group: Group, node_id: str, episodes: list[Episode]) -> None:
         (found,) = (n for n in self._nodes if n.node.id == node_id)
-        node, episodes = found.node, without_lone(episodes)
+        node = found.node
         if is_greedy(node):  # one answer for all entries of a prompt
             episodes = [episodes[i] for i in group_numbers(group.store.uid)]
         columns: dict[str, Any] = written_columns(node, episodes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
-from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.episodes import Episode, without_lone
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import GroupTask, Key, pieces_of
@@ -98,7 +98,9 @@ class SampleRequests:
                 self._on_response(response)
         for task, result in results:
             task.then(result)
-        return [(t.key, [t.ended[s].content for s in sorted(t.ended)]) for t in complete]
+        return [
+            (t.key, without_lone([t.ended[s].content for s in sorted(t.ended)])) for t in complete
+        ]
 
     def handed_on(self) -> None:
         """Notes that what `round` has returned is counted elsewhere."""

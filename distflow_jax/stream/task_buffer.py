@@ -19,15 +19,7 @@ from typing import Any
 
 from distflow_jax.stream.leases import Leases
 from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.tasks import (
-    FRUITLESS_LEASES,
-    NODE_QUOTA,
-    GroupTask,
-    Key,
-    NodeTask,
-    Piece,
-    Task,
-)
+from distflow_jax.stream.tasks import NODE_QUOTA, GroupTask, Key, NodeTask, Piece, Task
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
 QUOTA = 2  # responses of a worker for each of its slots: some have ended, and are on their way
@@ -75,7 +67,7 @@ class TaskBuffer(Leases):
         differs: Callable[[Any, Any], Any] = lambda first, second: None,
     ):
         super().__init__(lease_seconds, max_tries)
-        self._fruitless = FRUITLESS_LEASES * lease_seconds + environment_seconds
+        self._environment_seconds = environment_seconds
         self.counts, self.newest, self.served = Counts(), version, frozenset(served)
         self._rule, self._exact, self._oldest, self._differs = rule, exact, version, differs
         self.complete: dict[Key, GroupTask] = {}  # groups that were not taken
@@ -174,7 +166,7 @@ class TaskBuffer(Leases):
             if capacity <= 0 or (leased and size > ANSWER_BYTES):
                 break
             capacity -= task.lacks
-            task.lease(worker, now, self.seconds, self._fruitless)
+            task.lease(worker, now, self.seconds, self._environment_seconds)
             leased.append(task)
         self.counts.leased += len(leased)
         return leased
@@ -242,7 +234,7 @@ class TaskBuffer(Leases):
         if self._end_if_complete(task):
             return new
         if goes_on and (has or (lost and worker not in self.stalled)):
-            task.lease(worker, now, self.seconds, self._fruitless)
+            task.lease(worker, now, self.seconds, self._environment_seconds)
         elif has:
             task.free()
         return new

@@ -93,13 +93,14 @@ class GroupTask(Task):
     moved: float = 0.0  # when these became more, or the lease began
     differed: set[int] = dataclasses.field(default_factory=set)  # samples of which results did
 
-    def lease(self, worker: str, now: float, seconds: float, fruitless: float) -> None:
-        """Begins a lease, or prolongs it, for at most `fruitless` seconds without progress."""
+    def lease(self, worker: str, now: float, seconds: float, calls: float) -> None:
+        """Begins a lease, or prolongs it; without progress by no more than FRUITLESS_LEASES and the
+        seconds that `calls` of an environment may take a response."""
         if self.last != worker:
             self.last, self.shown = worker, self.tokens
         if self.worker != worker:
             self.worker, self.moved = worker, now
-        self.until = min(now + seconds, self.moved + fruitless)
+        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds + calls)
 
     @property
     def progress(self) -> Progress:

@@ -230,7 +230,7 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
         lease_seconds=config.lease_seconds if config.workers else math.inf,
         max_tries=config.max_tries,
         served=(ahead - set(sampled)) & set(config.worker_nodes),
-        environment_seconds=prepared.config.rollout.environment_seconds,
+        environment_seconds=0.0 if prepared.environments is None else prepared.environments.seconds,
         differs=differs,
     )
 

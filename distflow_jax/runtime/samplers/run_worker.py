@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.event_loop import EnvironmentsFailed
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
@@ -86,16 +87,8 @@ def run_worker(
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
     source = open_model(config.model.source, **config.model.options())
-    if foreign is not None and source.config.vision is not None:
-        raise ValueError(
-            f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
-            "sample with --engine=own"
-        )
-    if foreign is not None and config.rollout.environment:
-        raise ValueError(
-            f"{foreign.address} answers in one turn, and rollout.environment="
-            f"{config.rollout.environment!r} answers in turns: sample with --engine=own"
-        )
+    if foreign is not None:
+        _check_foreign(foreign, config, source)
     served = read_nodes(nodes, config, graph, source)
     if served.samples:
         own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
@@ -128,6 +121,17 @@ class _Asked:
     foreign: EngineChoice | None
     patience: Patience
     environments: Environments | None  # None: a response is one turn
+
+
+def _check_foreign(foreign: EngineChoice, config: Config, source: ModelSource) -> None:
+    """Raises ValueError for a run that an engine of another program cannot sample for."""
+    name = config.rollout.environment
+    beyond = {
+        f"gets token ids alone, and {config.model.source!r} sees images": source.config.vision,
+        f"answers in one turn, and rollout.environment={name!r} in several": name,
+    }
+    for why in [why for why, there in beyond.items() if there]:
+        raise ValueError(f"{foreign.address} {why}: sample with --engine=own")
 
 
 def _run_nodes(
@@ -197,7 +201,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         )
         try:
             finished = client.sample(worker, link, ended)
-        except EngineError as error:
+        except (EngineError, EnvironmentsFailed) as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
     print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "

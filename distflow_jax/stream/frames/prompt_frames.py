@@ -59,7 +59,8 @@ def prompt_of(
     images: Sequence[Image],
     arrays: Mapping[str, np.ndarray],
 ) -> Prompt:
-    """The prompt at a place of a frame that has these `images`, by the numbers in its `facts`.
+    """The prompt at a place of a frame that has these `images`, by the numbers in its `facts`:
+    tokens int32 [P].
 
     ValueError for tokens, patches and places whose sizes do not belong together.
     """

@@ -2,12 +2,12 @@
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.event_loop import EnvironmentsFailed
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Joining, deregister
 from distflow_jax.stream.links.remote_link import Assignment, RemoteLink, WorkerState
@@ -50,20 +50,17 @@ class BufferClient:
     def serving(self) -> Iterator[None]:
         """A block beside which it talks, which raises what ended the talk before; task buffers then
         get what is there, and know that the worker goes."""
-        threads, why = ThreadPoolExecutor(1, thread_name_prefix="buffers"), ""
+        threads = ThreadPoolExecutor(1, thread_name_prefix="buffers")
         talk = threads.submit(self._serve)
         talk.add_done_callback(lambda _: self.state.end())
         try:
             yield
-        except EnvironmentsFailed as error:
-            why = str(error)
-            raise
         finally:
             self.state.end()
             wait([talk], LEAVE_SECONDS)
             threads.shutdown(wait=False)
             self._nodes.close()
-            deregister(self.state.links, why)
+            deregister(self.state.links, str(sys.exception() or ""))
             self.state.links.close()
         if talk.done():
             talk.result()

@@ -189,7 +189,7 @@ class Joining:
 
 
 def deregister(links: Links, why: str = "") -> None:
-    """Tells all task buffers that this worker goes; `why`: its environments fail."""
+    """Tells all task buffers that this worker goes; `why`: the error that ended it."""
     for client in links.clients:
         with contextlib.suppress(Refused, Unreachable, ValueError):
             client.call("deregister", Frame({"why": why}).to_bytes(), 2.0)

@@ -144,7 +144,7 @@ class BufferService:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
-            return work_frame(self._state(worker), work, rows=self._border.limits.in_turns)
+            return work_frame(self._state(worker), work, rows=self._border.limits.max_turns > 0)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame:
         capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
