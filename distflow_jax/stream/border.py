@@ -58,7 +58,7 @@ _RANGES = {  # of columns of the index
     "turns": (0, _MOST),
     "reason": (0, len(REASONS) - 1),
 }
-MOST_LOGGED = 64  # numbers that an environment may have logged for a response
+MOST_LOGGED = 500  # numbers that an environment may have logged for a response
 
 
 @dataclasses.dataclass(frozen=True)
