@@ -21,7 +21,7 @@ class EnvironmentsFailed(RuntimeError):
     """Environments fail so often, or hang so long, that nothing can be sampled with them."""
 
 
-class CallFailed(Exception):
+class EnvironmentCallFailed(Exception):
     """A call, `what`, gave no answer: for a cause of failures.CAUSES, by what it raised, if so."""
 
     def __init__(self, what: str, cause: str, error: BaseException | None = None):
@@ -96,7 +96,9 @@ class EventLoop:
     async def call(
         self, what: str, function: Callable[..., Any], *args: Any, pending: set[asyncio.Future]
     ) -> Any:
-        """Awaits `function(*args)`, and returns its value. CallFailed if it raises, or is overdue.
+        """Awaits `function(*args)`, and returns its value.
+
+        EnvironmentCallFailed if it raises, or is overdue.
 
         `what` names the call. `pending` gets the parts of it that have not ended.
         """
@@ -113,10 +115,10 @@ class EventLoop:
                 task.cancel()  # a coroutine may not listen to that
                 self._loop.call_later(self.seconds, self._give_up, task, call.what)
         if not task.done():
-            raise CallFailed(call.what, "timed_out")
+            raise EnvironmentCallFailed(call.what, "timed_out")
         value, error = task.result()
         if error is not None:
-            raise CallFailed(call.what, "raised", error)
+            raise EnvironmentCallFailed(call.what, "raised", error)
         return value
 
     async def in_thread(self, call: "_Call", function: Callable[..., T], args: tuple) -> T:
