@@ -62,7 +62,7 @@ def open_folder(
         files.enter_context(private_files(config.observe.private))
         check_writable(folder)
         files.callback(terminal.close)
-        release = files.enter_context(only_run(folder))
+        files.callback(release := only_run(folder))
         stop.before_leaving += [terminal.console.show_cursor, release]
         saved = Checkpointer(folder / "checkpoints", config.checkpoint)
         files.callback(_close, saved, terminal)
