@@ -54,9 +54,9 @@ class _Request:
     episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)  # by sample
 
     @property
-    def complete(self) -> bool:
-        """Whether all its responses have ended."""
-        return len(self.episodes) == len(self.request.samples)
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return len(self.request.samples) - len(self.episodes)
 
 
 class EpisodeSampler:
@@ -120,16 +120,15 @@ class EpisodeSampler:
     def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
         """Adds a request, to go on with the `progress` of an earlier sampler.
 
-        What has begun comes before all other requests, the last one first; of responses in turns
-        none goes on in the middle. ValueError for a request that no slot can take.
+        What has begun comes before all other requests, the last one first; responses in turns that
+        have not ended begin anew. ValueError for a request that no slot can take.
         """
         progress = progress or Progress()
         entry = _Request(key, request, dict(progress.episodes))
         self._open[key] = entry
-        if entry.complete:
+        if not entry.lacks:
             self._end_if_complete(entry)
         elif self._environments is not None:
-            entry.episodes.clear()
             self._pending.append(entry)
         elif progress.episodes or progress.partials:
             begun = {*progress.episodes, *(partial.sample for partial in progress.partials)}
@@ -170,38 +169,49 @@ class EpisodeSampler:
         if self._scheduler is not None:
             self._scheduler.load(params, version, cache=cache)
 
-    def suspend(self, dropping: Collection[Key] = ()) -> tuple[SamplerState, list[Partial]]:
-        """Suspends what is under way; the state is free until `resume`. Of requests that `dropping`
-        names nothing goes on, and `round` returns none.
+    def suspend(self) -> tuple[SamplerState, list[Partial]]:
+        """Suspends what is under way; the state is free until `resume`.
 
         ValueError with environments at work, which cannot be suspended.
         """
         if self._environments is not None and self.busy:
             raise ValueError("responses in turns cannot be suspended: wait until none is under way")
-        partials = [] if self._scheduler is None else self._scheduler.export()
-        self._stop()
-        # the decode call in flight may have completed some of them
-        self._ended = [entry for entry in self._ended if entry.key not in dropping]
-        gone = {id(self._open.pop(key).request) for key in dropping if key in self._open}
-        return self._state, [p for p in partials if id(p.request) not in gone]
+        partials = self._export()
+        return self._state, partials
 
     def resume(self, state: SamplerState, partials: list[Partial]) -> None:
         """Goes on after `suspend`: tokens that were sampled are read again."""
         self._state = state
         self._restore(partials)
 
+    def drop(self, keys: Collection[Key]) -> None:
+        """Answers some requests no longer: `round` returns none of them. Tokens of others are read
+        again, but for responses in turns."""
+        partials: list[Partial] = []
+        if self._driver is None:
+            partials = self._export()
+        else:
+            for key in keys:
+                self._driver.cancel(key)
+        # the decode call in flight may have completed some of them
+        self._ended = [entry for entry in self._ended if entry.key not in keys]
+        self._pending = collections.deque(e for e in self._pending if e.key not in keys)
+        gone = {id(self._open.pop(key).request) for key in keys if key in self._open}
+        self._restore([p for p in partials if id(p.request) not in gone])
+        if not self.busy:
+            self._stop()
+
     def progress(self) -> dict[Key, Progress]:
         """Samples of each request that `round` has not returned, which do not grow any more.
 
-        Of responses in turns only those of requests that are complete.
+        Of responses in turns only those that have ended.
         """
-        found = {entry.key: Progress(dict(entry.episodes)) for entry in self._ended}
-        if self._environments is not None:
-            return found
-        found |= {key: Progress(dict(entry.episodes)) for key, entry in self._open.items()}
+        entries = [*self._ended, *self._open.values()]
+        found = {entry.key: Progress(dict(entry.episodes)) for entry in entries}
         for entry, partial in self._under_way():
-            copy = dataclasses.replace(partial, chunks=list(partial.chunks))
-            found[entry.key].partials.append(copy)
+            if entry is not None:
+                copy = dataclasses.replace(partial, chunks=list(partial.chunks))
+                found[entry.key].partials.append(copy)
         return found
 
     def close(self) -> SamplerState:
@@ -227,8 +237,15 @@ class EpisodeSampler:
             self._state = dataclasses.replace(self._state, decode=self._scheduler.close())
             self._scheduler = None
 
-    def _under_way(self) -> list[tuple[_Request, Partial]]:
-        """Sequences that have begun and not ended, the tokens of a decode call in flight apart."""
+    def _export(self) -> list[Partial]:
+        """Suspends what is under way, and ends the scheduler."""
+        partials = [] if self._scheduler is None else self._scheduler.export()
+        self._stop()
+        return partials
+
+    def _under_way(self) -> list[tuple[_Request | None, Partial]]:
+        """Sequences that have begun and not ended, the tokens of a decode call in flight apart;
+        those of responses in turns belong to no request."""
         if self._scheduler is None:
             return []
         entries = {id(entry.request): entry for entry in self._open.values()}
@@ -258,7 +275,7 @@ class EpisodeSampler:
         self._end_if_complete(entry)
 
     def _end_if_complete(self, entry: _Request) -> None:
-        if entry.complete:
+        if not entry.lacks:
             del self._open[entry.key]
             self._ended.append(entry)
 
@@ -272,12 +289,10 @@ class EpisodeSampler:
             self._driver = TurnDriver(scheduler, self._environments, limits, self._on_response)
             self._turn = limits.turn
         driver, most = self._driver, self._engine.max_concurrent_decodes
-        while self._pending and (
-            not driver.live or driver.live + len(self._pending[0].request.samples) <= most
-        ):
+        while self._pending and (not driver.live or driver.live + self._pending[0].lacks <= most):
             entry = self._pending.popleft()
             request = dataclasses.replace(entry.request, hold=True).with_limit(self._turn)
-            driver.begin(entry.key, request)
+            driver.begin(entry.key, request, entry.episodes)
         driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
         driver.step()
         for (key, sample), episode in list(driver.done.items()):

@@ -49,6 +49,13 @@ def single_turn(response: Response) -> Episode:
     return Episode(response, mask, reward=0.0, turns=1, reason=reason, logged={})
 
 
+def without_lone(episodes: Sequence[Episode]) -> list[Episode]:
+    """All responses to a prompt. One that would be left alone, since no other one has a score,
+    leaves the group, too: it has nothing to be compared with."""
+    alone = sum(not math.isnan(e.reward) for e in episodes) == 1 < len(episodes)
+    return [dataclasses.replace(e, reward=math.nan) if alone else e for e in episodes]
+
+
 def turn_columns(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Episodes as the batch's columns."""
     return {

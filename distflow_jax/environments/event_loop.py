@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import contextvars
+import math
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -13,6 +15,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _Outcome = tuple[Any, BaseException | None]  # what a call gave, what it raised
+
+
+class EnvironmentsFailed(RuntimeError):
+    """Environments fail so often, or hang so long, that nothing can be sampled with them."""
 
 
 class EnvironmentCallFailed(Exception):
@@ -29,7 +35,8 @@ class EventLoop:
     A coroutine that is overdue is cancelled. A thread cannot be ended: what it returns is dropped,
     and another one takes its place, so that `threads` calls can always be at work.
 
-    Methods are called in the loop's thread, but for `soon`, `start`, `take` and `close`.
+    Methods are called in the loop's thread, but for `soon`, `start`, `take`, `check_hung` and
+    `close`.
 
     Attributes:
       seconds: longest duration of a call, beside its wait for a thread.
@@ -37,7 +44,7 @@ class EventLoop:
     """
 
     def __init__(self, seconds: float, threads: int):
-        self.seconds = seconds
+        self.seconds, self.threads = seconds, threads
         self.hung: dict[asyncio.Future, str] = {}
         self._loop = asyncio.new_event_loop()
         self._free = asyncio.Semaphore(threads)
@@ -58,16 +65,20 @@ class EventLoop:
         work.add_done_callback(self._work.discard)
         return work
 
-    def take(self, answers: "queue.SimpleQueue[T]") -> T:
+    def take(self, answers: "queue.SimpleQueue[T]", seconds: float = math.inf) -> T:
         """The next of `answers`, which coroutines put there.
 
-        RuntimeError where something blocks the loop.
+        queue.Empty if none comes within `seconds`; EnvironmentsFailed where something blocks the
+        loop.
         """
+        end = time.monotonic() + seconds
         while True:
             try:
-                return answers.get(timeout=self.seconds)
+                return answers.get(timeout=min(self.seconds, seconds))
             except queue.Empty:
                 self._check()
+                if time.monotonic() >= end:
+                    raise
 
     def close(self) -> None:
         """Cancels what is at work, and waits for its end at most as long as for a call."""
@@ -139,6 +150,16 @@ class EventLoop:
             outcome = None, error
         self.soon(ended.set_result, outcome)
 
+    def check_hung(self) -> None:
+        """EnvironmentsFailed where more calls hang than threads are bounded to."""
+        hung = list(self.hung.values())
+        if len(hung) > self.threads:
+            raise EnvironmentsFailed(
+                f"{len(hung)} calls of environments go on after they had "
+                f"rollout.environment_timeout={self.seconds:g} s, more than "
+                f"rollout.environment_threads={self.threads}; {hung[0]} hangs"
+            )
+
     def _give_up(self, future: asyncio.Future, what: str) -> None:
         """Counts a call that nobody waits for any more, until it ends."""
         if not future.done():
@@ -158,12 +179,12 @@ class EventLoop:
         self._loop.stop()
 
     def _check(self) -> None:
-        """RuntimeError where the loop does not answer: something blocks it."""
+        """EnvironmentsFailed where the loop does not answer: something blocks it."""
         alive = threading.Event()
         self.soon(alive.set)
         if not alive.wait(self.seconds):
             where = "".join(traceback.format_stack(sys._current_frames()[self._thread.ident]))
-            raise RuntimeError(
+            raise EnvironmentsFailed(
                 f"an environment has blocked the event loop of all others for {self.seconds:g} s "
                 "(rollout.environment_timeout): await in its async methods, or make them plain "
                 f"ones, which have threads. It is here:\n{where}"

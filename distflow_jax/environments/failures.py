@@ -6,7 +6,7 @@ import logging
 import pathlib
 import traceback
 
-from distflow_jax.environments.event_loop import EnvironmentCallFailed
+from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
 
 # Why a call gave no answer: it raised, or returned something else than an answer; its deadline
 # passed; a new object did not answer the turns so far as the one before.
@@ -83,7 +83,7 @@ class Failures:
         """Counts a try of `reset` or `step`, and why it failed. Calls that bring a new object to
         where the one before was are parts of the try of the turn that follows.
 
-        RuntimeError where too many of the last tries of the method have failed.
+        EnvironmentsFailed where too many of the last tries of the method have failed.
         """
         window = self._tries[method]
         window.append(failure)
@@ -94,7 +94,7 @@ class Failures:
         if calls >= _LEAST and len(failed) > self.max_rate * calls:
             causes = collections.Counter(f.cause for f in failed)
             counts = ", ".join(f"{cause} {causes[cause]}" for cause in CAUSES if causes[cause])
-            raise RuntimeError(
+            raise EnvironmentsFailed(
                 f"{len(failed)} of the last {calls} {method}s of environment {self.name!r} failed "
                 f"({counts}), more than rollout.max_infra_rate={self.max_rate:g}: mend it or what "
                 f"it calls, or raise that; the first of them: {failed[0].error}"

@@ -6,11 +6,13 @@ sampler decodes other responses. Which tokens are sampled depends on (seed, uid,
 response) and on what the environments answered, never on when they did.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 REDRAWS = 8  # times that a response is drawn anew whose environment has failed
+WAIT_SECONDS = 0.1  # for an answer, before the caller can look at other things
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,23 +115,16 @@ class _Conversation:
 class _Group:
     """The responses to one prompt, which the scheduler calls by `id`.
 
-    `first`: what all of them begin with, which the scheduler takes for part of the prompt.
+    `first`: what all of them begin with, which the scheduler takes for part of the prompt. `heads`:
+    what those began with that have ended before, int32 [M] each.
     """
 
     index: int
     request: GroupRequest
+    heads: list[np.ndarray]
     conversations: dict[int, _Conversation] = dataclasses.field(default_factory=dict)  # by sample
     first: Observed = dataclasses.field(default_factory=lambda: Observed(np.zeros(0, np.int32)))
     begun: bool = False  # it was handed to the scheduler
-    episodes: list[Episode] = dataclasses.field(default_factory=list)  # that have ended
-
-    def add(self, episode: Episode) -> None:
-        """Adds a response that has ended; one that would be left alone leaves the group, too: it
-        has nothing to be compared with."""
-        self.episodes.append(episode)
-        left = [e for e in self.episodes if not math.isnan(e.reward)]
-        if len(left) == 1 < len(self.episodes) == len(self.request.samples):
-            left[0].reward = math.nan
 
 
 class TurnDriver:
@@ -136,7 +132,7 @@ class TurnDriver:
 
     A response whose environment fails is drawn anew, with a sample number of its own: the number in
     its group plus a multiple of the group's size. One that was lost REDRAWS times more ends with
-    the reward nan, and leaves its group. Where fewer than two would be left, all leave it.
+    the reward nan, and leaves its group.
 
     Attributes:
       done: episodes that have ended, by (request, sample).
@@ -169,21 +165,25 @@ class TurnDriver:
         ended = sum(episode.num_sampled for episode in self.done.values())
         return ended + sum(int(part.mask.sum()) for part in parts)
 
-    def begin(self, index: int, request: GroupRequest) -> None:
-        """Resets the environments of one prompt's responses."""
-        group = _Group(index, request)
+    def begin(self, index: int, request: GroupRequest, ended: Mapping[int, Episode]) -> None:
+        """Resets the environments of one prompt's responses but for those that have `ended`."""
+        read = [e for e in ended.values() if e.reason != "failed"]
+        heads = [e.response.tokens[: int(e.mask.argmax())] for e in read]
+        group = _Group(index, request, heads)
         for sample in request.samples:
-            self._reset(group, sample)
+            if sample not in ended:
+                self._reset(group, sample)
 
     def take_answers(self, *, wait: bool) -> None:
         """Continues responses whose environments have answered; draws those anew whose environment
         has failed.
 
-        With `wait` it sleeps until there is something to do. RuntimeError where too many calls
-        fail, or hang.
+        With `wait` it sleeps until there is something to do, at most for WAIT_SECONDS.
+        EnvironmentsFailed where too many calls fail, or hang.
         """
         if wait and self._by_handle:
-            self._take(self._environments.loop.take(self._answers))
+            with contextlib.suppress(queue.Empty):
+                self._take(self._environments.loop.take(self._answers, WAIT_SECONDS))
         while not self._answers.empty():
             self._take(self._answers.get())
 
@@ -251,7 +251,7 @@ class TurnDriver:
         if isinstance(outcome, CallFailure):
             conversation.count(f"infra/{outcome.cause}")
             self._environments.failures.count(method, outcome)
-            self._environments.check_hung()
+            self._environments.loop.check_hung()
             if answer.last:
                 self._fail(conversation)
             return
@@ -308,7 +308,8 @@ class TurnDriver:
         elif all(c.first or c.failed for c in group.conversations.values()):
             group.begun = True
             self._find_first(group)
-            self._submit(group.conversations, group)
+            for run in _runs(group.conversations):
+                self._submit({sample: group.conversations[sample] for sample in run}, group)
 
     def _submit(self, conversations: Mapping[int, _Conversation], group: _Group) -> None:
         """Has the responses of consecutive keys sampled, behind the group's first observation."""
@@ -350,8 +351,11 @@ class TurnDriver:
 
     def _compare_first(self, conversation: _Conversation) -> None:
         """Fails a response that begins with another observation than its group."""
-        first = conversation.group.first
-        if not conversation.failed and not conversation.first.looks_like(first):
+        group, first = conversation.group, conversation.first
+        if conversation.failed:
+            return
+        alike = all(np.array_equal(first.tokens, head) for head in group.heads)
+        if not (alike and first.looks_like(group.first)):
             conversation.failed = True
             self._environments.failures.tell(
                 "first observations differ",
@@ -375,9 +379,14 @@ class TurnDriver:
         reward = math.nan if reason == "failed" else conversation.reward
         episode = Episode(whole, mask, reward, conversation.turns, reason, conversation.logged)
         self.done[group.index, sample] = episode
-        group.add(episode)
         if self._on_response is not None:
             self._on_response(whole)
+
+
+def _runs(samples: Iterable[int]) -> list[list[int]]:
+    """Numbers as runs of consecutive ones."""
+    places = itertools.groupby(enumerate(sorted(samples)), lambda entry: entry[1] - entry[0])
+    return [[sample for _, sample in run] for _, run in places]
 
 
 def _with_first(prompt: Prompt, first: Observed) -> Prompt:

@@ -103,15 +103,10 @@ class Environments:
             self.failures.summarize()
             self._loop = None
 
-    def check_hung(self) -> None:
-        """RuntimeError where more calls hang than threads are bounded to."""
-        hung = list(self.loop.hung.values())
-        if len(hung) > self.calls.threads:
-            raise RuntimeError(
-                f"{len(hung)} calls of environment {self.name!r} go on after they had "
-                f"rollout.environment_timeout={self.calls.seconds:g} s, more than "
-                f"rollout.environment_threads={self.calls.threads}; {hung[0]} hangs"
-            )
+    @property
+    def seconds(self) -> float:
+        """Longest time that calls may take a response before it is drawn anew."""
+        return (1 + self.max_turns) * (1 + self.calls.retries) * self.calls.seconds
 
     def first(self, observation: Any) -> Observed:
         """Checks what a reset returned."""

@@ -41,7 +41,7 @@ def prompt_images(images: Sequence[Image], patch: np.ndarray | None) -> PromptIm
     """The images of a prompt that the loader has cut; `patch` int32 [P]. None without images."""
     if patch is None or not images:
         return None
-    cut = [_cut(image) for image in images]
+    cut = [image.cut for image in images]
     segments, first = [], 0
     for one in cut:
         segments.append(one.segments + first)
@@ -54,11 +54,6 @@ def prompt_images(images: Sequence[Image], patch: np.ndarray | None) -> PromptIm
         rotary_positions(patch, cut),
         len(cut),
     )
-
-
-def _cut(image: Image) -> ImagePatches:
-    assert image.patches is not None, "the loader cuts images before they are in a prompt"
-    return image.patches
 
 
 def rotary_positions(patch: np.ndarray, cut: Sequence[ImagePatches]) -> np.ndarray:
@@ -98,7 +93,7 @@ def content_keys(tokens: np.ndarray, patch: np.ndarray, images: Sequence[Image])
     keys = np.asarray(tokens, np.int64).copy()
     of_feature = []
     for image in images:
-        cut = _cut(image)
+        cut = image.cut
         seed = hashlib.blake2b(image.digest + repr(cut.patches.shape).encode(), digest_size=8)
         number = np.arange(cut.features, dtype=np.uint64)
         mixed = np.uint64(int.from_bytes(seed.digest(), "little")) + number * np.uint64(

@@ -43,6 +43,12 @@ class Image:
     patches: ImagePatches | None = None
     shrunk: bool = False  # whether data.image_tokens made it smaller than its family would
 
+    @property
+    def cut(self) -> ImagePatches:
+        """The patches of an image that stands in a prompt or a response."""
+        assert self.patches is not None, "images are cut before they stand among tokens"
+        return self.patches
+
 
 def digest_of(pixels: np.ndarray) -> bytes:
     """Hash of a picture's content, pixels uint8 [H, W, 3]: 16 bytes."""

@@ -28,7 +28,7 @@ class TurnImages:
     @property
     def cut(self) -> tuple[ImagePatches, ...]:
         """The patches of each image."""
-        return tuple(_cut(image) for image in self.images)
+        return tuple(image.cut for image in self.images)
 
     @property
     def features(self) -> int:
@@ -36,12 +36,17 @@ class TurnImages:
         return sum(one.features for one in self.cut)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the patches and their places."""
+        return sum(getattr(one, name).nbytes for one in self.cut for name, _ in _COLUMNS)
+
+    @property
     def keys(self) -> list[tuple[bytes, tuple[int, ...], int]]:
         """Keys that tell images apart by content; the n-th of one picture has a key of its own."""
         known = collections.Counter[tuple[bytes, tuple[int, ...]]]()
         found = []
         for image in self.images:
-            kind = image.digest, _cut(image).patches.shape
+            kind = image.digest, image.cut.patches.shape
             found.append((*kind, known[kind]))
             known[kind] += 1
         return found
@@ -127,12 +132,6 @@ def from_bytes(blob: np.ndarray) -> TurnImages | None:
         shapes = ((n, width), (n, fact["dims"]), (n,))
         both = zip(_COLUMNS, shapes, strict=True)
         columns = [read(dtype, *shape) for (_, dtype), shape in both]
-        rows, places = map(int, fact["grid"])
-        cut = ImagePatches(*columns, int(fact["features"]), (rows, places))
+        cut = ImagePatches(*columns, fact["features"], tuple(fact["grid"]))
         images.append(Image(_NO_PIXELS, bytes.fromhex(fact["digest"]), cut, fact["shrunk"]))
     return TurnImages(tuple(images), patch)
-
-
-def _cut(image: Image) -> ImagePatches:
-    assert image.patches is not None, "images are cut before they are in a response"
-    return image.patches

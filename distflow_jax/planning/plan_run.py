@@ -73,7 +73,7 @@ from distflow_jax.stream.batches.streamed_nodes import (
     streamed_units,
 )
 from distflow_jax.stream.checks import Surroundings, check_plan
-from distflow_jax.stream.frames.node_frames import prompt_facts
+from distflow_jax.stream.frames.prompt_frames import prompt_facts
 from distflow_jax.stream.links.buffer_addresses import check_listen
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.wire.tls import read_wire_tls
@@ -324,7 +324,6 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         sampler_part=SAMPLERS in config.mesh.roles,
         own_devices=sizes.samplers_have_own_devices,
         offload=config.training.offload,
-        environment=config.rollout.environment,
         eval_dataset=config.eval.dataset,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
@@ -395,7 +394,7 @@ def prepare(
             source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
     with shown("start_rewards"):
-        if config.stream.worker_nodes:
+        if config.stream.worker_nodes or (config.stream.workers and config.rollout.environment):
             prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
         with contextlib.ExitStack() as on_failure:
             environments = open_environments(config, source, loader.prompt(0), on_failure)
@@ -548,11 +547,16 @@ def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
 
     Trackers are left out: process 0 alone has a use for them.
     """
-    rollout = config.rollout
-    named = [config.dag, config.reward.function, rollout.environment]
-    named += strings_in(rollout.environment_kwargs)  # its tools
+    named = [config.dag, config.reward.function]
     named += [plan.region.until] if plan.region else []
-    return hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
+    own = hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
+    return own | environment_table(config)
+
+
+def environment_table(config: Config) -> dict[str, str]:
+    """{file: hash of its content} of a run's environment and its tools."""
+    rollout = config.rollout
+    return hashes_of([rollout.environment, *strings_in(rollout.environment_kwargs)])
 
 
 def open_environments(
@@ -562,6 +566,16 @@ def open_environments(
 
     `files` closes them. Raises ValueError or FileNotFoundError.
     """
+    environments = make_environments(config, source, files)
+    if environments is not None:
+        check_environments(environments, prompt)
+    return environments
+
+
+def make_environments(
+    config: Config, source: ModelSource, files: contextlib.ExitStack
+) -> Environments | None:
+    """As `open_environments`, but none is tried."""
     rollout, sight = config.rollout, None
     if not rollout.environment:
         return None
@@ -583,7 +597,6 @@ def open_environments(
         sight=sight,
     )
     files.callback(environments.close)
-    check_environments(environments, prompt)
     return environments
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.rollout.requests import Response
 
 MOST_LOGP = 1e-3  # above 0: rounding of an engine in float16
@@ -26,15 +27,17 @@ class ResponseLimits:
       vocab_size: ids of tokens are below it.
       stops: ids that end a response, or a turn of one.
       experts: (layers, experts of a token, experts of a layer) where they are recorded.
-      in_turns: whether environments answer between turns.
-      patch_bytes: of a patch of an image that one shows; 0: the model sees none.
+      max_turns: of a response where environments answer between turns; 0: there are none.
+      turn_length: tokens of one turn, the end token included.
+      images: sizes of the patches that the model's tower reads; None: it has none.
     """
 
     vocab_size: int
     stops: Collection[int]
     experts: tuple[int, int, int] | None = None
-    in_turns: bool = False
-    patch_bytes: int = 0
+    max_turns: int = 0
+    turn_length: int = 0
+    images: PatchSizes | None = None
 
 
 def check_response(

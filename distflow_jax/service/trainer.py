@@ -64,11 +64,11 @@ class Trainer:
 
     def __init__(self, config: Config, workdir: str | os.PathLike, *, chosen: Collection[str] = ()):
         """`config`: with stream.workers; `chosen`: see run.train. ValueError for another one."""
-        if not config.stream.workers or config.stream.weight_update != "in_flight":
+        asked = (config.stream.workers, config.stream.weight_update, config.rollout.environment)
+        if asked != (True, "in_flight", ""):
             raise ValueError(
-                "a program samples for runs with stream.workers=True and "
-                f"stream.weight_update='in_flight', got workers={config.stream.workers} and "
-                f"weight_update={config.stream.weight_update!r}"
+                "a program samples responses of one turn, in runs with stream.workers=True and "
+                f"stream.weight_update='in_flight' and no rollout.environment, got {asked}"
             )
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(

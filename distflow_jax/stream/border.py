@@ -16,7 +16,7 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
-from distflow_jax.images.patch_checks import check_shown
+from distflow_jax.images.record_checks import check_shown
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.records import MOST_SCORE
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
@@ -59,7 +59,7 @@ _RANGES = {  # of columns of the index
     "turns": (0, _MOST),
     "reason": (0, len(REASONS) - 1),
 }
-MOST_NUMBERS = 64  # metrics of a response's environment, or of a node
+MOST_NUMBERS = 500  # metrics of a response's environment, or of a node
 MOST_NAME = 200  # characters of a metric's name
 
 
@@ -95,13 +95,18 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     nodes = facts.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
         raise RefusedAnswer(f"nodes {nodes!r:.80}, where names are wanted")
-    forms = _FORMS | (_IMAGE_FORMS if facts.get("response_images") else {})
+    images = _IMAGE_FORMS if facts.get(IMAGES) else {}
+    forms = _FORMS | images
     if missing := sorted({*forms, "experts"} - arrays.keys()):
         raise RefusedAnswer(f"no array {missing[0]!r}")
     for name, (dtype, ndim) in forms.items():
         if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
             kind = f"{arrays[name].dtype}{list(arrays[name].shape)}"
             raise RefusedAnswer(f"{name} as {kind}, where {dtype} of {ndim} dims is wanted")
+    if images:
+        size, lengths = len(arrays[IMAGES]), arrays[IMAGE_BYTES]
+        if not all(0 <= n <= size for n in lengths) or lengths.sum() != size:
+            raise RefusedAnswer(f"images of {size} bytes, of which no response has some")
     index = arrays["index"]
     if index.shape[1] != len(INDEX):
         raise RefusedAnswer(f"an index of {index.shape[1]} columns, {len(INDEX)} are wanted")
@@ -255,15 +260,10 @@ def _check_episode(
     response, limit = episode.response, request.sampling.limit
     check_columns(response, episode.mask)
     check_experts(response, limits, len(request.prompt.tokens))
-    if not 0 <= episode.turns <= max(1, len(episode.mask)):
-        raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")
-    if limits.in_turns:
-        if len(response.tokens) > limit:
-            raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
-        check_vocabulary(response.tokens, limits)
+    if limits.max_turns:
         check_logp(response.logp)
         check_versions(response.version[episode.mask], 0, newest)
-        _check_turns(episode, limits)
+        _check_turns(episode, limits, limit)
     else:
         _check_response(response, limits, limit, newest, ended=response.finished)
         _check_one_turn(episode)
@@ -273,7 +273,7 @@ def _check_partial(
     partial: Partial, limits: ResponseLimits, request: GroupRequest, newest: int
 ) -> None:
     response, fed = partial.response(frozenset()), len(partial.fed)
-    if limits.in_turns or partial.shown is not None:
+    if limits.max_turns or partial.shown is not None:
         raise RefusedAnswer("a response under way, and those in turns come whole")
     if fed:
         raise RefusedAnswer(f"{fed} tokens that were not sampled, and there is no environment")
@@ -300,15 +300,43 @@ def _check_one_turn(episode: Episode) -> None:
         raise RefusedAnswer(f"{told} of turns, reward and reason, and there is no environment")
 
 
-def _check_turns(episode: Episode, limits: ResponseLimits) -> None:
-    """Raises RefusedAnswer for a response in turns that no environment has answered."""
+def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
+    """Raises ValueError for a response in turns of more than `limit` tokens, or one that no model
+    and environment can have made together."""
     response, mask = episode.response, episode.mask
-    if abs(episode.reward) > MOST_SCORE:
-        raise RefusedAnswer(f"the reward {episode.reward}")
+    if len(response.tokens) > limit:
+        raise RefusedAnswer(f"{len(response.tokens)} tokens, of {limit} at most")
+    check_vocabulary(response.tokens, limits)
+    if not mask.any() or not mask[-1]:
+        raise RefusedAnswer("no sampled token at the end")
+    _check_ends(episode, limits)
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
-    if episode.reason != "failed" and not mask.any():
-        raise RefusedAnswer("no sampled token")
     if response.shown is not None:
-        check_shown(response.shown, mask, limits.patch_bytes)
+        if limits.images is None:
+            raise RefusedAnswer("images, and the model sees none")
+        check_shown(response.shown, mask, limits.images)
+    unscored = episode.reason == "failed"
+    if (
+        math.isnan(episode.reward) != unscored
+        or abs(episode.reward) > limits.max_turns * MOST_SCORE
+    ):
+        raise RefusedAnswer(f"the reward {episode.reward} of a response that is {episode.reason}")
     check_numbers(episode.logged)
+
+
+def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
+    """Raises RefusedAnswer unless each turn but a cut one ends with its end token."""
+    tokens, mask = episode.response.tokens, episode.mask
+    places, at = np.flatnonzero(mask), np.isin(tokens, list(limits.stops)) & mask
+    ended = bool(at[-1])
+    if int(at.sum()) + (not ended) != episode.turns or episode.turns > limits.max_turns:
+        raise RefusedAnswer(f"{episode.turns} turns with {at.sum()} end tokens")
+    if np.any(mask[:-1] & ~mask[1:] & ~at[:-1]):
+        raise RefusedAnswer("an observation within a turn")
+    longest = np.diff(np.flatnonzero(at[places]), prepend=-1, append=len(places) - 1).max()
+    if longest > limits.turn_length:
+        raise RefusedAnswer(f"a turn of {longest} tokens, of {limits.turn_length} at most")
+    by_model = {"done": True, "max_turns": True, "turn_length": False}.get(episode.reason, ended)
+    if episode.response.finished != (episode.reason == "done") or ended != by_model:
+        raise RefusedAnswer(f"a response that is {episode.reason} at token {tokens[-1]}")

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.dag.added_fields import FIELD
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.did_you_mean import hint
@@ -23,7 +22,6 @@ class Surroundings:
     sampler_part: bool  # whether mesh.roles gives samplers devices
     own_devices: bool  # whether samplers have devices that no trainer uses
     offload: str
-    environment: str
     eval_dataset: str
     group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
@@ -34,9 +32,6 @@ class Surroundings:
 _COMBINATIONS = {
     "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
     "gives samplers devices: take that out, or use workers=False",
-    "workers environment": "stream.workers=True answers in one turn, and "
-    "rollout.environment={run.environment!r} answers in turns: use workers=False, with samplers on "
-    "a part of the devices",
     "workers evaluates": "stream.workers=True leaves no sampler to the trainers that could "
     "evaluate: set eval.dataset='' in place of {run.eval_dataset!r}, and use `distflow evaluate`",
     "workers region boundary": "the region of dag {plan.name!r} has rounds with "
@@ -110,7 +105,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "apart": run.own_devices,
         "spread": run.sampler_hosts > 1,
         "offload": run.offload != "none",
-        "environment": run.environment,
         "evaluates": run.eval_dataset,
         "region": judged,
         "late": late,
@@ -166,11 +160,6 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str) -> tuple[Unit, ...
             )
         if name not in sampled | ahead.keys():
             raise ValueError(f"{where} names {name!r}: {_why_not(tasks[name], trained)}")
-        if name in ahead and FIELD in tasks[name].node.reads:
-            raise ValueError(
-                f"{where} names {name!r}, which adds the rewards of rollout.environment to its "
-                "own: these belong to the samplers; take it out"
-            )
     return tuple(unit for name, unit in ahead.items() if name in names)
 
 

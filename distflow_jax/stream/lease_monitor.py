@@ -53,7 +53,8 @@ class LeaseMonitor(Sampling):
 
     @property
     def missing_workers(self) -> list[str]:
-        """Nodes that groups wait for, once a worker was missing for `no_workers_seconds`."""
+        """Nodes that groups wait for, once a worker was missing for `no_workers_seconds`, or errors
+        ended those that came."""
         if time.monotonic() - self._alone_since < self._no_workers_seconds:
             return []
         with self._lock:
@@ -117,9 +118,10 @@ class LeaseMonitor(Sampling):
             served = bool(missing) and missing[0] in self._buffer.served
             groups = self._buffer.num_open(missing[0] if served else SAMPLING)
             lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
-        if not missing:
+            unfit = self._buffer.unfit
+        if not (missing or unfit):
             self._alone_since = self._told = now
-        elif now - self._told >= TELL_SECONDS:
+        elif missing and now - self._told >= TELL_SECONDS:
             self._told = now
             log.warning(
                 "no worker%s was at work for %.0f s, and %d groups wait for one%s; start one: %s%s",

@@ -32,6 +32,7 @@ class Leases:
       expired: leases that ended without a result.
       stalled: workers of which a lease has ended, and that submitted nothing since.
       ended: workers that get nothing any more, why and since when.
+      unfit: whether an error has ended a worker, and no response came since.
     """
 
     def __init__(self, seconds: float, max_tries: int):
@@ -43,6 +44,7 @@ class Leases:
         self.workers: dict[str, KnownWorker] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
+        self.unfit = False
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = (SAMPLING,)) -> None:
         """Notes that a worker lives, and what it serves."""
@@ -83,8 +85,9 @@ class Leases:
         gone = set(counters)
         self.open = {key: task for key, task in self.open.items() if key[0] not in gone}
 
-    def deregister(self, worker: str) -> None:
+    def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
+        self.unfit |= unfit
         self.workers.pop(worker, None)
         for task in self.open.values():
             if task.worker == worker:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
-from distflow_jax.environments.episodes import Episode
+from distflow_jax.environments.episodes import Episode, without_lone
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import GroupTask, Key, pieces_of
@@ -100,7 +100,11 @@ class SampleRequests:
         for task, result in results:
             task.then(result)
         return [
-            (task.key, [task.ended[s].content for s in sorted(task.ended)], task.workers)
+            (
+                task.key,
+                without_lone([task.ended[s].content for s in sorted(task.ended)]),
+                task.workers,
+            )
             for task in complete
         ]
 

@@ -46,6 +46,7 @@ class TaskBuffer(Leases):
       lease_seconds: after which a task without news of its worker is given to another one.
       max_tries: failures of a task after which its prompt is given up.
       served: ids of the nodes that workers run.
+      environment_seconds: longest time that calls of its environment may take a response.
       differs: where two results of one response differ and should not; None: nowhere.
 
     Attributes:
@@ -62,9 +63,11 @@ class TaskBuffer(Leases):
         lease_seconds: float,
         max_tries: int,
         served: Iterable[str] = (),
+        environment_seconds: float = 0.0,
         differs: Callable[[Any, Any], Any] = lambda first, second: None,
     ):
         super().__init__(lease_seconds, max_tries)
+        self._environment_seconds = environment_seconds
         self.counts, self.newest, self.served = Counts(), version, frozenset(served)
         self._rule, self._exact, self._oldest, self._differs = rule, exact, version, differs
         self.complete: dict[Key, GroupTask] = {}  # groups that were not taken
@@ -163,7 +166,7 @@ class TaskBuffer(Leases):
             if capacity <= 0 or (leased and size > ANSWER_BYTES):
                 break
             capacity -= task.lacks
-            task.lease(worker, now, self.seconds)
+            task.lease(worker, now, self.seconds, self._environment_seconds)
             leased.append(task)
         self.counts.leased += len(leased)
         return leased
@@ -227,10 +230,11 @@ class TaskBuffer(Leases):
         if new or ((has or lost) and shown > task.shown):
             self.stalled.discard(worker)
             task.shown, task.moved = max(shown, task.shown), now
+        self.unfit = self.unfit and not new
         if self._end_if_complete(task):
             return new
         if goes_on and (has or (lost and worker not in self.stalled)):
-            task.lease(worker, now, self.seconds)
+            task.lease(worker, now, self.seconds, self._environment_seconds)
         elif has:
             task.free()
         return new

@@ -95,13 +95,14 @@ class GroupTask(Task):
     differed: set[int] = dataclasses.field(default_factory=set)  # samples of which results did
     workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of
 
-    def lease(self, worker: str, now: float, seconds: float) -> None:
-        """Begins a lease, or prolongs it."""
+    def lease(self, worker: str, now: float, seconds: float, calls: float) -> None:
+        """Begins a lease, or prolongs it; without progress by no more than FRUITLESS_LEASES and the
+        seconds that `calls` of an environment may take a response."""
         if self.last != worker:
             self.last, self.shown = worker, self.tokens
         if self.worker != worker:
             self.worker, self.moved = worker, now
-        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds)
+        self.until = min(now + seconds, self.moved + FRUITLESS_LEASES * seconds + calls)
 
     def drop(self, worker: str) -> None:
         """Forgets what a worker has submitted: others sample it again."""
@@ -172,6 +173,8 @@ def progress_bytes(progress: Progress) -> int:
 
 
 def _size(content: Episode | Partial) -> int:
-    experts = content.response.routed_experts if isinstance(content, Episode) else None
-    tokens = len(content.response.tokens if isinstance(content, Episode) else content.tokens)
-    return _TOKEN_BYTES * tokens + (0 if experts is None else experts.nbytes)
+    if isinstance(content, Partial):
+        return _TOKEN_BYTES * len(content.tokens)
+    response, experts = content.response, content.response.routed_experts
+    size = _TOKEN_BYTES * len(response.tokens) + (0 if experts is None else experts.nbytes)
+    return size + (0 if response.shown is None else response.shown.nbytes)

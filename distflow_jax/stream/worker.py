@@ -96,9 +96,9 @@ class Worker:
                 self.open[key] = request
 
     def drop(self, keys: Collection[Key]) -> None:
-        """Answers some requests no longer; the tokens of others are read again."""
+        """Answers some requests no longer."""
         if keys:
-            self.sampler.resume(*self.sampler.suspend(keys))
+            self.sampler.drop(keys)
             for key in keys:
                 del self.open[key]
 

@@ -171,7 +171,7 @@ def test_a_request_that_is_dropped_is_not_returned_if_its_last_tokens_come_meanw
         for _ in range(rounds):
             returned += [key for key, _ in sampler.round()]
         dropped = set(range(len(REQUESTS))) - set(returned)
-        sampler.resume(*sampler.suspend(dropped))
+        sampler.drop(dropped)
         for key in dropped:
             ended = [r for r in heard if r.prompt is REQUESTS[key].prompt]
             ended_meanwhile += len(ended) == len(REQUESTS[key].samples)

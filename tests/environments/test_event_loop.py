@@ -157,7 +157,7 @@ def test_a_thread_that_hangs_leaves_its_place_to_another(held):
         failed = [outcome for outcome in outcomes if isinstance(outcome, CallFailure)]
         assert [failure.cause for failure in failed] == ["timed_out"] * 2
         until(lambda: held.going == 2 == len(environments.loop.hung))
-        environments.check_hung()  # as many as there may be
+        environments.loop.check_hung()  # as many as there may be
         one = EnvironmentHandle(environments, PROMPTS[0], answers)
         one.reset()
         one.step(TURN)
@@ -165,7 +165,7 @@ def test_a_thread_that_hangs_leaves_its_place_to_another(held):
         assert last(answers).cause == "timed_out"
         until(lambda: len(environments.loop.hung) == 3)
         with pytest.raises(RuntimeError, match="3 calls .*environment_threads=2; step hangs"):
-            environments.check_hung()
+            environments.loop.check_hung()
         assert len(Open.all) == 3  # an object is not closed while a call of it is at work
         held.go_on.set()
         until(lambda: not Open.all)
@@ -344,7 +344,7 @@ def test_a_response_can_be_cancelled_whatever_it_is_at(
         sampling = SamplingParams(4, LIMITS.response)
         for index in (0, 1):
             request = GroupRequest(PROMPTS[index], sampling, hold=True).with_limit(LIMITS.turn)
-            driver.begin(index, request)
+            driver.begin(index, request, {})
 
         def at_work():
             return [c for c in driver._by_handle.values() if c.group.index == 1]
@@ -378,7 +378,7 @@ def test_closing_ends_what_is_at_work(sampler, held, monkeypatch, at):
     with environments_of("Stays") as environments:
         driver = TurnDriver(scheduler, environments, LIMITS, None)
         request = GroupRequest(PROMPTS[1], SamplingParams(4, LIMITS.response), hold=True)
-        driver.begin(0, request.with_limit(LIMITS.turn))
+        driver.begin(0, request.with_limit(LIMITS.turn), {})
         until(lambda: go_on(driver) or Stays.there.is_set())
         assert Open.all  # nobody closes the driver: the environments do
     assert not Open.all

@@ -19,7 +19,7 @@ from support.waiting import HANG
 
 from distflow_jax.batch import RowShape, Samples
 from distflow_jax.environments.environment import Turn
-from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
 from distflow_jax.environments.episodes import turn_columns
 from distflow_jax.environments.multiturn import TurnLimits
 from distflow_jax.environments.registry import CallLimits, Environments
@@ -259,6 +259,40 @@ def test_two_requests_for_one_prompt_are_kept_apart(sampler, episodes):
     for node, wanted in (("drawn", list(episodes.values())), ("greedy", alone)):
         got = [e for prompt in PROMPTS for e in found[prompt.counter, node]]
         assert_agree(by_uid(got), by_uid(wanted))
+
+
+@pytest.mark.parametrize("first", ["", "ab"])
+def test_another_sampler_draws_what_had_not_ended_and_nothing_of_what_is_dropped(sampler, first):
+    """As a worker that gets requests of one that has died; dropped ones are amid their turns."""
+    wanted, dropped = sampler.run("Parrot", first=first), PROMPTS[3].counter
+    how = {"turn_length": LIMITS.turn, "max_turns": LIMITS.turns}
+    kwargs = {"first": first}
+    environments = Environments(
+        f"{__name__}:Parrot", kwargs, TOKENIZER, calls=CallLimits(HANG), **how
+    )
+    other = EpisodeSampler(sampler.engine, sampler.state, environments)
+    known = [{0, 2}, {3}, {0, 1, 2, 3}, set()]
+    Parrot.heard.clear()
+    for prompt, samples in reversed(list(zip(PROMPTS, known, strict=True))):
+        progress = Progress({s: wanted[prompt.counter, s] for s in samples})
+        request = GroupRequest(prompt, SamplingParams(4, LIMITS.response))
+        other.submit(prompt.counter, request, progress)
+    found = {}
+    for _ in range(3):
+        found |= dict(other.round())
+    other.drop({dropped})
+    while other.busy:
+        found |= dict(other.round())
+    sampler.state = other.close()
+    environments.close()
+    assert dropped not in found and len(found) == 3
+    begun = [counter for counter, _ in Parrot.heard]
+    assert [begun.count(prompt.counter) for prompt in PROMPTS] == [2, 3, 0, 4]
+    for counter, episodes in found.items():
+        kept = [e for e in episodes if e is wanted[counter, e.response.sample]]
+        assert len(kept) == len(known[counter])
+    left = {uid: episode for uid, episode in wanted.items() if uid[0] != dropped}
+    assert_agree(by_uid([e for episodes in found.values() for e in episodes]), left)
 
 
 def by_uid(episodes):

@@ -12,10 +12,8 @@ import time
 
 import numpy as np
 import pytest
-from etils import epath
 from support.programs import Process, certificate
 from support.run_folders import await_step, records
-from support.tiny_model import prompt_of
 from support.tiny_sampler import assert_agree
 from support.waiting import HANG, until
 from support.worker_runs import (
@@ -27,15 +25,13 @@ from support.worker_runs import (
     await_ready,
     check_account,
     check_trained,
+    saved_episodes,
     settings,
     trainers,
     worker,
 )
 
-from distflow_jax.checkpoint.additions import additions
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 LIMIT = 16  # tokens of a response, of configs/tiny.py
@@ -151,19 +147,8 @@ def test_workers_that_come_and_go_at_random_moments_change_no_version(
 
 
 def saved_responses(folder):
-    """{(counter, sample): response} of all processes, of every step but the first.
-
-    With weight updates at boundaries a checkpoint holds the groups of the step after it.
-    """
-    found = {}
-    for path in (folder / "checkpoints").iterdir():
-        saved = SavedSamples(additions(epath.Path(path)))
-        for counter in saved.counters:
-            assert counter // PROMPTS == int(path.name)
-            request = GroupRequest(prompt_of(counter, [1]), SamplingParams(SAMPLES, LIMIT))
-            progress = saved.take(counter, {"rollout": request})["rollout"]
-            found |= {(counter, s): e.response for s, e in progress.episodes.items()}
-    return found
+    """{(counter, sample): response} of all processes, of every step but the first."""
+    return {uid: episode.response for uid, episode in saved_episodes(folder, LIMIT).items()}
 
 
 @pytest.mark.slow

@@ -36,13 +36,11 @@ def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_
         (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .*did you mean 'reward'"),
         (["actor_train"], {}, "--nodes=actor_train .* model 'actor', which this run trains"),
         (["reward"], {"foreign": FOREIGN}, "--nodes=reward names no node that samples, and"),
-        (["reward"], {"environment": "calculator"}, "adds the rewards of rollout.environment"),
     ],
 )
 def test_nodes_that_a_worker_cannot_run_are_refused_before_it_joins(nodes, changed, message):
     flags = ["stream.workers=True", "stream.max_staleness=1", "algorithm.correction=token_tis"]
     flags += ["eval.dataset=", "eval.every=0"]
-    flags += [f"rollout.environment={changed['environment']}"] if "environment" in changed else []
     config = tiny_config(*flags)
     foreign = changed.get("foreign")
     with pytest.raises(ValueError, match=message):

@@ -13,11 +13,15 @@ import pytest
 from support.counted_buffers import BORDER, STOP, VOCABULARY, length_of, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.environments.episodes import REASONS, single_turn
+from distflow_jax.environments.episodes import REASONS, Episode, single_turn
+from distflow_jax.images import turn_images
+from distflow_jax.images.patch_chunks import PatchSizes
+from distflow_jax.images.record import Image, ImagePatches
+from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.records import RewardResult
-from distflow_jax.rollout.requests import Partial
+from distflow_jax.rollout.requests import Partial, Response
 from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.stream.border import Border, check_parts
 from distflow_jax.stream.frames.frames import Frame, samples_frame
@@ -29,6 +33,10 @@ from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.wire.calls import Refused
 
 KEY, COUNTER = (4, "gen"), 4
+SIZES = PatchSizes(chunk=16, chunks=1, patch_bytes=6, dims=2, merge=4)
+BORDER_OF_TURNS = Border(
+    dataclasses.replace(BORDER.limits, max_turns=3, turn_length=3, images=SIZES)
+)
 FACTS = {"attempt": "one", "calls": 1, "goes_on": True}
 
 
@@ -99,7 +107,7 @@ def index(column, value, row=0):
     return put("index", value, (row, column))
 
 
-COUNTER_OF, SAMPLE, TOKENS, FED, EXPERTS, ENDED, FINISHED, TURNS, REASON = 0, *range(2, 10)
+COUNTER_OF, SAMPLE, TOKENS, FED, EXPERTS, ENDED, FINISHED, TURN, REASON = 0, *range(2, 10)
 LIES = {  # a lie, and the field and value of it that the log names
     "an id beyond the vocabulary": (
         put("tokens", VOCABULARY),
@@ -180,7 +188,7 @@ LIES = {  # a lie, and the field and value of it that the log names
     "a negative number of fed ones": (index(FED, -5, 1), "fed from -5 to 0 in the index"),
     "experts where none are recorded": (index(EXPERTS, 0), "response 0 to prompt 4: experts,"),
     "the same response twice": (index(SAMPLE, 0, 1), "two results of response 0 to prompt 4"),
-    "no turn of many": (index(TURNS, 10**9), "response 0 to prompt 4: 1000000000 turns"),
+    "no turn of many": (index(TURN, 10**9), "response 0 to prompt 4: (1000000000, "),
     "an unknown reason": (index(REASON, 99), "reason from 0 to 99 in the index"),
     "a reason from behind": (index(REASON, -1), "reason from -1 to 0 in the index"),
     "a node that is none": (index(1, 7), "a response to prompt 4 of node 7,"),
@@ -212,7 +220,7 @@ LIES = {  # a lie, and the field and value of it that the log names
         index(FINISHED, 0),
         "response 0 to prompt 4: an end at the limit, and end token 9999 ",
     ),
-    "two turns without an environment": (index(TURNS, 2), "response 0 to prompt 4: (2, "),
+    "two turns without an environment": (index(TURN, 2), "response 0 to prompt 4: (2, "),
     "a reason of environments": (index(REASON, 1), f"{REASONS[1]!r}) of turns, reward and reason"),
     "a reward without an environment": (put("reward", 1.5), "response 0 to prompt 4: (1, 1.5, "),
     "a reward that is infinite": (put("reward", np.inf), "response 0 to prompt 4: (1, inf, "),
@@ -288,37 +296,166 @@ def test_bytes_that_are_no_frame_name_their_worker(caplog):
     assert "worker liar" in caplog.text
 
 
-def in_turns(**changes):
-    """Whether an episode in turns passes."""
-    border = Border(dataclasses.replace(BORDER.limits, in_turns=True))
-    request = request_of(COUNTER)
-    episode = single_turn(response_of(request, 0, [3] * length_of(COUNTER, 0)))
-    episode.response.logp[0], episode.mask[0] = 0.0, False
-    episode.turns, episode.reward, episode.logged = 2, 1.5, {"steps": 2.0}
-    for name, value in changes.items():
-        setattr(episode, name, value)
-    check = functools.partial(border.check, {KEY: Progress({0: episode})}, {KEY: request}, 3)
+# a first observation, and three turns: an image follows the first one, and nothing the second
+TURNS = "oo s s S o i i o s S s S"
+IMAGE = Image(
+    np.zeros((0, 0, 3), np.uint8),
+    bytes(16),
+    ImagePatches(
+        np.zeros((8, 6), np.uint8), np.zeros((8, 2), np.int32), np.ones(8, np.int32), 2, (1, 2)
+    ),
+)
+
+
+def episode_in_turns(request, sample=0):
+    """An episode whose environment has answered twice."""
+    kinds = TURNS.replace(" ", "")
+    mask = np.array([kind in "sS" for kind in kinds])
+    tokens = np.where([kind == "S" for kind in kinds], STOP, 7).astype(np.int32)
+    logp = np.where(mask, -1.0, 0.0).astype(np.float32)
+    margin = np.where(mask, 1.0, np.inf).astype(np.float32)
+    version = np.where(mask, 3, 0).astype(np.int32)
+    patch = np.full(len(kinds), -1, np.int32)
+    patch[[place for place, kind in enumerate(kinds) if kind == "i"]] = [0, 1]
+    shown = TurnImages((IMAGE,), patch)
+    response = Response(request.prompt, sample, tokens, logp, margin, True, version, None, shown)
+    return Episode(response, mask, 1.5, 3, "done", {"steps": 2.0, "infra/raised": 1.0})
+
+
+def truth_in_turns():
+    """A frame with a response in turns."""
+    found = {KEY: Progress({0: episode_in_turns(request_of(COUNTER))})}
+    return samples_frame(FACTS, found)
+
+
+def changed_image(change):
+    """Another image in the response, of `change` of its patches' record."""
+
+    def lie(facts, arrays):
+        shown = turn_images.from_bytes(arrays["response_images"])
+        cut = change(shown.images[0].patches)
+        image = dataclasses.replace(shown.images[0], patches=cut)
+        blob = turn_images.to_bytes(TurnImages((image,), shown.patch))
+        arrays["response_images"] = blob
+        arrays["response_image_bytes"] = np.array([len(blob)], np.int64)
+
+    return lie
+
+
+def moved_features(*places):
+    """The image's features at other tokens."""
+
+    def lie(facts, arrays):
+        shown = turn_images.from_bytes(arrays["response_images"])
+        patch = np.full(len(shown.patch), -1, np.int32)
+        patch[list(places)] = range(len(places))
+        arrays["response_images"] = turn_images.to_bytes(TurnImages(shown.images, patch))
+
+    return lie
+
+
+def other(**changes):
+    """Another record of the image's patches."""
+    return changed_image(
+        lambda cut: dataclasses.replace(cut, **{k: v(getattr(cut, k)) for k, v in changes.items()})
+    )
+
+
+def log(numbers):
+    return become("logged", lambda x: np.frombuffer(json.dumps([numbers]).encode(), np.uint8))
+
+
+LIES_IN_TURNS = {
+    "an id beyond the vocabulary in an observation": put("tokens", VOCABULARY, 0),
+    "a log-prob of an observation": put("logp", -1.0, 0),
+    "a log-prob that is nan": put("logp", np.nan, 2),
+    "a version to come": put("version", 4, 2),
+    "an end token within a turn": put("tokens", STOP, 2),
+    "no end token before an observation": put("tokens", 7, 4),
+    "an observation that was sampled": put("mask", True, 0),
+    "nothing sampled": become("mask", np.zeros_like),
+    "an observation at the end": put("mask", False, -1),
+    "no end token at the end": put("tokens", 7, -1),
+    "no turn": index(TURN, 0),
+    "two turns of three": index(TURN, 2),
+    "more turns than an environment answers": become(
+        "index", lambda x: np.where(np.arange(10) == TURN, 9, x)
+    ),
+    "an end that is none": index(FINISHED, 0),
+    "a limit that was not met": index(REASON, REASONS.index("turn_length")),
+    "a reward that is infinite": put("reward", np.inf),
+    "a reward of 10^300": put("reward", 1e300),
+    "no reward of what has not failed": put("reward", np.nan),
+    "a reward of what has failed": index(REASON, REASONS.index("failed")),
+    "logged text": log({"steps": "many"}),
+    "a logged nan": log({"steps": float("nan")}),
+    "a thousand logged numbers": log({str(i): 1.0 for i in range(1000)}),
+    "a response under way": index(ENDED, 0),
+    "tokens that were fed": index(FED, 1),
+    "experts where none are recorded": index(EXPERTS, 0),
+    "patches of another size": other(patches=lambda x: np.repeat(x, 2, axis=1)),
+    "patches that are missing": other(patches=lambda x: x[:-1]),
+    "positions of three": other(positions=lambda x: np.repeat(x, 2, axis=1)[:, :3]),
+    "positions below 0": other(positions=lambda x: x - 1),
+    "segments from 0": other(segments=lambda x: x - 1),
+    "segments beyond a chunk": other(
+        patches=lambda x: np.tile(x, (9, 1)),
+        positions=lambda x: np.tile(x, (9, 1)),
+        segments=lambda x: np.tile(x, 9),
+        features=lambda x: 9 * x,
+    ),
+    "fewer features": other(features=lambda x: x - 1),
+    "features that are text": other(features=str),
+    "a large grid": other(grid=lambda x: (1 << 40, 1)),
+    "features that were sampled": moved_features(2, 3),
+    "features out of place": moved_features(6),
+    "features with text between": moved_features(5, 8),
+    "an image cut short": become("response_images", lambda x: x[:-1]),
+    "bytes that are no image": become("response_images", np.zeros_like),
+    "images of nobody": become("response_image_bytes", lambda x: x * 0 + 10**12),
+    "images of several": become("response_image_bytes", lambda x: np.append(x, x)),
+    "images as text": become("response_images", lambda x: x.astype("U8")),
+}
+
+
+def test_an_answer_in_turns_counts():
+    trainer = Trainer(BORDER_OF_TURNS)
+    answer = trainer.call("submit", "liar", truth_in_turns())
+    assert answer.facts["dropped"] == [] and "refused" not in answer.facts
+    (task,) = trainer.buffer.groups()
+    assert set(task.ended) == {0} and task.ended[0].tokens == 7
+
+
+@pytest.mark.parametrize("lie", LIES_IN_TURNS.values(), ids=LIES_IN_TURNS)
+def test_a_lie_in_turns_counts_for_nothing_and_names_its_worker(lie, caplog):
+    trainer, frame = Trainer(BORDER_OF_TURNS), truth_in_turns()
+    facts, arrays = dict(frame.facts), dict(frame.arrays)
+    lie(facts, arrays)
     try:
-        check()
-    except ValueError as error:
-        return str(error)
-    return ""
+        trainer.call("submit", "liar", Frame(facts, arrays))
+    except Refused:
+        pass
+    (task,) = trainer.buffer.groups()
+    assert not task.ended and not task.under_way and not task.failures and task.worker == ""
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a result of worker liar is refused: ")
 
 
-def test_episodes_in_turns_have_turns_rewards_and_numbers():
-    assert in_turns() == ""
-    assert in_turns(reward=float("nan")) == ""  # it has no score
-    for changes in (
-        {"reward": float("inf")},
-        {"turns": -1},
-        {"turns": 10**9},
-        {"logged": {"x": float("nan")}},
-        {"logged": {"x": "text"}},
-        {"logged": {str(i): 1.0 for i in range(1000)}},
-        {"mask": np.zeros(length_of(COUNTER, 0), bool)},
-        {"mask": np.ones(2, np.int32)},
+def test_responses_that_end_in_other_ways_count():
+    """A failed one has no score, a cut one no end token, and a late one nothing behind its turn."""
+    check = functools.partial(BORDER_OF_TURNS.check, requests={KEY: request_of(COUNTER)}, newest=3)
+    for reason, end, reward in (
+        ("failed", STOP, np.nan),
+        ("failed", 7, np.nan),
+        ("max_turns", STOP, 0.0),
+        ("turn_length", 7, -1.0),
+        ("response_length", 7, 0.5),
+        ("response_length", STOP, 0.5),
     ):
-        assert in_turns(**changes).startswith("response 0 to prompt 4: "), changes
+        one = episode_in_turns(request_of(COUNTER))
+        one.reason, one.reward, one.response.finished = reason, reward, False
+        one.response.tokens[-1] = end
+        check({KEY: Progress({0: one})})
 
 
 def refused_parts(*values):

@@ -13,6 +13,7 @@ from distflow_jax.images.prompt_images import prompt_images
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream.frames import image_frames
 from distflow_jax.stream.frames.frames import Frame, work_frame, work_of
+from distflow_jax.stream.frames.prompt_frames import request_bytes
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
 from distflow_jax.stream.tasks import GroupTask
@@ -54,6 +55,29 @@ def test_an_image_of_several_prompts_is_sent_once_and_text_sends_none():
     text = frame_of(prompt_of(1, [1, 2, 3]))
     assert "images" not in text.facts and "images" not in text.facts["groups"][0]
     assert received(text)[0].patch is None
+
+
+def test_environments_get_the_row_of_a_prompt_and_previews_and_samplers_alone_do_not():
+    prompt = dataclasses.replace(
+        seeing_prompt(MODEL, 0, 2),
+        text="What?",
+        data_source="games",
+        ground_truth=("left", 2),
+        extra_info={"board": np.arange(4)},
+    )
+    work = [((0, "gen"), GroupRequest(prompt, SamplingParams(2, 16)), Progress())]
+    (whole,) = received(work_frame({}, work, rows=True))
+    assert (whole.text, whole.data_source, whole.ground_truth) == ("What?", "games", ("left", 2))
+    np.testing.assert_array_equal(whole.extra_info["board"], np.arange(4))
+    for sent, got in zip(prompt.images, whole.images, strict=True):
+        np.testing.assert_array_equal(sent.pixels, got.pixels)
+    (bare,) = received(work_frame({}, work))
+    assert (bare.text, bare.ground_truth, dict(bare.extra_info)) == ("", None, {})
+    assert not any(image.pixels.size for image in bare.images)
+    odd = dataclasses.replace(prompt, extra_info={"board": object()})
+    with pytest.raises(ValueError, match="extra_info of row .* type object, which cannot be sent"):
+        request_bytes(odd, rows=True)
+    assert request_bytes(prompt, rows=True) > request_bytes(odd, rows=False) > 0
 
 
 def _column(name, change):

@@ -130,3 +130,20 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     assert thread.missing_workers == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3
+
+
+def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
+    """As where environments fail on each of them; a response that comes shows otherwise."""
+    buffer, thread, after = waiting
+    for number in range(12):
+        buffer.heartbeat(f"w{number}", after.clock.now)
+        after(NO_WORKERS / 10)
+        buffer.deregister(f"w{number}", unfit=True)
+    assert thread.missing_workers == ["gen"]
+    buffer.heartbeat("good", after.clock.now)
+    assert thread.missing_workers == []
+    (work,) = buffer.lease("good", 0, 2, after.clock.now)
+    buffer.submit("good", work.key, {0: Piece(1, 0, 0, True, None)}, after.clock.now)
+    after(1.0)
+    buffer.deregister("good")
+    assert thread.missing_workers == []

@@ -27,14 +27,12 @@ from distflow_jax.stream.border import Border
 from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import (
-    of_plain,
-    prompt_facts,
     read_result,
     result_frame,
     task_frame,
-    to_plain,
     work_of_task,
 )
+from distflow_jax.stream.frames.prompt_frames import of_plain, prompt_facts, to_plain
 from distflow_jax.stream.host_nodes import Group, NodesAhead, step_metrics, units_ahead
 from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses

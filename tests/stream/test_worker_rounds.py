@@ -104,13 +104,13 @@ def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
     rounds.come(2)
     rounds.round()
     seen = []
-    suspend = functools.partial(rounds.sampler.suspend)
+    drop = functools.partial(rounds.sampler.drop)
 
-    def slow(dropping):
+    def slow(keys):
         seen.append(rounds.state.rejoined)
-        return suspend(dropping)
+        drop(keys)
 
-    rounds.sampler.suspend = slow
+    rounds.sampler.drop = slow
     joins = threading.Thread(target=rounds.talk._rejoin)
     joins.start()
     rounds.until(lambda: not joins.is_alive())

@@ -309,10 +309,6 @@ SIZES = [
         [
             ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
             (
-                "rollout.environment=calculator",
-                "stream.workers=True answers in one turn, and rollo",
-            ),
-            (
                 "dag=dapo ; stream.weight_update=boundary",
                 "workers do not make: use weight_update='in_flight'",
             ),

@@ -114,13 +114,9 @@ class Sampler:
                     )
         return found
 
-    def suspend(self, dropping=()):
-        for key in dropping:
+    def drop(self, keys):
+        for key in keys:
             self._open.pop(key, None)
-        return None, []
-
-    def resume(self, state, partials):
-        """Nothing was suspended."""
 
     def free_weights(self):
         """There are none."""

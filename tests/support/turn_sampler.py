@@ -2,17 +2,21 @@
 
 import contextlib
 import dataclasses
+import math
 
 import numpy as np
 
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.multiturn import TurnLimits
 from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.stream.border import Border
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
@@ -79,7 +83,19 @@ class Sampler:
             )
         table = {(e.response.prompt.counter, e.response.sample): e for e in episodes}
         assert list(table) == [(p.counter, s) for p in prompts for s in range(4)]
+        self._check_border(table, environments, limits)
         return table
+
+    def _check_border(self, table, environments, limits):
+        """All that a sampler of turns makes may come from a worker."""
+        turn = environments.turn_length or limits.response
+        stops, most = self.engine.stop_ids, environments.max_turns
+        border = Border(ResponseLimits(TINY.vocab_size, stops, max_turns=most, turn_length=turn))
+        sampling = SamplingParams(4, limits.response)
+        for (counter, sample), episode in table.items():
+            if episode.reason == "failed" or not math.isnan(episode.reward):  # not left alone
+                key, request = (counter, "gen"), GroupRequest(episode.response.prompt, sampling)
+                border.check({key: Progress({sample: episode})}, {key: request}, 0)
 
 
 def assert_agree(got, wanted):

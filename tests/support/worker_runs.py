@@ -4,10 +4,16 @@ import collections
 import itertools
 import json
 
+from etils import epath
+
+from distflow_jax.checkpoint.additions import additions
 from distflow_jax.report.run_writer import read_metrics
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.stream.saved_samples import SavedSamples
 from support.programs import Process, training
 from support.run_folders import records
 from support.tiny_config import SMALL_AHEAD
+from support.tiny_model import prompt_of
 from support.waiting import until
 
 PROMPTS, SAMPLES, STEPS = 8, 4, 5
@@ -101,3 +107,19 @@ def check_account(folder):
     names = ("sampled", "trained", "filtered", "lost", "under_way")
     sampled, *parts = (last[f"perf/tokens/{name}"] for name in names)
     assert sampled == sum(parts) > 0
+
+
+def saved_episodes(folder, limit):
+    """{(counter, sample): episode} of all processes, of every step but the first.
+
+    With weight updates at boundaries a checkpoint holds the groups of the step after it.
+    """
+    found = {}
+    for path in (folder / "checkpoints").iterdir():
+        saved = SavedSamples(additions(epath.Path(path)))
+        for counter in saved.counters:
+            assert counter // PROMPTS == int(path.name)
+            request = GroupRequest(prompt_of(counter, [1]), SamplingParams(SAMPLES, limit))
+            progress = saved.take(counter, {"rollout": request})["rollout"]
+            found |= {(counter, s): e for s, e in progress.episodes.items()}
+    return found

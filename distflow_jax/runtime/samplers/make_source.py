@@ -35,7 +35,7 @@ from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import Trainer
-from distflow_jax.stream.frames.image_frames import sent_bytes
+from distflow_jax.stream.frames.prompt_frames import request_bytes
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
@@ -215,7 +215,7 @@ def _producer(
         writers=writers | {None: sampler_layout(prepared.sizes)},
         num_samples=config.rollout.num_samples,
         saved=saved,
-        size=sent_bytes if elsewhere else lambda prompt: 0,
+        size=functools.partial(request_bytes, rows=in_turns) if elsewhere else lambda prompt: 0,
     )
 
 
@@ -230,6 +230,7 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
         lease_seconds=config.lease_seconds if config.workers else math.inf,
         max_tries=config.max_tries,
         served=(ahead - set(sampled)) & set(config.worker_nodes),
+        environment_seconds=0.0 if prepared.environments is None else prepared.environments.seconds,
         differs=differs,
     )
 

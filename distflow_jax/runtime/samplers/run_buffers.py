@@ -11,7 +11,7 @@ import jax
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
 from distflow_jax.parallel import processes
-from distflow_jax.planning.plan_run import PreparedRun, config_table
+from distflow_jax.planning.plan_run import PreparedRun, config_table, environment_table
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
@@ -65,7 +65,8 @@ def deliver_to_workers(
         store(sync.leave(state.policy_params(policy)), state.step)
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
-    tables = shared_tables(whole, processes.code_table(), prepared.source.tokenizer)
+    code = processes.code_table() | environment_table(config)
+    tables = shared_tables(whole, code, prepared.source.tokenizer)
     facts = {"attempt": attempt, "after": before, "began": state.step}
     facts["exact"] = config.stream.weight_update == "boundary"
     answers = BufferService(
@@ -120,12 +121,14 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
     experts = None
     if prepared.sizes.engine.record_experts:
         experts = (network.num_layers, network.experts_per_token, network.num_experts)
+    environments, rollout = prepared.environments, prepared.config.rollout
     return ResponseLimits(
         network.vocab_size,
         tokenizer.stop_ids,
         experts,
-        in_turns=prepared.environments is not None,
-        patch_bytes=0 if network.vision is None else network.vision.patch_bytes,
+        max_turns=0 if environments is None else environments.max_turns,
+        turn_length=rollout.turn_length or rollout.max_response_length,
+        images=prepared.sizes.packing.images,
     )
 
 

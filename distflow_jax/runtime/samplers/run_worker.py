@@ -19,12 +19,19 @@ from jax.sharding import Mesh
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
+from distflow_jax.environments.event_loop import EnvironmentsFailed
+from distflow_jax.environments.registry import Environments
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
-from distflow_jax.planning.plan_run import config_table, settle
+from distflow_jax.planning.plan_run import (
+    config_table,
+    environment_table,
+    make_environments,
+    settle,
+)
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.xla_options import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
@@ -80,11 +87,8 @@ def run_worker(
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
     source = open_model(config.model.source, **config.model.options())
-    if foreign is not None and source.config.vision is not None:
-        raise ValueError(
-            f"{foreign.address} gets token ids alone, and {config.model.source!r} sees images: "
-            "sample with --engine=own"
-        )
+    if foreign is not None:
+        _check_foreign(foreign, config, source)
     served = read_nodes(nodes, config, graph, source)
     if served.samples:
         own_sizes(config, graph, source)  # refuses what is too small for a prompt and a response
@@ -93,12 +97,13 @@ def run_worker(
             f"--nodes={','.join(nodes)} names no node that samples, and --engine is for a worker "
             "that does: take it out"
         )
-    table = config_table(config)
-    tables = shared_tables(table, processes.code_table(), source.tokenizer)
+    table, code = config_table(config), processes.code_table() | environment_table(config)
+    tables = shared_tables(table, code, source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    asked = _Asked(config, graph, source, foreign, patience)
     with contextlib.ExitStack() as files:
         runner = served.open(files)
+        environments = make_environments(config, source, files) if served.samples else None
+        asked = _Asked(config, graph, source, foreign, patience, environments)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
         joining = Joining(join, name, tables, runner.nodes)
@@ -115,6 +120,18 @@ class _Asked:
     source: ModelSource
     foreign: EngineChoice | None
     patience: Patience
+    environments: Environments | None  # None: a response is one turn
+
+
+def _check_foreign(foreign: EngineChoice, config: Config, source: ModelSource) -> None:
+    """Raises ValueError for a run that an engine of another program cannot sample for."""
+    name = config.rollout.environment
+    beyond = {
+        f"gets token ids alone, and {config.model.source!r} sees images": source.config.vision,
+        f"answers in one turn, and rollout.environment={name!r} in several": name,
+    }
+    for why in [why for why, there in beyond.items() if there]:
+        raise ValueError(f"{foreign.address} {why}: sample with --engine=own")
 
 
 def _run_nodes(
@@ -154,7 +171,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         if asked.foreign is None:
-            opened = _own_engine(config, graph, source)
+            opened = _own_engine(config, graph, source, asked.environments)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files)
         first = _first_weights(joining, links, opened.pull, asked.patience.join)
@@ -184,7 +201,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         )
         try:
             finished = client.sample(worker, link, ended)
-        except EngineError as error:
+        except (EngineError, EnvironmentsFailed) as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
     print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
@@ -227,7 +244,9 @@ class _Opened:
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
 
 
-def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
+def _own_engine(
+    config: Config, graph: Graph, source: ModelSource, environments: Environments | None
+) -> _Opened:
     """An engine on this machine's devices."""
     own, sizes = own_sizes(config, graph, source)
     engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
@@ -241,7 +260,7 @@ def _own_engine(config: Config, graph: Graph, source: ModelSource) -> _Opened:
     ) -> EpisodeSampler:
         engine.compile(weights)
         state = SamplerState(weights, version, engine.init_decode_state())
-        return EpisodeSampler(engine, state, on_response=on_response)
+        return EpisodeSampler(engine, state, environments, on_response)
 
     return _Opened(sizes.engine.slots, pull, sampler)
 

@@ -9,18 +9,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
+from distflow_jax.stream.frames.image_frames import SentImages, images_of
+from distflow_jax.stream.frames.prompt_frames import (
+    prompt_facts,
+    prompt_of,
+    tokens_name,
+    without_row,
+)
 from distflow_jax.stream.saved_samples import Arrays, SavedSamples, to_arrays
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Bytes
 
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
-_PROMPT = "prompt"  # of the arrays, before a group's place
 _BROKEN = (
     *(KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error),
     RecursionError,  # of JSON
@@ -108,28 +112,30 @@ def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, 
 
 
 def work_frame(
-    facts: Mapping[str, Any], work: Iterable[tuple[Key, GroupRequest, Progress]]
+    facts: Mapping[str, Any],
+    work: Iterable[tuple[Key, GroupRequest, Progress]],
+    *,
+    rows: bool = False,
 ) -> Frame:
-    """A frame with requests, and what is known of the answers to each.
+    """A frame with requests, and what is known of the answers to each; `rows`: with what
+    environments read of their prompts.
 
     An image that several prompts have is in it once.
     """
-    groups, arrays, known, sent = [], {}, {}, SentImages()
+    groups, arrays, known, sent = [], {}, {}, SentImages(previews=rows)
     for place, (key, request, progress) in enumerate(work):
-        prompt = request.prompt
+        prompt = request.prompt if rows else without_row(request.prompt)
         groups.append(
             {
                 **({"images": sent.add(place, prompt)} if prompt.images else {}),
+                **prompt_facts(prompt),
                 "node": key[1],
-                "counter": prompt.counter,
-                "row": prompt.row,
-                "expected": [prompt.expected_length, prompt.expected_spread],
                 "sampling": dataclasses.asdict(request.sampling),
                 "turn": request.turn,
                 "rank": request.rank,
             }
         )
-        arrays[f"{_PROMPT}{place}"] = np.asarray(prompt.tokens, np.int32)
+        arrays[tokens_name(place)] = np.asarray(prompt.tokens, np.int32)
         known[key] = progress
     seen = {"images": sent.facts} if sent.facts else {}
     frame = samples_frame({**facts, **seen, "groups": groups}, known)
@@ -144,24 +150,7 @@ def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
     images = checked(lambda: images_of(frame.facts, frame.arrays))
 
     def request_of(place: int, group: Mapping[str, Any]) -> GroupRequest:
-        length, spread = group["expected"]
-        tokens = frame.arrays[f"{_PROMPT}{place}"]
-        if tokens.dtype != np.int32 or tokens.ndim != 1:
-            raise ValueError(f"a frame's prompt {place} is {tokens.dtype}{list(tokens.shape)}")
-        own = tuple(images[number] for number in group.get("images", ()))
-        prompt = Prompt(
-            counter=int(group["counter"]),
-            row=int(group["row"]),
-            tokens=tokens,
-            text="",
-            data_source="",
-            ground_truth=None,
-            extra_info={},
-            expected_length=float(length),
-            expected_spread=float(spread),
-            images=own,
-            patch=patch_of(place, len(tokens), own, frame.arrays),
-        )
+        prompt = prompt_of(place, group, images, frame.arrays)
         rank = None if group["rank"] is None else tuple(group["rank"])
         sampling = SamplingParams(**group["sampling"])
         return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank)

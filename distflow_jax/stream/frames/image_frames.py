@@ -1,6 +1,7 @@
-"""Images of prompts in frames: their patches and places, each image of a frame once.
+"""Images in frames: their patches and places; those of prompts once in a frame.
 
-P tokens of a prompt, N patches of an image. Previews stay where they are: no sampler reads them.
+P tokens of a prompt, N patches of an image. Previews go where environments read
+them: no sampler does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.images.patch_checks import check_patches, check_places
 from distflow_jax.images.record import Image, ImagePatches
+from distflow_jax.images.record_checks import check_image, check_places
 
 _PATCH = "patch"  # of the arrays, before a group's place
 _COLUMNS = ("patches", "positions", "segments")  # of an image, behind its number
-_DIGEST_BYTES = 16
 MOST_IMAGE_BYTES = 48 << 20  # of a prompt: an answer to a worker has to hold them
 _NO_PIXELS = np.zeros((0, 0, 3), np.uint8)
 
@@ -27,7 +27,9 @@ class SentImages:
       arrays: of all images, and the places of features in each prompt.
     """
 
-    def __init__(self):
+    def __init__(self, *, previews: bool = False):
+        """`previews`: with the pixels of each image."""
+        self._previews = previews
         self.facts: list[dict[str, Any]] = []
         self.arrays: dict[str, np.ndarray] = {}
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -39,7 +41,7 @@ class SentImages:
         return [self._add(image) for image in prompt.images]
 
     def _add(self, image: Image) -> int:
-        cut = _cut(image)
+        cut = image.cut
         key = (image.digest, cut.patches.shape, cut.features, cut.grid)
         number = self._numbers.setdefault(key, len(self.facts))
         if number == len(self.facts):
@@ -47,6 +49,8 @@ class SentImages:
             self.facts.append({**fact, "shrunk": image.shrunk})
             for name in _COLUMNS:
                 self.arrays[f"image{number}.{name}"] = getattr(cut, name)
+            if self._previews:
+                self.arrays[f"image{number}.pixels"] = image.pixels
         return number
 
 
@@ -57,7 +61,9 @@ def images_of(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> tup
     ValueError for sizes that do not belong together.
     """
     found = tuple(_image(n, fact, arrays) for n, fact in enumerate(facts.get("images", [])))
-    cut = [_cut(image) for image in found]
+    for number, image in enumerate(found):
+        check_image(f"image {number}", image)
+    cut = [image.cut for image in found]
     if len({(one.patches.shape[1], one.positions.shape[1]) for one in cut}) > 1:
         raise ValueError("a frame's images have patches of several sizes")
     return found
@@ -74,13 +80,13 @@ def patch_of(
     if not images:
         return None
     patch = arrays[f"{_PATCH}{place}"]
-    check_places(f"patch {place}", patch, size, [_cut(image) for image in images])
+    check_places(f"patch {place}", patch, size, images)
     return patch
 
 
 def sent_bytes(prompt: Prompt) -> int:
     """Bytes of the arrays of a prompt's images. ValueError for more than a worker gets at once."""
-    size = sum(getattr(_cut(image), name).nbytes for image in prompt.images for name in _COLUMNS)
+    size = sum(getattr(image.cut, name).nbytes for image in prompt.images for name in _COLUMNS)
     if size > MOST_IMAGE_BYTES:
         raise ValueError(
             f"the images of prompt {prompt.counter} have {size >> 20} MiB of patches, and workers "
@@ -90,17 +96,8 @@ def sent_bytes(prompt: Prompt) -> int:
 
 
 def _image(number: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Image:
-    name = f"image {number}"
     patches, positions, segments = (arrays[f"image{number}.{column}"] for column in _COLUMNS)
-    features, (rows, columns) = int(fact["features"]), map(int, fact["grid"])
-    digest = bytes.fromhex(fact["digest"])
-    if len(digest) != _DIGEST_BYTES:
-        raise ValueError(f"a frame's {name} has a digest of {len(digest)} bytes")
-    cut = ImagePatches(patches, positions, segments, features, (rows, columns))
-    check_patches(name, cut)
-    return Image(_NO_PIXELS, digest, cut, bool(fact["shrunk"]))
-
-
-def _cut(image: Image) -> ImagePatches:
-    assert image.patches is not None, "the loader cuts images before they are in a prompt"
-    return image.patches
+    pixels = arrays.get(f"image{number}.pixels", _NO_PIXELS)
+    rows, columns = map(int, fact["grid"])
+    cut = ImagePatches(patches, positions, segments, int(fact["features"]), (rows, columns))
+    return Image(pixels, bytes.fromhex(fact["digest"]), cut, bool(fact["shrunk"]))

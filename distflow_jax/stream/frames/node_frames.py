@@ -4,7 +4,6 @@ A frame has one node of one group. A column is an array with an entry for each r
 entries, or the group's prompt once for all of them. P tokens of a prompt.
 """
 
-import base64
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,11 +17,9 @@ from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
 from distflow_jax.stream.frames.frames import Frame, checked, fact_of
-from distflow_jax.stream.frames.image_frames import SentImages, images_of, patch_of
+from distflow_jax.stream.frames.image_frames import SentImages, images_of
+from distflow_jax.stream.frames.prompt_frames import prompt_facts, prompt_of, tokens_name
 from distflow_jax.stream.tasks import Key
-
-_TAG = "__is__"  # of what JSON has no form for
-_TOKENS = "prompt"  # of the arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +57,10 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
         columns.append(fact | {"kind": kind})
     facts: dict[str, Any] = {"task": list(key), "columns": columns}
     for prompt in prompts:
-        own = sent.add(0, prompt) if is_users(unit) else []
-        facts |= {"prompt": {**prompt_facts(prompt), "images": own}, "images": sent.facts}
-        arrays |= {_TOKENS: np.asarray(prompt.tokens, np.int32), **sent.arrays}
+        own = {"images": sent.add(0, prompt)} if is_users(unit) else {}
+        facts |= {"prompt": {**prompt_facts(prompt), **own}, "images": sent.facts}
+        arrays |= {tokens_name(0): np.asarray(prompt.tokens, np.int32), **sent.arrays}
     return Frame(facts, arrays)
-
-
-def prompt_facts(prompt: Prompt) -> dict[str, Any]:
-    """The values of a prompt beside its tokens and images, as JSON values.
-
-    ValueError for a value of its row that cannot be sent.
-    """
-    row = f"row {prompt.row} of the data"
-    return {
-        "counter": prompt.counter,
-        "row": prompt.row,
-        "text": prompt.text,
-        "data_source": prompt.data_source,
-        "ground_truth": to_plain(prompt.ground_truth, f"the ground truth of {row}"),
-        "extra_info": to_plain(dict(prompt.extra_info), f"extra_info of {row}"),
-        "expected": [prompt.expected_length, prompt.expected_spread],
-    }
 
 
 def work_of_task(frame: Frame, inputs: Mapping[str, Sequence[tuple[str | None, str]]]) -> NodeWork:
@@ -95,7 +75,10 @@ def work_of_task(frame: Frame, inputs: Mapping[str, Sequence[tuple[str | None, s
         named = [(column["source"], column["field"]) for column in columns]
         if node not in inputs or named != list(inputs[node]):
             raise ValueError(f"a frame has {named} for node {node!r}, which reads other fields")
-        prompt = _prompt_of(frame) if "prompt" in frame.facts else None
+        prompt = None
+        if "prompt" in frame.facts:
+            images = images_of(frame.facts, frame.arrays)
+            prompt = prompt_of(0, frame.facts["prompt"], images, frame.arrays)
         values = []
         for place, column in enumerate(columns):
             if column["kind"] == "prompts":
@@ -222,94 +205,3 @@ def _count(column: Mapping[str, Any]) -> int:
     if type(column["count"]) is not int:
         raise ValueError(f"a count {column['count']!r:.40}, which is no number")
     return column["count"]
-
-
-def _prompt_of(frame: Frame) -> Prompt:
-    facts, tokens = frame.facts["prompt"], frame.arrays[_TOKENS]
-    if tokens.dtype != np.int32 or tokens.ndim != 1:
-        raise ValueError(f"a frame's prompt is {tokens.dtype}{list(tokens.shape)}")
-    images = images_of(frame.facts, frame.arrays)
-    own = tuple(images[number] for number in facts["images"])
-    length, spread = facts["expected"]
-    return Prompt(
-        counter=int(facts["counter"]),
-        row=int(facts["row"]),
-        tokens=tokens,
-        text=str(facts["text"]),
-        data_source=str(facts["data_source"]),
-        ground_truth=of_plain(facts["ground_truth"]),
-        extra_info=dict(of_plain(facts["extra_info"])),
-        expected_length=float(length),
-        expected_spread=float(spread),
-        images=own,
-        patch=patch_of(0, len(tokens), own, frame.arrays),
-    )
-
-
-def to_plain(value: Any, what: str) -> Any:
-    """A JSON value. ValueError, which names `what`, for one that cannot be sent."""
-    if isinstance(value, np.ndarray | np.generic):
-        return _array(value, what)
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, list):
-        return [to_plain(entry, what) for entry in value]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "of": [to_plain(entry, what) for entry in value]}
-    if isinstance(value, dict):
-        pairs = [[to_plain(k, what), to_plain(v, what)] for k, v in value.items()]
-        if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return dict(pairs)
-        return {_TAG: "dict", "of": pairs}
-    if isinstance(value, bytes):
-        return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
-    raise ValueError(
-        f"{what} has a value of type {type(value).__name__}, which cannot be sent to a worker: let "
-        "the data have text, numbers, lists or dicts there, or leave the node to the trainers"
-    )
-
-
-def of_plain(value: Any) -> Any:
-    """Inverse of to_plain."""
-    if isinstance(value, list):
-        return [of_plain(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(_TAG)
-    if kind is None:
-        return {key: of_plain(entry) for key, entry in value.items()}
-    if kind == "tuple":
-        return tuple(of_plain(entry) for entry in value["of"])
-    if kind == "dict":
-        return {of_plain(key): of_plain(entry) for key, entry in value["of"]}
-    if kind == "bytes":
-        return base64.b64decode(value["of"])
-    if kind == "objects":
-        found = np.empty(len(value["of"]), object)
-        for place, entry in enumerate(value["of"]):
-            found[place] = of_plain(entry)
-        return found
-    data = base64.b64decode(value["of"])
-    array = np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-    return array if value["kind"] == "array" else array[()]
-
-
-def _array(value: Any, what: str) -> dict[str, Any]:
-    array = np.asarray(value)
-    if array.dtype.hasobject:
-        if array.ndim != 1:
-            raise ValueError(
-                f"{what} has an array of objects with {array.ndim} dimensions, which cannot be "
-                "sent to a worker: use lists"
-            )
-        return {_TAG: "objects", "of": [to_plain(entry, what) for entry in array]}
-    return {
-        _TAG: "array",
-        "kind": "array" if isinstance(value, np.ndarray) else "number",
-        "dtype": array.dtype.str,
-        "shape": list(array.shape),
-        "of": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
-    }

@@ -32,7 +32,14 @@ OWN_KEYS = frozenset(
         *(
             f"rollout.{key}"
             for key in (
-                *("num_slots", "page_size", "attention", "cache_tokens", "tokens_per_call"),
+                *(
+                    "environment_threads",
+                    "num_slots",
+                    "page_size",
+                    "attention",
+                    "cache_tokens",
+                    "tokens_per_call",
+                ),
                 *("prefill_tokens", "prefix_tokens", "max_trajectories"),
             )
         ),

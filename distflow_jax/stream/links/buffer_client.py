@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -59,7 +60,7 @@ class BufferClient:
             wait([talk], LEAVE_SECONDS)
             threads.shutdown(wait=False)
             self._nodes.close()
-            deregister(self.state.links)
+            deregister(self.state.links, str(sys.exception() or ""))
             self.state.links.close()
         if talk.done():
             talk.result()

@@ -188,8 +188,8 @@ class Joining:
         return facts
 
 
-def deregister(links: Links) -> None:
-    """Tells all task buffers that this worker goes."""
+def deregister(links: Links, why: str = "") -> None:
+    """Tells all task buffers that this worker goes; `why`: the error that ended it."""
     for client in links.clients:
         with contextlib.suppress(Refused, Unreachable, ValueError):
-            client.call("deregister", Frame({}).to_bytes(), 2.0)
+            client.call("deregister", Frame({"why": why}).to_bytes(), 2.0)

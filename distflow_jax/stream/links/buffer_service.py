@@ -137,7 +137,7 @@ class BufferService:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
-            return work_frame(self._state(worker), work)
+            return work_frame(self._state(worker), work, rows=self._border.limits.max_turns > 0)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame:
         capacity, now = fact_of(frame, "capacity", int), time.monotonic()
@@ -206,8 +206,10 @@ class BufferService:
             return Frame(self._state(worker))
 
     def _deregister(self, worker: str, frame: Frame) -> Frame:
+        if why := str(frame.facts.get("why", ""))[:500]:
+            log.warning("worker %s has ended: %s", worker, why)
         with self._lock:
-            self._buffer.deregister(worker)
+            self._buffer.deregister(worker, unfit=bool(why))
             self._lock.notify_all()
             return Frame(self._state(worker))
 
