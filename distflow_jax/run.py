@@ -154,7 +154,7 @@ def open_run(
         times = StepTimes(prepared.plan, instruments)
         with terminal.activity("first_state"), changes_named(folder, prepared.config):
             state, place = first_or_restored_state(prepared, runtime, saved)
-        schedule = StepSchedule.of(prepared.config, has_sampler=bool(prepared.samplers))
+        schedule = StepSchedule.of(prepared.config, has_sampler=prepared.is_sampled)
         recorder = Recorder(prepared, state, schedule, folder, terminal)
         record.enter_context(recorder)  # closed last: its report reads what the others leave
         recorder.begin(runtime)

@@ -1,6 +1,8 @@
 """How a run evaluates its weights: after a step, or beside later steps."""
 
+import logging
 import math
+import time
 from typing import Protocol
 
 from distflow_jax.layout import Metrics
@@ -14,6 +16,8 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Source
 from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.stream.ahead import Ahead
+
+log = logging.getLogger("distflow_jax")
 
 
 class Evaluating(Protocol):
@@ -90,13 +94,40 @@ class EvaluateAhead:
         return {}
 
     def record(self, up_to: int, *, end: float = math.inf) -> None:
-        """Records evaluations of versions up to one that are not recorded, and waits for them; none
-        of them if some are late at the `end` of the run, a time of time.monotonic()."""
+        """Records evaluations of versions up to one that are not recorded, and waits for them; only
+        those before the first one that is late at the `end`, a time of time.monotonic()."""
         source = self._source
         with self._phases.span("testing"):
-            if (evaluated := source.evaluated(up_to, end=end)) is None:
-                return
-            for found in evaluated:
+            for found in source.evaluated(up_to, end=end):
                 metrics = validation_metrics(found.scored, self._config.eval.num_samples)
                 self._recorder.late_evaluation(found, metrics)
-        source.saver.recorded(up_to)
+        source.saver.recorded(min(source.not_evaluated(up_to), default=up_to + 1) - 1)
+
+
+class EvaluateBeside(EvaluateAhead):
+    """Records what workers evaluate as tasks of their own, once all processes have it."""
+
+    def after(self, step: int) -> Metrics:
+        """Brings weights that are due to workers, and records what these have evaluated.
+
+        It waits only where more evaluations are under way than hosts keep weights for.
+        """
+        if self._schedule.evaluates(step):
+            self._source.update_weights(step)
+            if late := self._source.not_evaluated(step)[: -self._config.stream.open_evaluations]:
+                self.record(late[-1])
+        super().record(step, end=time.monotonic())
+        return {}
+
+    def record(self, up_to: int, *, end: float = math.inf) -> None:
+        """As of EvaluateAhead; half of the time until the `end` is for samples of checkpoints.
+        Warns of evaluations that are not made."""
+        if end < math.inf:
+            end -= max(0.0, end - time.monotonic()) / 2
+        super().record(up_to, end=end)
+        if late := self._source.not_evaluated(up_to):
+            log.warning(
+                "the weights after step %s are not evaluated: no worker has in time; "
+                "distflow evaluate does, where a checkpoint has them",
+                ", ".join(map(str, late)),
+            )

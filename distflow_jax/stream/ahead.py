@@ -8,6 +8,7 @@ filter decisions follow each round of a region instead (region_rounds.py).
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -258,27 +259,33 @@ class Ahead:
         self.saver.record(samples)
         return staleness_metrics(samples, step, self._config.max_staleness)
 
-    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:
-        """Evaluations up to a version that were not returned before; waits for them.
+    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated]:
+        """Evaluations up to a version that were not returned before; waits for them, but not for
+        workers that are missing.
 
-        Of the versions that the evaluator evaluates; none without an evaluator. With an `end`, a
-        time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
-        process lacks an evaluation then, all return None. Collective.
+        Of the versions that the evaluator evaluates. With an `end`, a time of time.monotonic(), it
+        waits no longer, and samplers of this process begin with no newer version. From the first
+        one on that a process lacks then, all processes leave them out. Collective.
         """
-        if (evaluations := self.drive.evaluations) is None:
-            return []
+        evaluations = self.drive.evaluations
         if end < math.inf:
             self._sampling.end_with(version)
-
+        if not evaluations.open(version):
+            return []
         for due in evaluations.missing(version):
 
             def ended(due: int = due) -> bool:
-                return due not in evaluations.missing(due) or time.monotonic() > end
+                there = due not in evaluations.missing(due)
+                return there or time.monotonic() > end or bool(self._sampling.missing_workers)
 
             self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
-        if end < math.inf and any(processes.all_gather_json(evaluations.missing(version))):
-            return None
-        return evaluations.take(version)
+        late = itertools.chain(*processes.all_gather_json(evaluations.missing(version)))
+        return evaluations.take(min(late, default=version + 1) - 1)
+
+    def not_evaluated(self, version: int) -> list[int]:
+        """The versions up to one whose evaluations `evaluated` has not returned; on all processes
+        alike."""
+        return self.drive.evaluations.open(version)
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 
@@ -313,6 +320,7 @@ class Ahead:
     def settle(self, step: int, end: float) -> None:
         """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
         time.monotonic(); warns if it lacks some. Collective."""
+        self.saver.end()
         with self._trainer.phase("wait_for_samples"):
             self.end_saving(end)
             self._kept.check_complete(step)

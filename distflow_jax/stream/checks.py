@@ -24,7 +24,6 @@ class Surroundings:
     own_devices: bool  # whether samplers have devices that no trainer uses
     offload: str
     environment: str
-    eval_dataset: str
     group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
     stuck_seconds: float  # after which the watchdog ends a run that waits
@@ -37,8 +36,6 @@ _COMBINATIONS = {
     "workers environment": "stream.workers=True answers in one turn, and "
     "rollout.environment={run.environment!r} answers in turns: use workers=False, with samplers on "
     "a part of the devices",
-    "workers evaluates": "stream.workers=True leaves no sampler to the trainers that could "
-    "evaluate: set eval.dataset='' in place of {run.eval_dataset!r}, and use `distflow evaluate`",
     "workers region boundary": "the region of dag {plan.name!r} has rounds with "
     "stream.weight_update='boundary', which workers do not make: use weight_update='in_flight', or "
     "workers=False",
@@ -111,7 +108,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "spread": run.sampler_hosts > 1,
         "offload": run.offload != "none",
         "environment": run.environment,
-        "evaluates": run.eval_dataset,
         "region": judged,
         "late": late,
         "samples": sampling,

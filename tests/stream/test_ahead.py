@@ -15,7 +15,7 @@ from support.waiting import HANG
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.stream import driver, sampling_base
 from distflow_jax.stream.driver import ALL, Trainer
-from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluator
 from distflow_jax.stream.links.local_link import ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
@@ -88,7 +88,7 @@ def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
     stream.close()
 
 
-def owing(folder, evaluator=None, until=None):
+def owing(folder, evaluator=NOTHING_EVALUATED, until=None):
     """A source with weight updates at boundaries that has trained step 1; its checkpoint waits for
     step 2."""
     how = {"weight_update": "boundary", "own_devices": True, "until": until}
@@ -144,7 +144,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
     stream = owing(tmp_path, evaluator(answer))
     assert begun.wait(HANG)
-    assert stream.evaluated(0, end=time.monotonic()) is None
+    assert stream.evaluated(0, end=time.monotonic()) == []
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
     thread = stream.drive.sampling

@@ -12,6 +12,7 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream import lease_monitor
+from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -65,7 +66,8 @@ def waiting(monkeypatch, caplog):
     thread = LeaseMonitor(
         producer,
         lambda: None,
-        lambda params, version: None,
+        lambda params, version, evaluated: None,
+        Evaluations(NOTHING_EVALUATED, None, held=0),
         no_workers_seconds=NO_WORKERS,
         how="distflow worker --join=x",
         leave=lambda: None,

@@ -37,7 +37,7 @@ def make_trainer(
     state: RunState,
     instruments: Instruments,
     schedule: StepSchedule,
-    evaluates: Callable[[int], bool] | None,
+    evaluates: Callable[[int], bool],
 ) -> Trainer:
     """The training beside a source; `evaluates` as of make_source."""
     phases = instruments.phases
@@ -60,7 +60,7 @@ def make_trainer(
         give_back=lambda: state.models.pop(_sampler(prepared)),
         # the first evaluation is of the weights that the sampler still holds
         keeps_weights=schedule.evaluates_first,
-        evaluator=evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
+        evaluator=_evaluator(prepared, runtime, instruments.spans, evaluates),
     )
 
 
@@ -74,7 +74,7 @@ def _evaluator(
 ) -> Evaluator:
     evaluation = evaluation_of(prepared, runtime)
     span = functools.partial(spans.span, "evaluation")
-    return Evaluator(due, evaluation.answer, evaluation.score, span)
+    return Evaluator(due, evaluation.answer, evaluation.score, span, evaluation.requests)
 
 
 # -- how a step takes its groups ------------------------------------------------------------------

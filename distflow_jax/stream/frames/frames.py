@@ -112,6 +112,7 @@ def work_frame(
                 "sampling": dataclasses.asdict(request.sampling),
                 "turn": request.turn,
                 "rank": request.rank,
+                "version": request.version,
             }
         )
         arrays[f"{_PROMPT}{place}"] = np.asarray(prompt.tokens, np.int32)
@@ -148,8 +149,8 @@ def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
             patch=patch_of(place, len(tokens), own, frame.arrays),
         )
         rank = None if group["rank"] is None else tuple(group["rank"])
-        sampling = SamplingParams(**group["sampling"])
-        return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank)
+        sampling, version = SamplingParams(**group["sampling"]), group["version"]
+        return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank, version=version)
 
     def read() -> dict[Key, GroupRequest]:
         groups = frame.facts.get("groups", [])

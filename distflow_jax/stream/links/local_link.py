@@ -142,7 +142,7 @@ class ThreadLink(LocalLink):
         *worker: Any,
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
         order: ExactOrder | None,
-        evaluations: Evaluations | None,
+        evaluations: Evaluations,
         buffers: int,
         idle: Callable[[], None] = lambda: None,
         **options: Any,
