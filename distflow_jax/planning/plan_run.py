@@ -261,11 +261,6 @@ class PreparedRun(RunPlan):
     environments: Environments | None  # None: a response is one turn
     recording: Recording | None = None  # whose training the run repeats
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the trainers or workers sample."""
-        return bool(self.sampled) and self.recording is None
-
     def close(self) -> None:
         """Ends the processes of rewards and the threads of environments. May be called twice."""
         self.rewards.close()

@@ -2,11 +2,11 @@
 
 import logging
 import math
-import time
 from typing import Protocol
 
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
+from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime
@@ -89,45 +89,25 @@ class EvaluateAhead:
         """Brings weights that are due to samplers, and records what these have evaluated."""
         if self._schedule.evaluates(step):
             self._source.update_weights(step)
-        # samplers made these before they began with the groups of this step
-        self.record(step - 1 - self._config.stream.max_staleness)
+        self.record(self._source.evaluated_by(step))
         return {}
 
     def record(self, up_to: int, *, end: float = math.inf) -> None:
-        """Records evaluations of versions up to one that are not recorded, and waits for them; only
-        those before the first one that is late at the `end`, a time of time.monotonic()."""
+        """Records evaluations of versions up to one that are not recorded, and waits for them: with
+        an `end`, a time of time.monotonic(), until then, and without, unless workers are missing.
+
+        Of those that are not there all processes leave out the first one and all after it.
+        """
         source = self._source
         with self._phases.span("testing"):
             for found in source.evaluated(up_to, end=end):
                 metrics = validation_metrics(found.scored, self._config.eval.num_samples)
                 self._recorder.late_evaluation(found, metrics)
-        source.saver.recorded(min(source.not_evaluated(up_to), default=up_to + 1) - 1)
-
-
-class EvaluateBeside(EvaluateAhead):
-    """Records what workers evaluate as tasks of their own, once all processes have it."""
-
-    def after(self, step: int) -> Metrics:
-        """Brings weights that are due to workers, and records what these have evaluated.
-
-        It waits only where more evaluations are under way than hosts keep weights for.
-        """
-        if self._schedule.evaluates(step):
-            self._source.update_weights(step)
-            if late := self._source.not_evaluated(step)[: -self._config.stream.open_evaluations]:
-                self.record(late[-1])
-        super().record(step, end=time.monotonic())
-        return {}
-
-    def record(self, up_to: int, *, end: float = math.inf) -> None:
-        """As of EvaluateAhead; half of the time until the `end` is for samples of checkpoints.
-        Warns of evaluations that are not made."""
-        if end < math.inf:
-            end -= max(0.0, end - time.monotonic()) / 2
-        super().record(up_to, end=end)
-        if late := self._source.not_evaluated(up_to):
+        late = source.not_evaluated(up_to)
+        source.saver.recorded(min(late, default=up_to + 1) - 1)
+        if late and processes.process_index() == 0:
             log.warning(
-                "the weights after step %s are not evaluated: no worker has in time; "
-                "distflow evaluate does, where a checkpoint has them",
+                "no sampler has evaluated the weights after step %s in time: a run that goes on "
+                "from an earlier checkpoint does, and distflow evaluate, if a checkpoint has them",
                 ", ".join(map(str, late)),
             )

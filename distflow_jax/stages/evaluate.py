@@ -103,7 +103,7 @@ class Evaluation:
 
     All processes of a sampler have the same prompts, and each its own slice of them. With
     `environments` a response has several turns, and its score contains their rewards. Without an
-    engine workers answer its `requests`.
+    engine workers answer its requests (requests_of).
     """
 
     engine: RolloutEngine | None
@@ -124,22 +124,17 @@ class Evaluation:
         state, episodes, _ = sample_episodes(
             self.engine,
             state,
-            [request.prompt for request in self.requests()],
+            _numbered(self.prompts),
             self.sampling,
             self.environments,
             on_response=on_response,
         )
         return state, episodes
 
-    def requests(self, version: int | None = None) -> list[GroupRequest]:
-        """The requests of an evaluation; `version`: of the weights that alone may answer them."""
-        prompts = [dataclasses.replace(p, counter=FIRST_COUNTER + p.counter) for p in self.prompts]
-        turn = version or 0
-        return [GroupRequest(p, self.sampling, turn=turn, version=version) for p in prompts]
-
     def score(self, episodes: Sequence[Episode]) -> list[Scored]:
         """Scores the responses to this process's own prompts, those to each one together."""
-        n, own = self.sampling.num_samples, {FIRST_COUNTER + p.counter: p for p in self._own}
+        n, mine = self.sampling.num_samples, self.prompts[self.own]
+        own = {FIRST_COUNTER + prompt.counter: prompt for prompt in mine}
         episodes = [e for e in episodes if e.response.prompt.counter in own]
         texts = [self.tokenizer.decode(e.response.tokens) for e in episodes]
         results = self.rewards.score(
@@ -161,9 +156,15 @@ class Evaluation:
             for i, prompt in enumerate(answered)
         ]
 
-    @property
-    def _own(self) -> Sequence[Prompt]:
-        return self.prompts[self.own]
+
+def requests_of(evaluation: Evaluation, version: int) -> list[GroupRequest]:
+    """The requests of an evaluation, which the weights of one version alone may answer."""
+    prompts, sampling = _numbered(evaluation.prompts), evaluation.sampling
+    return [GroupRequest(p, sampling, turn=version, version=version) for p in prompts]
+
+
+def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [dataclasses.replace(p, counter=FIRST_COUNTER + p.counter) for p in prompts]
 
 
 def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:

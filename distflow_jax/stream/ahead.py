@@ -270,6 +270,7 @@ class Ahead:
         evaluations = self.drive.evaluations
         if end < math.inf:
             self._sampling.end_with(version)
+            self.saver.end()
         if not evaluations.open(version):
             return []
         for due in evaluations.missing(version):
@@ -281,6 +282,10 @@ class Ahead:
             self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
         late = itertools.chain(*processes.all_gather_json(evaluations.missing(version)))
         return evaluations.take(min(late, default=version + 1) - 1)
+
+    def evaluated_by(self, step: int) -> int:
+        """The version up to which evaluations are recorded after a step. Collective."""
+        return self._sampling.evaluated_by(step)
 
     def not_evaluated(self, version: int) -> list[int]:
         """The versions up to one whose evaluations `evaluated` has not returned; on all processes
@@ -320,7 +325,6 @@ class Ahead:
     def settle(self, step: int, end: float) -> None:
         """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
         time.monotonic(); warns if it lacks some. Collective."""
-        self.saver.end()
         with self._trainer.phase("wait_for_samples"):
             self.end_saving(end)
             self._kept.check_complete(step)

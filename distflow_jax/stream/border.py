@@ -88,7 +88,8 @@ class Border:
     def _check_episode(self, episode: Episode, request: GroupRequest, newest: int) -> None:
         response, limits, limit = episode.response, self.limits, request.sampling.limit
         check_columns(response, episode.mask)
-        check_experts(response, limits, len(request.prompt.tokens))
+        experts = limits.experts if request.sampling.record else None
+        check_experts(response, experts, len(request.prompt.tokens))
         check_versions(response.version[episode.mask], newest)
         if not 0 <= episode.turns <= max(1, len(episode.mask)):
             raise RefusedAnswer(f"{episode.turns} turns of {len(episode.mask)} tokens")

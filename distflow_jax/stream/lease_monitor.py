@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
+
+from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.producer import Producer
@@ -37,16 +40,18 @@ class LeaseMonitor(Sampling):
         store: Callable[[Any, int, Collection[int]], None],
         evaluations: Evaluations,
         *,
+        open_evaluations: int,
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
         """`hand_on()`: takes complete groups on. `store(params, version, evaluated)`: copies
-        weights to where workers get them, and keeps versions that are evaluated. `how`: to start a
-        worker, for the log. `leave()`: closes the server at the end. The thread begins at once."""
+        weights to where workers get them, and keeps versions that are evaluated. At most
+        `open_evaluations` are. `how`: to start a worker, for the log. `leave()`: closes the server
+        at the end. The thread begins at once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
         self._lock, self._buffer = producer.lock, producer.buffer
-        self._evaluations = evaluations
+        self._evaluations, self._open_evaluations = evaluations, open_evaluations
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
@@ -74,6 +79,15 @@ class LeaseMonitor(Sampling):
             self._begin_evaluation(version)
             self._lock.notify_all()
         return left.nbytes
+
+    def evaluated_by(self, step: int) -> int:
+        """All evaluations that have ended everywhere; more of them, to be waited for, only where
+        more are under way than hosts keep weights for."""
+        if not (unrecorded := self._evaluations.open(step)):
+            return step
+        missing = self._evaluations.missing(step)
+        first = processes.all_gather_ints(np.int64(min(missing, default=step + 1)))
+        return max([int(first.min()) - 1, *unrecorded[: -self._open_evaluations]])
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:

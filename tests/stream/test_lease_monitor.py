@@ -68,6 +68,7 @@ def waiting(monkeypatch, caplog):
         lambda: None,
         lambda params, version, evaluated: None,
         Evaluations(NOTHING_EVALUATED, None, held=0),
+        open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
         how="distflow worker --join=x",
         leave=lambda: None,

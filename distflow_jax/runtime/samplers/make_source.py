@@ -16,7 +16,7 @@ from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_r
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
 from distflow_jax.runtime.build import Runtime
-from distflow_jax.runtime.evaluating import EvaluateAhead, EvaluateBeside, EvaluateNow
+from distflow_jax.runtime.evaluating import EvaluateAhead, EvaluateNow
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.recorder import Recorder
@@ -79,25 +79,27 @@ def make_source(
         if added or place.account is not None:  # for a run that goes on with samplers ahead
             place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
-    evaluates = _evaluates(config, schedule, recorder, state.step)
-    trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
-    ahead = _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
+
+    def ahead(evaluates: Callable[[int], bool]) -> Ahead:
+        trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
+        return _make_ahead(
+            prepared, runtime, state, place, trainer, checkpointer, added, evaluates
+        )
+
     if not config.evaluates_beside:
-        return now(ahead)
-    kind = EvaluateBeside if config.workers else EvaluateAhead
-    return ahead, kind(prepared, ahead, recorder, schedule, phases)
+        return now(ahead(lambda version: False))
+    source = ahead(_evaluates(schedule, recorder, state.step))
+    return source, EvaluateAhead(prepared, source, recorder, schedule, phases)
 
 
 def _evaluates(
-    config: StreamConfig, schedule: StepSchedule, recorder: Recorder, step: int
+    schedule: StepSchedule, recorder: Recorder, step: int
 ) -> Callable[[int], bool]:
     """Says whether samplers evaluate a version beside the training, of a run that begins after
     `step` steps.
 
     Collective. An evaluation of that step whose metrics were not written yet is made again.
     """
-    if not config.evaluates_beside or schedule.eval_every is None:
-        return lambda version: False
     known = bool(step) and recorder.has_evaluation(step)
     evaluates = schedule.evaluates_version
     return lambda version: evaluates(version) and not (known and version == step)

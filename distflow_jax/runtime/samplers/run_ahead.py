@@ -18,6 +18,7 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stages.evaluate import requests_of
 from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
@@ -74,7 +75,8 @@ def _evaluator(
 ) -> Evaluator:
     evaluation = evaluation_of(prepared, runtime)
     span = functools.partial(spans.span, "evaluation")
-    return Evaluator(due, evaluation.answer, evaluation.score, span, evaluation.requests)
+    requests = functools.partial(requests_of, evaluation)
+    return Evaluator(due, evaluation.answer, evaluation.score, span, requests)
 
 
 # -- how a step takes its groups ------------------------------------------------------------------

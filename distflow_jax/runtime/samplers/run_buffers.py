@@ -58,9 +58,7 @@ def deliver_to_workers(
 
     def store(left: _Left, version: int, evaluated: Collection[int]) -> None:
         weights.put(version, left.params)
-        for older in [v for v in weights.versions if v <= version - kept]:
-            if older not in evaluated:
-                weights.forget(older)
+        weights.keep(version - kept + 1, evaluated)
 
     (policy, *_) = prepared.sampled.values()
     with offload.staying(UPDATE_WEIGHTS, state.models):
@@ -106,6 +104,7 @@ def deliver_to_workers(
             hooks.hand_on,
             store,
             hooks.evaluations,
+            open_evaluations=config.stream.open_evaluations,
             no_workers_seconds=config.stream.no_workers_seconds,
             how=f"distflow worker --config=... --join={workdir}",
             leave=leave,

@@ -210,6 +210,11 @@ class ThreadLink(LocalLink):
                 self._wanted, self._held = None, False
                 self._lock.notify_all()
 
+    def evaluated_by(self, step: int) -> int:
+        """Evaluations that come before the groups of this step, so that no line of the metrics
+        depends on time; with an order."""
+        return step - 1 - self._producer.admission.rule.max_staleness
+
     def end_with(self, version: int) -> None:
         """Begins nothing that needs newer weights: the run ends. With an order."""
         with self._lock:
