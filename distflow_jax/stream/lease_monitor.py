@@ -81,12 +81,13 @@ class LeaseMonitor(Sampling):
         return left.nbytes
 
     def evaluated_by(self, step: int) -> int:
-        """All evaluations that have ended everywhere; more of them, to be waited for, only where
-        more are under way than hosts keep weights for."""
+        """All evaluations of weights that a later step was trained with, as far as they have ended
+        everywhere; others, to be waited for, only where more are under way than hosts keep weights
+        for."""
         if not (unrecorded := self._evaluations.open(step)):
-            return step
-        missing = self._evaluations.missing(step)
-        first = processes.all_gather_ints(np.int64(min(missing, default=step + 1)))
+            return step - 2
+        missing = self._evaluations.missing(step - 2)
+        first = processes.all_gather_ints(np.int64(min(missing, default=step - 1)))
         return max([int(first.min()) - 1, *unrecorded[: -self._open_evaluations]])
 
     @contextlib.contextmanager

@@ -82,9 +82,7 @@ def make_source(
 
     def ahead(evaluates: Callable[[int], bool]) -> Ahead:
         trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
-        return _make_ahead(
-            prepared, runtime, state, place, trainer, checkpointer, added, evaluates
-        )
+        return _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
 
     if not config.evaluates_beside:
         return now(ahead(lambda version: False))
@@ -92,9 +90,7 @@ def make_source(
     return source, EvaluateAhead(prepared, source, recorder, schedule, phases)
 
 
-def _evaluates(
-    schedule: StepSchedule, recorder: Recorder, step: int
-) -> Callable[[int], bool]:
+def _evaluates(schedule: StepSchedule, recorder: Recorder, step: int) -> Callable[[int], bool]:
     """Says whether samplers evaluate a version beside the training, of a run that begins after
     `step` steps.
 
