@@ -264,10 +264,10 @@ class SampleSaver:
     def end(self) -> None:
         """Adds samples that wait for evaluations alone: nobody makes these any more."""
         with self._producer.lock:
-            late = [pending for pending in self._pending if pending.addition]
+            late = [(one.step, one.addition) for one in self._pending if one.addition]
             self._pending = [pending for pending in self._pending if not pending.addition]
-        for pending in late:
-            self._writer.add(pending.step, *pending.addition)
+        for step, addition in late:
+            self._writer.add(step, *addition)
 
     def _groups_of(self, pending: _Pending) -> list[Group] | None:
         """The groups of a checkpoint; None while some have not begun."""
