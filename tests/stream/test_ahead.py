@@ -176,6 +176,24 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_samples_wait_for_evaluations_of_older_weights_until_the_run_ends(tmp_path, made):
+    """In flight, where others evaluate: a restart has the checkpoint's weights alone."""
+    trainer = Trainer(evaluator=evaluator(None))
+    stream = plain_stream(tmp_path, owned(), steps=9, trainer=trainer)
+    train(stream, 1)
+    stream.publish(np.zeros(1), 1)
+    stream.save(1)
+    assert not stream.saver.settled
+    if made:
+        stream.saver.recorded(0)
+    else:
+        assert stream.evaluated(0, end=time.monotonic()) == []
+        assert stream.not_evaluated(1) == [0, 1]
+    assert stream.saver.settled
+    stream.close()
+
+
 def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
     """The watchdog hears which one is missing; of groups behind it in the thread of rewards too."""
     monkeypatch.setattr(driver, "NOTE_SECONDS", HANG)  # it is told once
