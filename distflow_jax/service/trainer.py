@@ -70,11 +70,8 @@ class Trainer:
                 f"stream.weight_update='in_flight', got workers={config.stream.workers} and "
                 f"weight_update={config.stream.weight_update!r}"
             )
-        if config.eval.dataset:
-            raise ValueError(
-                "a program names no version with a response, and an evaluation is of one: set "
-                f"eval.dataset='' in place of {config.eval.dataset!r}, and use distflow evaluate"
-            )
+        if name := config.eval.dataset:  # its responses name no version, and an evaluation is of one
+            raise ValueError(f"set eval.dataset='' in place of {name!r}: a program evaluates none")
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(
             config.data, train="outside", shuffle=False, epochs=1, overlong="truncate_left"
