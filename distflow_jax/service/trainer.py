@@ -70,7 +70,7 @@ class Trainer:
                 f"stream.weight_update='in_flight', got workers={config.stream.workers} and "
                 f"weight_update={config.stream.weight_update!r}"
             )
-        if name := config.eval.dataset:  # its responses name no version, and an evaluation is of one
+        if name := config.eval.dataset:  # an evaluation is of one version, which no response names
             raise ValueError(f"set eval.dataset='' in place of {name!r}: a program evaluates none")
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(
