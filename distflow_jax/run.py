@@ -154,7 +154,9 @@ def open_run(
         times = StepTimes(prepared.plan, instruments)
         with terminal.activity("first_state"), changes_named(folder, prepared.config):
             state, place = first_or_restored_state(prepared, runtime, saved)
-        schedule = StepSchedule.of(prepared.config, has_sampler=bool(prepared.samplers))
+        # of the trainers, or of workers
+        has_sampler = bool(prepared.sampled) and prepared.recording is None
+        schedule = StepSchedule.of(prepared.config, has_sampler=has_sampler)
         recorder = Recorder(prepared, state, schedule, folder, terminal)
         record.enter_context(recorder)  # closed last: its report reads what the others leave
         recorder.begin(runtime)

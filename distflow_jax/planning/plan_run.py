@@ -63,6 +63,7 @@ from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.rewards.registry import NEED_TRUTH
+from distflow_jax.stages.evaluate import FIRST_COUNTER
 from distflow_jax.stages.registry import Demands, settle_reads
 from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
@@ -324,7 +325,6 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         sampler_part=SAMPLERS in config.mesh.roles,
         own_devices=sizes.samplers_have_own_devices,
         offload=config.training.offload,
-        eval_dataset=config.eval.dataset,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
         stuck_seconds=config.health.stuck_seconds,
@@ -639,5 +639,5 @@ def load_eval_prompts(
             f"processes; set config.eval.num_prompts to at least {machine.processes}"
         )
     share = sampler_share(sizes, machine)
-    first, last = (count * (share.index + i) // share.count for i in range(2))
-    return [loader.prompt(counter) for counter in range(first, last)]
+    first = (share.index - FIRST_COUNTER) % share.count  # counters of an evaluation tell whose
+    return [loader.prompt(counter) for counter in range(first, count, share.count)]

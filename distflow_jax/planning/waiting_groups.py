@@ -44,7 +44,8 @@ class WaitingGroups:
     prompts_per_step: int
     share: int  # groups of a step on this host's sampler
     columns: Mapping[str, int]  # of a group, by field
-    buffers: int  # weights on their way to a sampler with devices of its own; 0: it has none
+    # weights on their way to samplers with devices of their own, or kept for evaluations; 0: none
+    buffers: int
     buffer: int  # bytes of one
     host: int  # memory of a host; 0 if unknown
     unwritten: int = 0  # steps whose groups may wait for the disk that records them
@@ -127,6 +128,7 @@ def waiting_groups(
     for node in ahead:
         for name, size in _columns(node, prompt + response, response, sizes.routed).items():
             of_response[name] = of_response.get(name, 0) + size
+    kept = config.stream.buffers + bool(config.eval.dataset) * config.stream.open_evaluations
     images = sizes.packing.images
     if RESPONSE_IMAGES in of_response and images is not None:
         of_response[RESPONSE_IMAGES] = _patch_bytes(images, response)
@@ -141,7 +143,7 @@ def waiting_groups(
         prompts_per_step=config.data.prompts_per_step,
         share=-(-config.data.prompts_per_step // samplers),
         columns=columns,
-        buffers=config.stream.buffers if sizes.samplers_have_own_devices else 0,
+        buffers=kept if sizes.samplers_have_own_devices else 0,
         buffer=_leaving_bytes(sizes, model, machine),
         host=machine.host_memory,
         # the one that waits to be written is beyond them

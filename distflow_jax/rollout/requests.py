@@ -87,6 +87,7 @@ class GroupRequest:
     turn: int = 0  # requests of a lower turn take slots first
     # among those of a turn, lowest first; None: as scheduling/sampling_order.py's `longest`
     rank: tuple[float, ...] | None = None
+    version: int | None = None  # of the weights, which alone may answer it; None: any
 
     @property
     def samples(self) -> range:

@@ -135,14 +135,17 @@ def check_logp(logp: np.ndarray) -> None:
         raise RefusedAnswer(f"the log-prob {wrong[0]:g}")
 
 
-def check_experts(response: Response, limits: ResponseLimits, prompt_tokens: int) -> None:
-    """Raises RefusedAnswer for experts that the model's router cannot have chosen."""
+def check_experts(
+    response: Response, experts_of: tuple[int, int, int] | None, prompt_tokens: int
+) -> None:
+    """Raises RefusedAnswer for experts that the model's router cannot have chosen; `experts_of`: as
+    of ResponseLimits, None where the request wants none."""
     found = response.routed_experts
-    if (found is None) != (limits.experts is None):
+    if (found is None) != (experts_of is None):
         raise RefusedAnswer("no experts" if found is None else "experts, and none are recorded")
-    if found is None or limits.experts is None:
+    if found is None or experts_of is None:
         return
-    layers, chosen, experts = limits.experts
+    layers, chosen, experts = experts_of
     wanted = (prompt_tokens + len(response.tokens), layers, chosen)
     if found.dtype not in (np.int8, np.int16) or found.shape != wanted:
         raise RefusedAnswer(f"experts as {found.dtype}{list(found.shape)}, {list(wanted)} wanted")

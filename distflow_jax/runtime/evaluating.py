@@ -1,10 +1,12 @@
 """How a run evaluates its weights: after a step, or beside later steps."""
 
+import logging
 import math
 from typing import Protocol
 
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
+from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime
@@ -14,6 +16,8 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import SampleSource
 from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.stream.ahead import Ahead
+
+log = logging.getLogger("distflow_jax")
 
 
 class Evaluating(Protocol):
@@ -85,18 +89,25 @@ class EvaluateAhead:
         """Brings weights that are due to samplers, and records what these have evaluated."""
         if self._schedule.evaluates(step):
             self._source.update_weights(step)
-        # samplers made these before they began with the groups of this step
-        self.record(step - 1 - self._config.stream.max_staleness)
+        self.record(self._source.evaluated_by(step))
         return {}
 
     def record(self, up_to: int, *, end: float = math.inf) -> None:
-        """Records evaluations of versions up to one that are not recorded, and waits for them; none
-        of them if some are late at the `end` of the run, a time of time.monotonic()."""
+        """Records evaluations of versions up to one that are not recorded, and waits for them: with
+        an `end`, a time of time.monotonic(), until then, and without, unless workers are missing.
+
+        Of those that are not there all processes leave out the first one and all after it.
+        """
         source = self._source
         with self._phases.span("testing"):
-            if (evaluated := source.evaluated(up_to, end=end)) is None:
-                return
-            for found in evaluated:
+            for found in source.evaluated(up_to, end=end):
                 metrics = validation_metrics(found.scored, self._config.eval.num_samples)
                 self._recorder.late_evaluation(found, metrics)
-        source.saver.recorded(up_to)
+        late = source.not_evaluated(up_to)
+        source.saver.recorded(min(late, default=up_to + 1) - 1)
+        if late and processes.process_index() == 0:
+            log.warning(
+                "no sampler has evaluated the weights after step %s in time: a run that goes on "
+                "from an earlier checkpoint does, and distflow evaluate, if a checkpoint has them",
+                ", ".join(map(str, late)),
+            )

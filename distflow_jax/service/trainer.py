@@ -70,6 +70,8 @@ class Trainer:
                 "a program samples responses of one turn, in runs with stream.workers=True and "
                 f"stream.weight_update='in_flight' and no rollout.environment, got {asked}"
             )
+        if name := config.eval.dataset:  # an evaluation is of one version, which no response names
+            raise ValueError(f"set eval.dataset='' in place of {name!r}: a program evaluates none")
         # in the order in which prompts are put; their lengths are checked then
         data = dataclasses.replace(
             config.data, train="outside", shuffle=False, epochs=1, overlong="truncate_left"

@@ -21,11 +21,11 @@ from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import Response, SamplingParams, check_sampling
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams, check_sampling
 from distflow_jax.rollout.sampler import SamplerState
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
-_FIRST_COUNTER = 1 << 30
+FIRST_COUNTER = 1 << 30
 EVALUATED = "val-"  # how the names of an evaluation's metrics begin
 
 
@@ -102,10 +102,11 @@ class Evaluation:
     """The evaluation of one process's sampler, which may be repeated: `answer`, then `score`.
 
     All processes of a sampler have the same prompts, and each its own slice of them. With
-    `environments` a response has several turns, and its score contains their rewards.
+    `environments` a response has several turns, and its score contains their rewards. Without an
+    engine workers answer its requests (requests_of).
     """
 
-    engine: RolloutEngine
+    engine: RolloutEngine | None
     tokenizer: Tokenizer
     rewards: RewardPool
     prompts: Sequence[Prompt]
@@ -120,11 +121,10 @@ class Evaluation:
 
         `on_response` is called as soon as a response ends.
         """
-        prompts = [dataclasses.replace(p, counter=_FIRST_COUNTER + p.counter) for p in self.prompts]
         state, episodes, _ = sample_episodes(
             self.engine,
             state,
-            prompts,
+            _numbered(self.prompts),
             self.sampling,
             self.environments,
             on_response=on_response,
@@ -132,9 +132,10 @@ class Evaluation:
         return state, episodes
 
     def score(self, episodes: Sequence[Episode]) -> list[Scored]:
-        """Scores the responses to this process's own prompts."""
-        n = self.sampling.num_samples
-        episodes = episodes[self.own.start * n : self.own.stop * n]
+        """Scores the responses to this process's own prompts, those to each one together."""
+        n, mine = self.sampling.num_samples, self.prompts[self.own]
+        own = {FIRST_COUNTER + prompt.counter: prompt for prompt in mine}
+        episodes = [e for e in episodes if e.response.prompt.counter in own]
         texts = [self.tokenizer.decode(e.response.tokens) for e in episodes]
         results = self.rewards.score(
             [
@@ -149,10 +150,21 @@ class Evaluation:
         groups = [answers[i : i + n] for i in range(0, len(answers), n)]
         votes = [key for group in self.rewards.equal_answers(groups) for key in group]
         columns = (texts, votes, scores, lengths, finished)
+        answered = [own[e.response.prompt.counter] for e in episodes[::n]]
         return [
             Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
-            for i, prompt in enumerate(self.prompts[self.own])
+            for i, prompt in enumerate(answered)
         ]
+
+
+def requests_of(evaluation: Evaluation, version: int) -> list[GroupRequest]:
+    """The requests of an evaluation, which the weights of one version alone may answer."""
+    prompts, sampling = _numbered(evaluation.prompts), evaluation.sampling
+    return [GroupRequest(p, sampling, turn=version, version=version) for p in prompts]
+
+
+def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [dataclasses.replace(p, counter=FIRST_COUNTER + p.counter) for p in prompts]
 
 
 def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:

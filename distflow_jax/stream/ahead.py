@@ -8,6 +8,7 @@ filter decisions follow each round of a region instead (region_rounds.py).
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -260,27 +261,38 @@ class Ahead:
         self._quarantine.look(self.saver.record(samples, gaps))
         return staleness_metrics(samples, step, self._config.max_staleness)
 
-    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated] | None:
-        """Evaluations up to a version that were not returned before; waits for them.
+    def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated]:
+        """Evaluations up to a version that were not returned before; waits for them, but not for
+        workers that are missing.
 
-        Of the versions that the evaluator evaluates; none without an evaluator. With an `end`, a
-        time of time.monotonic(), the run ends: samplers begin with no newer version, and if a
-        process lacks an evaluation then, all return None. Collective.
+        Of the versions that the evaluator evaluates. With an `end`, a time of time.monotonic(), it
+        waits no longer, and samplers of this process begin with no newer version. From the first
+        one on that a process lacks then, all processes leave them out. Collective.
         """
-        if (evaluations := self.drive.evaluations) is None:
-            return []
+        evaluations = self.drive.evaluations
         if end < math.inf:
             self._sampling.end_with(version)
-
+            self.saver.end()
+        if not evaluations.open(version):
+            return []
         for due in evaluations.missing(version):
 
             def ended(due: int = due) -> bool:
-                return due not in evaluations.missing(due) or time.monotonic() > end
+                there = due not in evaluations.missing(due)
+                return there or time.monotonic() > end or bool(self._sampling.missing_workers)
 
             self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
-        if end < math.inf and any(processes.all_gather_json(evaluations.missing(version))):
-            return None
-        return evaluations.take(version)
+        late = itertools.chain(*processes.all_gather_json(evaluations.missing(version)))
+        return evaluations.take(min(late, default=version + 1) - 1)
+
+    def evaluated_by(self, step: int) -> int:
+        """The version up to which evaluations are recorded after a step. Collective."""
+        return self._sampling.evaluated_by(step)
+
+    def not_evaluated(self, version: int) -> list[int]:
+        """The versions up to one whose evaluations `evaluated` has not returned; on all processes
+        alike."""
+        return self.drive.evaluations.open(version)
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 

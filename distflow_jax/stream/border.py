@@ -259,7 +259,8 @@ def _check_episode(
 ) -> None:
     response, limit = episode.response, request.sampling.limit
     check_columns(response, episode.mask)
-    check_experts(response, limits, len(request.prompt.tokens))
+    experts = limits.experts if request.sampling.record else None
+    check_experts(response, experts, len(request.prompt.tokens))
     if limits.max_turns:
         check_logp(response.logp)
         check_versions(response.version[episode.mask], 0, newest)

@@ -22,7 +22,6 @@ class Surroundings:
     sampler_part: bool  # whether mesh.roles gives samplers devices
     own_devices: bool  # whether samplers have devices that no trainer uses
     offload: str
-    eval_dataset: str
     group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
     stuck_seconds: float  # after which the watchdog ends a run that waits
@@ -32,8 +31,6 @@ class Surroundings:
 _COMBINATIONS = {
     "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
     "gives samplers devices: take that out, or use workers=False",
-    "workers evaluates": "stream.workers=True leaves no sampler to the trainers that could "
-    "evaluate: set eval.dataset='' in place of {run.eval_dataset!r}, and use `distflow evaluate`",
     "workers region boundary": "the region of dag {plan.name!r} has rounds with "
     "stream.weight_update='boundary', which workers do not make: use weight_update='in_flight', or "
     "workers=False",
@@ -105,7 +102,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "apart": run.own_devices,
         "spread": run.sampler_hosts > 1,
         "offload": run.offload != "none",
-        "evaluates": run.eval_dataset,
         "region": judged,
         "late": late,
         "samples": sampling,

@@ -30,15 +30,16 @@ class Hooks:
       arrive: a block with weights on the sampler's devices, of those that have left the trainer.
       span: times a decode call.
       idle: is called under the producer's lock where nothing is under way or may begin.
-      order: of the work, with weight updates at boundaries; `evaluations`: that it has.
+      evaluations: that samplers make.
+      order: of the work, with weight updates at boundaries.
     """
 
     hand_on: Callable[[], None]
     arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
     span: Callable[[], contextlib.AbstractContextManager[Any]]
     idle: Callable[[], None]
+    evaluations: Evaluations
     order: ExactOrder | None = None
-    evaluations: Evaluations | None = None
 
 
 @dataclasses.dataclass(frozen=True)

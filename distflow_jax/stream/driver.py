@@ -12,7 +12,7 @@ import jax
 
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.delivery import Delivery, Hooks
-from distflow_jax.stream.evaluations import Evaluations, Evaluator
+from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations, Evaluator
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
@@ -42,8 +42,7 @@ class Trainer:
     lend: Callable[[SamplerState], None] = lambda state: None  # the sampler's arrays
     give_back: Callable[[], SamplerState | None] = lambda: None
     keeps_weights: Callable[[int], bool] = lambda step: False  # whether samplers do, for now
-    # with weight updates at boundaries, for the versions that samplers evaluate when they take them
-    evaluator: Evaluator | None = None
+    evaluator: Evaluator = NOTHING_EVALUATED  # of versions that samplers evaluate beside it
 
 
 class Driver:
@@ -51,7 +50,7 @@ class Driver:
 
     Attributes:
       sampling: brings weights to the sampler, and samples.
-      evaluations: those that the sampler makes; None: it makes none.
+      evaluations: those that samplers make.
       times: of weight updates.
     """
 
@@ -73,17 +72,15 @@ class Driver:
         self._trainer, self._saver, self._sync = trainer, saver, delivery.sync
         self._host = delivery.nodes(nodes, trainer.span, self._lock)
         self.times = WeightUpdateTimes()
-        self.evaluations: Evaluations | None = None
-        if trainer.evaluator is not None:
-            held = producer.version
-            self.evaluations = Evaluations(trainer.evaluator, self._host, held=held)
+        held = producer.version
+        self.evaluations = Evaluations(trainer.evaluator, self._host, held=held)
         order = None
         if config.weight_update == "boundary":
-            due = self.evaluations.due if self.evaluations else lambda version: False
-            order = ExactOrder(producer.admission, held=producer.version, known=known, due=due)
+            due = self.evaluations.due
+            order = ExactOrder(producer.admission, held=held, known=known, due=due)
         span = functools.partial(trainer.span, producer.name)
         self.sampling = delivery.start(
-            Hooks(self.hand_on, self._arrive, span, idle, order, self.evaluations)
+            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, order)
         )
 
     def __call__(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:

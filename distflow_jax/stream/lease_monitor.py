@@ -1,20 +1,24 @@
 """The lease monitor of a process whose groups workers of other jobs answer.
 
-Its thread begins groups by the rule, hands complete ones on, ends leases whose time is over, and
-tells of workers that are missing.
+Its thread begins groups by the rule, hands complete ones on, and evaluations too, ends leases whose
+time is over, and tells of workers that are missing.
 """
 
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
+
+from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_base import Sampling, SamplingThread
-from distflow_jax.stream.tasks import SAMPLING
+from distflow_jax.stream.tasks import EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 TELL_SECONDS = 60.0  # between two words on a missing worker
@@ -33,21 +37,27 @@ class LeaseMonitor(Sampling):
         self,
         producer: Producer,
         hand_on: Callable[[], None],
-        store: Callable[[Any, int], None],
+        store: Callable[[Any, int, Collection[int]], None],
+        evaluations: Evaluations,
         *,
+        open_evaluations: int,
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
-        """`hand_on()`: takes complete groups on. `store(params, version)`: copies weights to where
-        workers get them. `how`: to start a worker, for the log. `leave()`: closes the server at the
-        end. The thread begins at once."""
+        """`hand_on()`: takes complete groups on. `store(params, version, evaluated)`: copies
+        weights to where workers get them, and keeps versions that are evaluated. At most
+        `open_evaluations` are. `how`: to start a worker, for the log. `leave()`: closes the server
+        at the end. The thread begins at once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
         self._lock, self._buffer = producer.lock, producer.buffer
+        self._evaluations, self._open_evaluations = evaluations, open_evaluations
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
+        with self._lock:
+            self._begin_evaluation(producer.version)
         self._thread = SamplingThread("leases", self._serve)
         self.raise_error = self._thread.raise_error
 
@@ -63,11 +73,23 @@ class LeaseMonitor(Sampling):
     def bring(self, sync: WeightSync, params: Any, version: int) -> int:
         """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
         left = sync.leave(params)
-        self._store(left, version)  # they are copied before this returns
+        # they are copied before this returns
+        self._store(left, version, self._evaluations.open(version))
         with self._lock:
             self._buffer.publish(version)
+            self._begin_evaluation(version)
             self._lock.notify_all()
         return left.nbytes
+
+    def evaluated_by(self, step: int) -> int:
+        """All evaluations of weights that a later step was trained with, as far as they have ended
+        everywhere; others, to be waited for, only where more are under way than hosts keep weights
+        for."""
+        if not (unrecorded := self._evaluations.open(step)):
+            return step - 2
+        missing = self._evaluations.missing(step - 2)
+        first = processes.all_gather_ints(np.int64(min(missing, default=step - 1)))
+        return max([int(first.min()) - 1, *unrecorded[: -self._open_evaluations]])
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[None]:
@@ -92,6 +114,9 @@ class LeaseMonitor(Sampling):
                 with self._lock:
                     stalled = self._buffer.expire(time.monotonic())
                     news = self._producer.requests.has_news
+                    evaluated = self._buffer.take_evaluations()
+                for version, tasks in evaluated.items():
+                    self._evaluations.answered(version, tasks)
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
@@ -101,22 +126,31 @@ class LeaseMonitor(Sampling):
                 if not self._producer.requests.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
 
+    def _begin_evaluation(self, version: int) -> None:
+        """Begins the evaluation of a version that workers can get, if it is due; under the lock."""
+        if self._evaluations.due(version):
+            self._producer.evaluate(version, self._evaluations.begin(version))
+
     def _unserved(self) -> list[str]:
         """Nodes that groups wait for, and no worker at work runs; under the lock.
 
         Groups whose prompts are missing wait too: nobody is there who would put them.
         """
         buffer, producer = self._buffer, self._producer
-        waiting = buffer.num_open(SAMPLING) > 0 or producer.lacks_prompts
+        waiting = self._num_open() > 0 or producer.lacks_prompts
         sampling = [producer.name] if waiting and not buffer.at_work() else []
         return sampling + buffer.unserved()
+
+    def _num_open(self) -> int:
+        """Groups that wait for samples, those of evaluations too."""
+        return self._buffer.num_open(SAMPLING) + self._buffer.num_open(EVALUATION)
 
     def _look_for_workers(self) -> None:
         now = time.monotonic()
         with self._lock:
             missing = self._unserved()
             served = bool(missing) and missing[0] in self._buffer.served
-            groups = self._buffer.num_open(missing[0] if served else SAMPLING)
+            groups = self._buffer.num_open(missing[0]) if served else self._num_open()
             lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
             unfit = self._buffer.unfit
         if not (missing or unfit):

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from distflow_jax.stream.tasks import SAMPLING, Key, Task
+from distflow_jax.stream.tasks import EVALUATION, SAMPLING, Key, Task
 
 T = TypeVar("T", bound=Task)
+SAMPLER = (SAMPLING, EVALUATION)  # what a worker serves that samples
 
 
 @dataclasses.dataclass
@@ -19,7 +20,7 @@ class KnownWorker:
     """A worker that was heard of within a lease's time."""
 
     heartbeat: float = 0.0  # when it was heard of last
-    serves: set[str] = dataclasses.field(default_factory=set)  # ids of nodes, and SAMPLING
+    serves: set[str] = dataclasses.field(default_factory=set)  # ids of nodes, and SAMPLER
 
 
 class Leases:
@@ -46,7 +47,7 @@ class Leases:
         self.ended: dict[str, tuple[str, float]] = {}
         self.unfit = False
 
-    def heartbeat(self, worker: str, now: float, serves: Iterable[str] = (SAMPLING,)) -> None:
+    def heartbeat(self, worker: str, now: float, serves: Iterable[str] = SAMPLER) -> None:
         """Notes that a worker lives, and what it serves."""
         known = self.workers.setdefault(worker, KnownWorker())
         known.heartbeat = now
@@ -77,8 +78,12 @@ class Leases:
         task = self.open.get(key)
         if task is not None and task.fail(worker):
             if sum(task.failures.values()) >= self._max_tries:
-                self.given_up[key[0]] = why
-                self.forget([key[0]])
+                self.give_up(task, why)
+
+    def give_up(self, task: Task, why: str) -> None:
+        """Forgets the prompt of a task that no worker can do."""
+        self.given_up[task.key[0]] = why
+        self.forget([task.key[0]])
 
     def forget(self, counters: Collection[int]) -> None:
         """Forgets all that is open of some prompts."""

@@ -112,6 +112,11 @@ class Producer:
                 self._waiting.remove(prompt)
         return bool(ready)
 
+    def evaluate(self, version: int, requests: Iterable[GroupRequest]) -> None:
+        """Begins the requests of an evaluation of a version; under `lock`."""
+        for request in requests:
+            self.requests.evaluate(version, request, self._size(request.prompt))
+
     @property
     def starving(self) -> bool:
         """Whether nothing is under way after `admit`, and the run has groups that newer weights may

@@ -161,6 +161,7 @@ class _Pending:
     step: int
     account: TokenAccount  # when it was saved
     start: int  # first counter
+    addition: tuple[Arrays, dict[str, Any]] | None = None  # None: whole groups, once they are there
     end: int | None = None  # first counter after those of its steps, once it is known
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
 
@@ -168,9 +169,10 @@ class _Pending:
 class SampleSaver:
     """Adds the samples of groups that ran ahead to checkpoints, and accounts for tokens.
 
-    Without `steps`, at once what there is, tokens of responses under way too. With it, the whole
-    groups of so many steps that follow the checkpoint's: those that older weights sample, which
-    nobody has after a restart. They are added as soon as they are complete.
+    Without `steps`, what there is, tokens of responses under way too. With it, the whole groups of
+    so many steps that follow the checkpoint's: those that older weights sample, which nobody has
+    after a restart. They are added as soon as they are complete, and evaluations of versions before
+    the checkpoint's are recorded: nobody has these weights then.
     """
 
     def __init__(
@@ -248,14 +250,14 @@ class SampleSaver:
 
         `at_rest`: a block in which no round of the sampler runs.
         """
-        producer = self._producer
+        producer, addition = self._producer, None
         if self._steps is None:
             with at_rest, producer.lock:
                 progress, account = producer.progress(), self.account()
-            self._writer.add(step, *_addition(progress, producer, account))
-            return
+            addition = _addition(progress, producer, account)
         with producer.lock:
-            self._pending.append(_Pending(step, self.account(), producer.admission.position))
+            start = producer.admission.position
+            self._pending.append(_Pending(step, self.account(), start, addition))
         self.settle()
 
     def settle(self) -> None:
@@ -263,14 +265,24 @@ class SampleSaver:
         complete: list[tuple[_Pending, Sequence[Group]]] = []
         with self._producer.lock:
             for pending in list(self._pending):
-                groups = self._groups_of(pending)
+                groups = [] if pending.addition else self._groups_of(pending)
                 unrecorded = any(map(self._evaluates, range(self._recorded + 1, pending.step)))
                 if groups is not None and not unrecorded and all(group.done for group in groups):
                     self._pending.remove(pending)
                     complete.append((pending, groups))
         for pending, groups in complete:
-            addition = _addition(complete_samples(groups), self._producer, pending.account)
+            addition = pending.addition or _addition(
+                complete_samples(groups), self._producer, pending.account
+            )
             self._writer.add(pending.step, *addition)
+
+    def end(self) -> None:
+        """Adds samples that wait for evaluations alone: nobody makes these any more."""
+        with self._producer.lock:
+            late = [(one.step, one.addition) for one in self._pending if one.addition]
+            self._pending = [pending for pending in self._pending if not pending.addition]
+        for step, addition in late:
+            self._writer.add(step, *addition)
 
     def _groups_of(self, pending: _Pending) -> list[Group] | None:
         """The groups of a checkpoint; None while some have not begun."""

@@ -12,7 +12,7 @@ from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode, without_lone
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.task_buffer import TaskBuffer
-from distflow_jax.stream.tasks import GroupTask, Key, pieces_of
+from distflow_jax.stream.tasks import EVALUATION, GroupTask, Key, pieces_of
 
 HERE = "here"  # the worker of this process, whose sampler counts what is under way
 NEAR_TIE = 1e-4  # lead of a token over the next one below which its choice may differ
@@ -41,14 +41,13 @@ class SampleRequests:
         worker is there, in the thread of `round`."""
         self.buffer, self.lock, self._on_response = buffer, lock, on_response
         self.here = self._here = Counts()
-        self._requests: dict[Key, GroupRequest] = {}
         self._arrived: list[Response] = []
         self._restored = self._taken = self._calls = self._handed = 0
 
     @property
     def busy(self) -> bool:
         """Whether a request was not returned by `round`."""
-        return bool(self._requests)
+        return bool(self.buffer.groups())
 
     @property
     def counts(self) -> Counts:
@@ -71,7 +70,6 @@ class SampleRequests:
         order = tuple(request.rank or ())
         with self.lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
-            self._requests[key] = request
             task = GroupTask(
                 key=key,
                 content=request,
@@ -82,6 +80,21 @@ class SampleRequests:
             )
             self.buffer.begin(task, pieces)
 
+    def evaluate(self, version: int, request: GroupRequest, size: int) -> None:
+        """Adds a request of an evaluation of a version; `size` as of `begin`. Under the lock.
+
+        The buffer hands out what has ended: nothing trains on these tokens.
+        """
+        task = GroupTask(
+            key=(request.prompt.counter, f"{EVALUATION} {version}"),
+            content=request,
+            node=EVALUATION,
+            step=version,
+            samples=request.samples,
+            size=size,
+        )
+        self.buffer.begin(task)
+
     def round(self) -> list[tuple[Key, list[Episode], set[str]]]:
         """Requests that are complete now, their responses in the order of their numbers, and the
         workers that have sampled these; call `handed_on` when they are counted elsewhere. Groups go
@@ -90,8 +103,6 @@ class SampleRequests:
             results = self.buffer.take_results()
             arrived, self._arrived = self._arrived, []
             complete = self.buffer.take()
-            for task in complete:
-                del self._requests[task.key]
             elsewhere = sum(task.tokens for task in complete if task.worker != HERE)
             self._handed = elsewhere
         if self._on_response is not None:
@@ -120,8 +131,6 @@ class SampleRequests:
     def give_up(self) -> dict[int, str]:
         """Prompts that no worker can answer, with the reason; their requests are gone."""
         found, self.buffer.given_up = self.buffer.given_up, {}
-        for key in [key for key in self._requests if key[0] in found]:
-            del self._requests[key]
         return found
 
     def forget(self, tokens: int) -> None:
@@ -144,7 +153,8 @@ class SampleRequests:
 
     def requests(self, keys: Iterable[Key]) -> dict[Key, GroupRequest]:
         """The requests of some keys, without those that nobody waits for."""
-        return {key: self._requests[key] for key in keys if key in self._requests}
+        found = {key: self.buffer.find(GroupTask, key) for key in keys}
+        return {key: task.content for key, task in found.items() if task is not None}
 
     def submit(
         self,
@@ -163,8 +173,10 @@ class SampleRequests:
         now, dropped = time.monotonic(), []
         for key in keys:
             progress = found.get(key, Progress())
+            task = self.buffer.find(GroupTask, key)
             new = self.buffer.submit(worker, key, pieces_of(progress), now, goes_on=goes_on)
-            self._arrived += [progress.episodes[sample].response for sample in new]
+            if task is not None and task.trains:
+                self._arrived += [progress.episodes[sample].response for sample in new]
             if not self.buffer.holds(worker, key):
                 dropped.append(key)
         self._tell_differing(worker)

@@ -43,6 +43,11 @@ class Sampling:
     def raise_error(self) -> None:
         """Raises what has ended the thread that samples, if anything has."""
 
+    def evaluated_by(self, step: int) -> int:
+        """The version up to which evaluations are recorded after a step; on all processes alike.
+        Collective."""
+        raise NotImplementedError
+
     def end_with(self, version: int) -> None:
         """Evaluates no newer version: the run ends."""
 

@@ -159,6 +159,17 @@ class StreamConfig:
         return max(2, self.max_staleness) if self.weight_update == "boundary" else 2
 
     @property
+    def evaluates_beside(self) -> bool:
+        """Whether versions are evaluated while later steps train."""
+        return self.workers or self.weight_update == "boundary"
+
+    @property
+    def open_evaluations(self) -> int:
+        """Evaluations of workers that may be under way at a time: each keeps its version of the
+        weights in a host's memory, beside the newest ones."""
+        return self.buffers if self.workers else 0
+
+    @property
     def ahead(self) -> bool:
         """Whether samplers run ahead of the training."""
         return self.max_staleness > 0

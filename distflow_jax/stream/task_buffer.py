@@ -17,9 +17,17 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from distflow_jax.stream.leases import Leases
+from distflow_jax.stream.evaluation_leases import EvaluationLeases
 from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.tasks import NODE_QUOTA, GroupTask, Key, NodeTask, Piece, Task
+from distflow_jax.stream.tasks import (
+    NODE_QUOTA,
+    SAMPLING,
+    GroupTask,
+    Key,
+    NodeTask,
+    Piece,
+    Task,
+)
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
 QUOTA = 2  # responses of a worker for each of its slots: some have ended, and are on their way
@@ -36,7 +44,7 @@ class Counts:
     differing: int = 0  # second responses that differ, with exact versions
 
 
-class TaskBuffer(Leases):
+class TaskBuffer(EvaluationLeases):
     """The tasks of one process, from their beginning until their results are taken.
 
     Args:
@@ -92,7 +100,7 @@ class TaskBuffer(Leases):
         if isinstance(task, GroupTask):
             pieces = pieces or {}
             known = [piece.lowest for piece in pieces.values() if piece.tokens]
-            task.floor = min([self.version_of(task.step), *known])
+            task.floor = min([self._bounds(task)[0], *known])
             task.ended = {s: p for s, p in pieces.items() if p.whole}
             task.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
             self._end_if_complete(task)
@@ -112,8 +120,8 @@ class TaskBuffer(Leases):
         return taken
 
     def groups(self) -> list[GroupTask]:
-        """Groups that were not taken."""
-        return [*self.complete.values(), *self.of(GroupTask)]
+        """Groups that were not taken, but for those of evaluations."""
+        return [*self.complete.values(), *self._trained()]
 
     @property
     def has_news(self) -> bool:
@@ -155,8 +163,9 @@ class TaskBuffer(Leases):
         capacity = min(capacity, most - holds)
         if capacity <= 0:
             return []
-        steps = {step for step in {task.step for task in groups} if self._may(held, step)}
-        waiting = self.waiting(worker, [task for task in groups if task.step in steps])
+        queues = {(task.node, task.step) for task in groups}
+        queues = {queue for queue in queues if self._may(worker, held, *queue)}
+        waiting = self.waiting(worker, [t for t in groups if (t.node, t.step) in queues])
         others = self.at_work() - {worker}
         waiting.sort(key=lambda task: task.priority, reverse=bool(others) and stalled)
         leased: list[GroupTask] = []
@@ -192,7 +201,7 @@ class TaskBuffer(Leases):
         """Versions that an idle worker should hold, the most urgent first; never empty."""
         if not self._exact:
             return [self.newest]
-        waiting = [task for task in self.of(GroupTask) if not task.worker]
+        waiting = [task for task in self._trained() if not task.worker]
         versions = sorted({self.version_of(task.step) for task in waiting})
         return [v for v in versions if v <= self.newest] or [self.newest]
 
@@ -266,8 +275,22 @@ class TaskBuffer(Leases):
 
     # -- one group --------------------------------------------------------------------------------
 
-    def _may(self, held: int, step: int) -> bool:
-        """Whether a version may answer groups of a step."""
+    def _trained(self) -> list[GroupTask]:
+        """Open groups that a step trains."""
+        return [task for task in self.of(GroupTask) if task.trains]
+
+    def _bounds(self, task: GroupTask) -> tuple[int, int]:
+        """The oldest and the newest version that may answer a group."""
+        if not task.trains:
+            return task.step, task.step
+        oldest = self.version_of(task.step)
+        return oldest, oldest if self._exact else self.newest
+
+    def _may(self, worker: str, held: int, node: str, step: int) -> bool:
+        """Whether a worker may answer groups of a step by the version that it holds, or of an
+        evaluation of it."""
+        if node != SAMPLING:
+            return held == step == self.evaluates(worker)
         version = self.version_of(step)
         return held <= self.newest and (held == version if self._exact else held >= version)
 
@@ -280,8 +303,8 @@ class TaskBuffer(Leases):
                 self.counts.second += 1
                 self._compare(task, sample, piece)
             return
-        most = self.version_of(task.step) if self._exact else self.newest
-        if piece.tokens and not (task.floor <= piece.lowest and piece.highest <= most):
+        newest = self._bounds(task)[1]
+        if piece.tokens and not (task.floor <= piece.lowest and piece.highest <= newest):
             self.counts.refused += piece.whole
             return
         if piece.whole:
@@ -306,7 +329,9 @@ class TaskBuffer(Leases):
                 self.differing.append((task.key, sample, where))
 
     def _end_if_complete(self, task: GroupTask) -> bool:
-        if task.complete:
+        if task.complete and task.trains:
             del self.open[task.key]
             self.complete[task.key] = task
+        elif task.complete:
+            self.end_evaluation(task)
         return task.complete

@@ -13,6 +13,7 @@ from distflow_jax.rollout.requests import Partial
 Key = tuple[int, str]  # counter of the prompt, id of the node
 
 SAMPLING = ""  # what workers that sample serve, beside ids of nodes
+EVALUATION = "(evaluation)"  # node of the groups of an evaluation, which they serve too
 PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 NODE_QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next
@@ -82,7 +83,7 @@ class NodeTask(Task):
 class GroupTask(Task):
     """The responses to one prompt, as far as they are known."""
 
-    step: int  # that trains it, at the latest
+    step: int  # that trains it, at the latest; of an evaluation: the version that answers it
     samples: range
     order: tuple[float, ...] = ()  # of groups of one step, lowest first
     size: int = 0  # bytes of the content, where they are many
@@ -94,6 +95,7 @@ class GroupTask(Task):
     moved: float = 0.0  # when these became more, or the lease began
     differed: set[int] = dataclasses.field(default_factory=set)  # samples of which results did
     workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of
+    lost: str = ""  # of an evaluation: why no worker could answer it
 
     def lease(self, worker: str, now: float, seconds: float, calls: float) -> None:
         """Begins a lease, or prolongs it; without progress by no more than FRUITLESS_LEASES and the
@@ -123,6 +125,11 @@ class GroupTask(Task):
             if size <= PIECES_BYTES:
                 found[sample] = piece
         return found
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step trains on it; otherwise it is of an evaluation."""
+        return self.node == SAMPLING
 
     @property
     def complete(self) -> bool:

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -235,6 +235,12 @@ class WeightStore:
             if version in self._versions:
                 self._versions[version].forgotten = True
             self._sweep()
+
+    def keep(self, oldest: int, evaluated: Collection[int]) -> None:
+        """Forgets versions before the `oldest`, but for those that are being evaluated."""
+        for version in self.versions:
+            if version < oldest and version not in evaluated:
+                self.forget(version)
 
     def methods(self) -> Mapping[str, Method]:
         """The methods of a server that hand out this weight store."""

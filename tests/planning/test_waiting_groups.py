@@ -53,13 +53,15 @@ def test_columns_of_a_group_at_its_largest():
     assert waiting.total == waiting.groups * sum(waiting.columns.values())  # and no buffers
 
 
+@pytest.mark.parametrize("evaluated", ["", "task:arithmetic?held_out=1"], ids=["", "evaluates"])
 @pytest.mark.parametrize("weight_update, buffers", [("boundary", 3), ("in_flight", 2)])
-def test_trainers_keep_all_versions_that_workers_may_need(weight_update, buffers):
+def test_trainers_keep_all_versions_that_workers_may_need(weight_update, buffers, evaluated):
     """With boundary those of max_staleness + 1 steps: a worker that joins answers by any of
-    them."""
+    them. As many again may be evaluated."""
+    buffers *= 1 + bool(evaluated)
     workers = (
         "stream.workers=True",
-        "eval.dataset=",
+        f"eval.dataset={evaluated}",
         "eval.every=0",
         f"stream.weight_update={weight_update}",
     )

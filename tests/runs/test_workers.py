@@ -7,19 +7,21 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
 import numpy as np
 import pytest
-from support.programs import Process, certificate
-from support.run_folders import await_step, records
+from support.programs import Process, certificate, finished
+from support.run_folders import await_step, json_lines, records
 from support.tiny_sampler import assert_agree
 from support.waiting import HANG, until
 from support.worker_runs import (
     BOUNDARY,
     PROMPTS,
     SAMPLES,
+    SMALL,
     WORKERS,
     await_addresses,
     await_ready,
@@ -215,6 +217,68 @@ def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started, steps, rate)
     assert all(np.isfinite(metrics["actor/grad_norm"]) for metrics in found)
     if not rate:
         assert max(metrics["rollout_corr/log_ratio_abs_max"] for metrics in found) < 1e-4
+
+
+EVALUATED = (
+    "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
+    "eval.every=2",
+    "eval.num_prompts=12",
+    "checkpoint.every=2",
+    "checkpoint.keep=100",
+)
+
+
+def evaluated_at_once(folder, step, reward):
+    """The report of `distflow evaluate` on the weights after a step."""
+    run, out = folder.parent / f"at-{step}", folder.parent / f"{step}.json"
+    shutil.copytree(folder / "checkpoints" / str(step), run / "checkpoints" / str(step))
+    flags = [f"--config.{flag}" for flag in (*SMALL, *EVALUATED, *reward)]
+    named = ("--config=configs/tiny.py", f"--run={run}", f"--out={out}")
+    finished("scripts/evaluate.py", *named, *flags)
+    report = json.loads(out.read_text())
+    assert report["step"] == step
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("weight_update", "processes", "count"),
+    [((), 1, 1), (BOUNDARY, 1, 1), ((), 2, 2)],
+    ids=["in_flight", "boundary", "one_is_killed"],
+)
+def test_workers_evaluate_each_version_as_it_would_be_at_once(
+    tmp_path, started, weight_update, processes, count
+):
+    """While the run goes on: a line of an evaluation comes before the last steps'."""
+    folder, steps, reward = tmp_path / "run", 8, paced(tmp_path)
+    flags = (*weight_update, *EVALUATED, *reward, f"training.steps={steps}")
+    job = trainers(started, folder, flags, processes=processes)
+    *others, left = [worker(started, folder, flags) for _ in range(count)]
+    await_step(folder, 3, job)
+    for other in others:
+        other.kill()
+    assert job.end() == 0, job.output() + left.output()
+    assert left.end() == 0, left.output()
+    check_trained(folder, steps, exact=bool(weight_update))
+    check_account(folder)
+    lines = json_lines(folder / "metrics.jsonl")
+    found = [(row["step"], x) for row in lines if (x := _validation(row))]
+    assert [step for step, _ in found] == [0, 2, 4, 6, 8]  # each once
+    places = [place for place, row in enumerate(lines) if _validation(row)]
+    assert places[1] < [row["step"] for row in lines].index(steps - 1)
+    responses = set()
+    for step, metrics in found[1:]:
+        wanted = evaluated_at_once(folder, step, reward)
+        assert metrics == wanted["metrics"]
+        records = json_lines(folder / "samples" / f"eval-{step}.jsonl")
+        assert records == wanted["records"]
+        responses.add(str([record["responses"] for record in records]))
+    assert len(responses) == len(found) - 1  # no two versions answer alike
+
+
+def _validation(row):
+    return {name: value for name, value in row.items() if name.startswith("val-")}
 
 
 @pytest.mark.slow

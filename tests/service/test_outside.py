@@ -88,6 +88,8 @@ def test_calls_that_are_refused(tmp_path):
         Trainer(config_of(**{"stream.workers": False}), tmp_path)
     with pytest.raises(ValueError, match="has 2 that do"):
         Trainer(config_of(dag="remax"), tmp_path)
+    with pytest.raises(ValueError, match="set eval.dataset='' in place of 'task:arithmetic'"):
+        Trainer(config_of(**{"eval.dataset": "task:arithmetic"}), tmp_path)
     trainer = Trainer(config_of(), tmp_path)
     with pytest.raises(ValueError, match="more than data.max_prompt_length"):
         trainer.put_prompts_data([{"prompt": "a" * 1000}])

@@ -15,7 +15,7 @@ from support.waiting import HANG
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.stream import driver, sampling_base
 from distflow_jax.stream.driver import ALL, Trainer
-from distflow_jax.stream.evaluations import Evaluator
+from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluator
 from distflow_jax.stream.links.local_link import ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
@@ -88,7 +88,7 @@ def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
     stream.close()
 
 
-def owing(folder, evaluator=None, until=None):
+def owing(folder, evaluator=NOTHING_EVALUATED, until=None):
     """A source with weight updates at boundaries that has trained step 1; its checkpoint waits for
     step 2."""
     how = {"weight_update": "boundary", "own_devices": True, "until": until}
@@ -144,7 +144,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
     stream = owing(tmp_path, evaluator(answer))
     assert begun.wait(HANG)
-    assert stream.evaluated(0, end=time.monotonic()) is None
+    assert stream.evaluated(0, end=time.monotonic()) == []
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
     thread = stream.drive.sampling
@@ -174,6 +174,24 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     stream.close()
     stream.saver._writer.close()  # its thread waits for the checkpoint, which nobody writes here
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_samples_wait_for_evaluations_of_older_weights_until_the_run_ends(tmp_path, made):
+    """In flight, where others evaluate: a restart has the checkpoint's weights alone."""
+    trainer = Trainer(evaluator=evaluator(None))
+    stream = plain_stream(tmp_path, owned(), steps=9, trainer=trainer)
+    train(stream, 1)
+    stream.publish(np.zeros(1), 1)
+    stream.save(1)
+    assert not stream.saver.settled
+    if made:
+        stream.saver.recorded(0)
+    else:
+        assert stream.evaluated(0, end=time.monotonic()) == []
+        assert stream.not_evaluated(1) == [0, 1]
+    assert stream.saver.settled
+    stream.close()
 
 
 def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):

@@ -296,6 +296,23 @@ def test_bytes_that_are_no_frame_name_their_worker(caplog):
     assert "worker liar" in caplog.text
 
 
+@pytest.mark.parametrize("record", [False, True], ids=["evaluation", "training"])
+def test_a_response_has_experts_where_its_request_wants_them(record):
+    """A run of a mixture records them for what it trains on, and for no evaluation."""
+    border = Border(dataclasses.replace(BORDER.limits, experts=(1, 1, 4)))
+    request = request_of(COUNTER)
+    request = dataclasses.replace(
+        request, sampling=dataclasses.replace(request.sampling, record=record)
+    )
+    episode = single_turn(response_of(request, 0, [3] * length_of(COUNTER, 0)))
+    check = functools.partial(border.check, {KEY: Progress({0: episode})}, {KEY: request}, 3)
+    if record:
+        with pytest.raises(RefusedAnswer, match="no experts"):
+            check()
+    else:
+        check()
+
+
 # a first observation, and three turns: an image follows the first one, and nothing the second
 TURNS = "oo s s S o i i o s S s S"
 IMAGE = Image(

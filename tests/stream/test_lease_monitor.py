@@ -3,15 +3,19 @@
 import contextlib
 import dataclasses
 import threading
+import time
 
+import jax.numpy as jnp
 import pytest
 from support.tiny_model import prompt_of
 from support.waiting import until
 
 from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
-from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream import lease_monitor
+from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
+from distflow_jax.stream.host_nodes import HostThread, NodesAhead
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -19,6 +23,7 @@ from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import SAMPLING, Piece
+from distflow_jax.stream.weight_store import WeightStore
 
 LEASE, NO_WORKERS = 10.0, 100.0
 NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
@@ -65,7 +70,9 @@ def waiting(monkeypatch, caplog):
     thread = LeaseMonitor(
         producer,
         lambda: None,
-        lambda params, version: None,
+        lambda params, version, evaluated: None,
+        Evaluations(NOTHING_EVALUATED, None, held=0),
+        open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
         how="distflow worker --join=x",
         leave=lambda: None,
@@ -147,3 +154,93 @@ def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
     after(1.0)
     buffer.deregister("good")
     assert thread.missing_workers == []
+
+
+class Leaving:
+    """Leaves weights as they are."""
+
+    def leave(self, params):
+        return params["w"]
+
+
+@pytest.fixture
+def evaluating():
+    """(thread, task buffer, weight store, evaluations) of a run that evaluates even versions, by
+    three problems each, and keeps two versions."""
+    lock, weights = threading.Condition(), WeightStore("a run")
+    buffer = TaskBuffer(Rule(2, 1), exact=False, version=0, lease_seconds=LEASE, max_tries=2)
+    producer = Producer(
+        SampleRequests(buffer, lock),
+        Admission(Rule(2, max_staleness=1)),
+        [SamplingNode(NODE, SamplingParams(2, 4), None)],
+        lambda: None,
+        writers={None: Layout("host"), "gen": Layout("host")},
+        num_samples=2,
+        saved=SavedSamples(),
+    )
+    prompts = [dataclasses.replace(prompt_of(1, [1, 2]), counter=10**9 + c) for c in range(3)]
+    params = SamplingParams(1, 4, 0.0, record=False)
+    evaluator = dataclasses.replace(
+        NOTHING_EVALUATED,
+        due=lambda version: version % 2 == 0,
+        requests=lambda version: [GroupRequest(p, params, version=version) for p in prompts],
+        score=lambda answers: answers,
+    )
+    host = HostThread(NodesAhead(frozenset({"gen"}), (), {}), contextlib.nullcontext, lock)
+    evaluations = Evaluations(evaluator, host, held=0)
+
+    def store(left, version, evaluated):
+        weights.put(version, {"w": left})
+        weights.keep(version - 1, evaluated)
+
+    thread = LeaseMonitor(
+        producer,
+        lambda: None,
+        store,
+        evaluations,
+        open_evaluations=2,
+        no_workers_seconds=NO_WORKERS,
+        how="",
+        leave=lambda: None,
+    )
+    weights.put(0, {"w": jnp.zeros(4)})
+    with contextlib.closing(host), contextlib.closing(thread):
+        yield thread, buffer, weights, evaluations
+
+
+def test_a_version_is_kept_until_its_evaluation_is_recorded(evaluating):
+    """By the worker that brings the answers; others bring none."""
+    thread, buffer, weights, evaluations = evaluating
+
+    def bring(version):
+        thread.bring(Leaving(), {"w": jnp.full(4, version)}, version)
+
+    def evaluate(version):
+        with thread.hold(version):
+            buffer.heartbeat("w", time.monotonic())
+        until(lambda: buffer.evaluates("w") == version)
+        with thread.hold(version):
+            tasks = buffer.lease("w", version, 3, time.monotonic())
+            for task in tasks:
+                piece = Piece(1, version, version, True, (version, task.key[0]))
+                buffer.submit("w", task.key, {0: piece}, time.monotonic())
+        assert len(tasks) == 3
+        until(lambda: version not in evaluations.missing(version), thread.raise_error)
+
+    for version in range(1, 5):
+        bring(version)
+    assert weights.versions == [0, 2, 3, 4]  # 1 is forgotten
+    assert thread.evaluated_by(4) == 0  # three are open, and two versions kept: the first is due
+    assert thread.evaluated_by(3) == -1
+    evaluate(0)
+    assert thread.evaluated_by(3) == 1  # nothing else is there
+    (found,) = evaluations.take(1)
+    assert found.version == 0 and found.scored == [(0, 10**9 + place) for place in range(3)]
+    bring(5)
+    assert weights.versions == [2, 4, 5]
+    evaluate(2)
+    assert weights.versions == [2, 4, 5]  # not yet recorded
+    assert [found.version for found in evaluations.take(thread.evaluated_by(5))] == [2]
+    bring(6)
+    assert weights.versions == [4, 5, 6]
+    assert evaluations.open(6) == [4, 6]

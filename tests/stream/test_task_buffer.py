@@ -15,7 +15,15 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
-from distflow_jax.stream.tasks import PIECES_BYTES, SAMPLING, GroupTask, NodeTask, Piece, pieces_of
+from distflow_jax.stream.tasks import (
+    EVALUATION,
+    PIECES_BYTES,
+    SAMPLING,
+    GroupTask,
+    NodeTask,
+    Piece,
+    pieces_of,
+)
 
 LEASE = 10.0
 
@@ -380,6 +388,10 @@ def test_a_node_that_fails_after_its_lease_has_failed_once():
 # -- a model of trainers and workers with random faults -------------------------------------------
 
 SAMPLES, GROUPS, STALENESS = 2, 3, 2
+# an evaluation of each third version has so many problems at each process, and so many may be
+# under way; their counters begin above all others
+EVERY, PROBLEMS, OPEN, FIRST = 3, 2, 2, 6_000_000
+KEPT = STALENESS + 1  # newest versions that workers can get, beside those of evaluations
 
 
 @dataclasses.dataclass
@@ -399,13 +411,16 @@ class Job:
     """Trainer processes, workers, and messages between them that are late, lost or repeated.
 
     With `scored` a group is complete once a worker has run the node "score" on it. With `greedy`
-    one worker claims all that it can get, before the others, and gives nothing.
+    one worker claims all that it can get, before the others, and gives nothing. With `evaluates`
+    workers answer evaluations too.
     """
 
-    def __init__(self, seed, *, exact, processes, scored=False, greedy=False):
+    def __init__(self, seed, *, exact, processes, scored=False, greedy=False, evaluates=False):
         self.random = random.Random(seed)
         self.exact, self.processes, self.scored = exact, processes, scored
         self.greedy, self.num_claimed = greedy, 0
+        self.evaluates, self.num_evaluated = evaluates, 0
+        self.recorded = {}  # version -> problems that no worker could answer
         self.num_scored = self.num_steps = 0
         self.rule = Rule(GROUPS, STALENESS)
         self.now, self.names = 0.0, 0
@@ -447,6 +462,10 @@ class Job:
         self.complete = [{} for _ in range(self.processes)]
         self.news = set()  # given up, not known to all
         self.restored, self.archive, self.owed = pieces, {}, []
+        self.recorded = {v: lost for v, lost in self.recorded.items() if v <= step}
+        self.evaluating = {}  # version -> what each process has of it
+        for place in range(self.processes):
+            self.evaluate(place)
         for place in range(self.processes):
             self.admit(place)
 
@@ -487,6 +506,47 @@ class Job:
         self.unscored[place][counter] = pieces
         task = NodeTask(key=(counter, "score"), content=score_of(pieces), read=None, then=then)
         self.buffers[place].begin(task)
+
+    # -- evaluations ------------------------------------------------------------------------------
+
+    def evaluate(self, place):
+        """Begins the evaluation of the newest version at a process, if it is due."""
+        version = self.step
+        if not self.evaluates or version % EVERY or version in self.recorded:
+            return
+        self.evaluating.setdefault(version, {})
+        for problem in range(PROBLEMS):
+            counter = FIRST + self.processes * problem + place
+            task = group(counter, version, SAMPLES)
+            task.key, task.node = (counter, f"{EVALUATION} {version}"), EVALUATION
+            self.buffers[place].begin(task)
+
+    def take_evaluations(self):
+        """Records an evaluation once all processes have it."""
+        for place, buffer in enumerate(self.buffers):
+            for version, tasks in buffer.take_evaluations().items():
+                counters = [FIRST + self.processes * p + place for p in range(PROBLEMS)]
+                assert [task.key[0] for task in tasks] == counters, "split, or answered twice"
+                assert place not in self.evaluating[version]
+                self.evaluating[version][place] = tasks
+        for version, found in list(self.evaluating.items()):
+            if len(found) == self.processes:
+                assert version not in self.recorded
+                tasks = [task for of_place in found.values() for task in of_place]
+                self.recorded[version] = sum(bool(task.lost) for task in tasks)
+                pieces = [task.ended for task in tasks if not task.lost]
+                assert all(map(_whole, pieces))
+                assert {v for of in pieces for p in of.values() for v in p.content} <= {version}
+                self.num_evaluated += 1
+                del self.evaluating[version]
+
+    def wanted(self, name, buffer):
+        """The version that a worker should hold, and whether it evaluates it."""
+        newest = min(one.newest for one in self.buffers)
+        told = [one.evaluates(name) for one in self.buffers]
+        if evaluated := [version for version in told if version is not None]:
+            return min(evaluated), True
+        return min(buffer.wanted()[0], newest) if self.exact else newest, False
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -549,7 +609,9 @@ class Job:
             for key, task in self.rejoin(worker):
                 self.send(name, key, task, goes_on=False)
             return
-        room = self.random.randrange(6)
+        wanted, evaluates = self.wanted(name, self.buffers[place])
+        drains = evaluates and wanted < worker["held"]
+        room = 0 if drains else self.random.randrange(6)
         slots = SAMPLES * len(worker["tasks"]) + room if self.random.random() < 0.9 else 0
         given = self.buffers[place].lease(name, worker["held"], room, self.now, slots)
         if self.random.random() < 0.05:
@@ -602,11 +664,15 @@ class Job:
         worker = self.workers[name]
         if worker["run"] != self.attempt:
             return
-        buffer = self.random.choice(self.buffers)
-        if not self.exact:
-            worker["held"] = min(one.newest for one in self.buffers)
-        elif not worker["tasks"]:
-            worker["held"] = min(buffer.wanted()[0], *(one.newest for one in self.buffers))
+        wanted, _ = self.wanted(name, self.random.choice(self.buffers))
+        newest = max(one.newest for one in self.buffers)
+        if wanted > min(one.newest for one in self.buffers):
+            return  # it waits for these
+        assert wanted > newest - KEPT or wanted in self.evaluating, "nobody has these weights"
+        evaluates = any(key[1].startswith(EVALUATION) for key in worker["tasks"])
+        between = not self.exact and wanted > worker["held"] and not evaluates
+        if between or not worker["tasks"]:
+            worker["held"] = wanted
 
     def fail(self, name):
         scoring = self.workers[name]["scoring"]
@@ -625,7 +691,10 @@ class Job:
     def train(self):
         for place in range(self.processes):
             self.admit(place)
+        self.take_evaluations()
         step = self.step + 1
+        if len(self.evaluating) > OPEN:
+            return
         for counter in sorted(self.news):
             for admission in self.admissions:
                 admission.judge(counter, False)
@@ -651,6 +720,7 @@ class Job:
         self.num_steps += 1
         for place in self.random.sample(range(self.processes), self.processes):
             self.buffers[place].publish(step)
+            self.evaluate(place)
 
     def save(self):
         found = {}
@@ -661,19 +731,24 @@ class Job:
             found |= {(c, "gen"): dict(p) for c, p in self.unscored[place].items()}
         first = (self.step, self.admissions[0].position, dict(self.trained))
         if self.exact:
-            self.owed.append((*first, self.admissions[0].end_of(self.step + STALENESS)))
+            end = self.admissions[0].end_of(self.step + STALENESS)
+            self.owed.append((*first, end, None, None))
         else:
-            self.saved.append((self.step, first[1], found, first[2], set(self.lost)))
+            self.owed.append((*first, first[1], found, set(self.lost)))
 
     def settle(self):
-        """Completes checkpoints with whole groups of the next steps, where versions are exact."""
+        """Completes checkpoints, with whole groups of the next steps where versions are exact, once
+        older versions are evaluated: nobody has them after a restart."""
         for owed in list(self.owed):
-            step, position, trained, end = owed
+            step, position, trained, end, found, lost = owed
             kept = [c for c in range(position, end) if c not in self.lost]
+            if any(version < step for version in self.evaluating):
+                continue
             if all((c, "gen") in self.archive for c in kept):
                 self.owed.remove(owed)
-                found = {(c, "gen"): self.archive[c, "gen"] for c in kept}
-                self.saved.append((step, position, found, trained, set(self.lost)))
+                if found is None:
+                    found, lost = {(c, "gen"): self.archive[c, "gen"] for c in kept}, set(self.lost)
+                self.saved.append((step, position, found, trained, lost))
 
     def restart(self):
         """From one of the last checkpoints; later ones are gone."""
@@ -724,15 +799,21 @@ class Job:
         position = self.admissions[0].position
         gaps = set(range(position)) - set(trained)
         assert gaps == {counter for counter in self.lost if counter < position}
+        if self.evaluates:
+            assert self.recorded.keys() | self.evaluating.keys() == set(
+                range(0, self.step + 1, EVERY)
+            )
+            assert not self.recorded.keys() & self.evaluating.keys()
 
 
 def _whole(pieces):
     return len(pieces) == SAMPLES and all(p.whole for p in pieces.values())
 
 
-def run_model(events, seed, *, scored=False, greedy=False):
+def run_model(events, seed, *, scored=False, greedy=False, evaluates=False):
     for number, (exact, processes) in enumerate([(False, 1), (False, 3), (True, 1), (True, 2)]):
         options = {"exact": exact, "processes": processes, "scored": scored, "greedy": greedy}
+        options["evaluates"] = evaluates
         job = Job(seed + number, **options)
         for _ in range(events // 4):
             job.tick()
@@ -741,6 +822,7 @@ def run_model(events, seed, *, scored=False, greedy=False):
         job.join("both")
         assert job.num_steps > events / 4000
         assert not greedy or job.num_claimed > 0
+        assert not evaluates or job.num_evaluated > job.num_steps / (2 * EVERY)
         if scored:
             assert job.num_scored > events / (800 if greedy else 400)
         before = job.step
@@ -765,11 +847,15 @@ def test_others_train_on_beside_a_worker_that_claims_everything(scored):
     run_model(40_000, seed=4, scored=scored, greedy=True)
 
 
+def test_random_faults_lose_no_evaluation_and_none_stops_the_training():
+    run_model(60_000, seed=5, evaluates=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("greedy", [False, True], ids=["honest", "one_is_greedy"])
 @pytest.mark.parametrize("scored", [False, True], ids=["sampling", "and_a_second_node"])
 def test_a_million_random_faults_lose_and_repeat_nothing(scored, greedy):
-    run_model(1_000_000, seed=2, scored=scored, greedy=greedy)
+    run_model(1_000_000, seed=2, scored=scored, greedy=greedy, evaluates=True)
 
 
 def test_tokens_of_an_environment_have_no_version_that_counts():

@@ -164,6 +164,13 @@ def test_a_worker_with_another_tokenizer_is_refused_when_it_joins(tmp_path):
         assert "w" in buffer.workers
 
 
+def test_a_worker_agrees_on_what_sizes_the_engine_of_evaluations():
+    config = {f"eval.{key}": "1" for key in ("dataset", "every", "max_response_length")}
+    config["eval.columns.question"] = "1"
+    shared = shared_tables(config, {}, Tokenizer.byte_level(300))["config"]
+    assert shared == {"eval.max_response_length": "1"}
+
+
 def test_addresses_are_written_whole_and_read_back(tmp_path):
     assert read_addresses(tmp_path) is None and start_before(tmp_path) == ""
     BufferAddresses("a1", ("127.0.0.1:5",)).write(tmp_path)

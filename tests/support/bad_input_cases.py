@@ -292,7 +292,6 @@ SIZES = [
     *_under(
         _WORKERS,
         [
-            ("", "stream.workers=True leaves no sampler to the trainers that could evaluate: set"),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
                 "of the trainers' own processes",

@@ -79,24 +79,23 @@ def make_source(
         if added or place.account is not None:  # for a run that goes on with samplers ahead
             place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
-    evaluates = _evaluates(config, schedule, recorder, state.step)
-    trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
-    ahead = _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
-    if config.weight_update == "boundary":
-        return ahead, EvaluateAhead(prepared, ahead, recorder, schedule, phases)
-    return now(ahead)
+
+    def ahead(evaluates: Callable[[int], bool]) -> Ahead:
+        trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
+        return _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
+
+    if not config.evaluates_beside:
+        return now(ahead(lambda version: False))
+    source = ahead(_evaluates(schedule, recorder, state.step))
+    return source, EvaluateAhead(prepared, source, recorder, schedule, phases)
 
 
-def _evaluates(
-    config: StreamConfig, schedule: StepSchedule, recorder: Recorder, step: int
-) -> Callable[[int], bool] | None:
-    """Says whether samplers evaluate a version when they take it; None: the training does it.
+def _evaluates(schedule: StepSchedule, recorder: Recorder, step: int) -> Callable[[int], bool]:
+    """Says whether samplers evaluate a version beside the training, of a run that begins after
+    `step` steps.
 
-    Collective. With weight updates at boundaries samplers do, of a run that begins after `step`
-    steps. An evaluation of that step whose metrics were not written yet is made again.
+    Collective. An evaluation of that step whose metrics were not written yet is made again.
     """
-    if config.weight_update != "boundary" or schedule.eval_every is None:
-        return None
     known = bool(step) and recorder.has_evaluation(step)
     evaluates = schedule.evaluates_version
     return lambda version: evaluates(version) and not (known and version == step)
@@ -110,10 +109,10 @@ def _make_ahead(
     trainer: Trainer,
     checkpointer: Checkpointer,
     added: Sequence[Addition],
-    evaluates: Callable[[int], bool] | None,
+    evaluates: Callable[[int], bool],
 ) -> Ahead:
     """Starts samplers that run ahead. `added`: samples of the checkpoint; `evaluates(version)`:
-    whether samplers evaluate a version when they take it; None: they evaluate none. Collective."""
+    whether they evaluate a version. Collective."""
     config, plan = prepared.config, prepared.plan
     tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
@@ -272,7 +271,7 @@ def _saver(
     state: RunState,
     place: Place,
     added: Sequence[Addition],
-    evaluates: Callable[[int], bool] | None,
+    evaluates: Callable[[int], bool],
 ) -> SampleSaver:
     """The saver of a run that begins, or goes on from a checkpoint of which `added` is a part."""
     records, account = _account(checkpointer, state, place, added)
@@ -283,7 +282,7 @@ def _saver(
         account if processes.process_index() == 0 else TokenAccount(),
         # samples of older weights, which a restart does not have
         steps=config.max_staleness if config.weight_update == "boundary" else None,
-        evaluates=evaluates or (lambda version: False),
+        evaluates=evaluates,
     )
 
 

@@ -18,6 +18,7 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stages.evaluate import requests_of
 from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
@@ -37,7 +38,7 @@ def make_trainer(
     state: RunState,
     instruments: Instruments,
     schedule: StepSchedule,
-    evaluates: Callable[[int], bool] | None,
+    evaluates: Callable[[int], bool],
 ) -> Trainer:
     """The training beside a source; `evaluates` as of make_source."""
     phases = instruments.phases
@@ -60,7 +61,7 @@ def make_trainer(
         give_back=lambda: state.models.pop(_sampler(prepared)),
         # the first evaluation is of the weights that the sampler still holds
         keeps_weights=schedule.evaluates_first,
-        evaluator=evaluates and _evaluator(prepared, runtime, instruments.spans, evaluates),
+        evaluator=_evaluator(prepared, runtime, instruments.spans, evaluates),
     )
 
 
@@ -74,7 +75,8 @@ def _evaluator(
 ) -> Evaluator:
     evaluation = evaluation_of(prepared, runtime)
     span = functools.partial(spans.span, "evaluation")
-    return Evaluator(due, evaluation.answer, evaluation.score, span)
+    requests = functools.partial(requests_of, evaluation)
+    return Evaluator(due, evaluation.answer, evaluation.score, span, requests)
 
 
 # -- how a step takes its groups ------------------------------------------------------------------

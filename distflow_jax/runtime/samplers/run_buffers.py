@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pathlib
 import secrets
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -55,14 +56,13 @@ def deliver_to_workers(
     weights = WeightStore(attempt, merged, prepared.sizes.engine.dtype)
     sync, kept = _Leaving(), config.stream.buffers
 
-    def store(left: _Left, version: int) -> None:
+    def store(left: _Left, version: int, evaluated: Collection[int]) -> None:
         weights.put(version, left.params)
-        for older in [v for v in weights.versions if v <= version - kept]:
-            weights.forget(older)
+        weights.keep(version - kept + 1, evaluated)
 
     (policy, *_) = prepared.sampled.values()
     with offload.staying(UPDATE_WEIGHTS, state.models):
-        store(sync.leave(state.policy_params(policy)), state.step)
+        store(sync.leave(state.policy_params(policy)), state.step, ())
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
     code = processes.code_table() | environment_table(config)
@@ -105,6 +105,8 @@ def deliver_to_workers(
             producer,
             hooks.hand_on,
             store,
+            hooks.evaluations,
+            open_evaluations=config.stream.open_evaluations,
             no_workers_seconds=config.stream.no_workers_seconds,
             how=f"distflow worker --config=... --join={workdir}",
             leave=leave,

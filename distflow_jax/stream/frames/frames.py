@@ -133,6 +133,7 @@ def work_frame(
                 "sampling": dataclasses.asdict(request.sampling),
                 "turn": request.turn,
                 "rank": request.rank,
+                "version": request.version,
             }
         )
         arrays[tokens_name(place)] = np.asarray(prompt.tokens, np.int32)
@@ -152,8 +153,8 @@ def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
     def request_of(place: int, group: Mapping[str, Any]) -> GroupRequest:
         prompt = prompt_of(place, group, images, frame.arrays)
         rank = None if group["rank"] is None else tuple(group["rank"])
-        sampling = SamplingParams(**group["sampling"])
-        return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank)
+        sampling, version = SamplingParams(**group["sampling"]), group["version"]
+        return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank, version=version)
 
     def read() -> dict[Key, GroupRequest]:
         groups = frame.facts.get("groups", [])

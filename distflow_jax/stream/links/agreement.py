@@ -45,6 +45,8 @@ OWN_KEYS = frozenset(
         ),
     }
 )
+# keys of these sections by which a worker's engine is made
+SHARED_KEYS = frozenset({"eval.max_response_length", "eval.num_samples"})
 # keys of the section reward that each process sets for itself
 OWN_REWARD_KEYS = frozenset({"reward.num_workers", "reward.start_seconds"})
 _PROBE = "What is 12 + 35? \u00e9\u4e2d\n\t<|im_end|>"
@@ -76,4 +78,5 @@ def node_table(config: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(key: str) -> bool:
-    return key in OWN_KEYS or key.partition(".")[0] in OWN_SECTIONS
+    own = key in OWN_KEYS or key.partition(".")[0] in OWN_SECTIONS
+    return own and key not in SHARED_KEYS

@@ -202,13 +202,14 @@ class BufferClient:
 
     def _lease(self) -> bool:
         """Asks each task buffer for groups; whether any came."""
-        state, came, wanted, newest = self.state, 0, [], []
+        state, came, wanted, newest, evaluated = self.state, 0, [], [], []
         if not state.slots:
             return False
         for client in self._clients():
             with state.lock:
                 capacity, held = state.capacity, state.version
-            if state.over or held < 0:
+                drains = state.evaluates is not None and state.evaluates < held
+            if state.over or held < 0 or drains:
                 capacity = 0
             told = {"version": held, "capacity": capacity, "slots": state.slots}
             answer = self._call(client, "lease", Frame(told))
@@ -218,6 +219,7 @@ class BufferClient:
             self._told |= {one.key: set(one.progress.episodes) for one in work}
             wanted.append(int(answer.facts["wanted"][0]))
             newest.append(int(answer.facts["newest"]))
+            evaluated.append(answer.facts.get("evaluates"))
             with state.lock:
                 state.assigned.extend(work)
                 state.capacity -= sum(one.lacks for one in work)
@@ -230,6 +232,7 @@ class BufferClient:
                     state.lock.notify_all()
         with state.lock:
             state.newest, state.wanted = min(newest), tuple(wanted)
+            state.evaluates = min((v for v in evaluated if v is not None), default=None)
             state.lock.notify_all()
         return bool(came)
 
@@ -254,7 +257,7 @@ class BufferClient:
         with self.state.lock:
             self.state.links = links
             self.state.newest, self.state.asked = links.newest, 0
-            self.state.wanted = ()
+            self.state.wanted, self.state.evaluates = (), None
             if links.attempt != before:
                 self._told.clear()
                 self._nodes.drop()

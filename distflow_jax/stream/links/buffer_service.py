@@ -24,9 +24,10 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
+from distflow_jax.stream.leases import SAMPLER
 from distflow_jax.stream.links.refusals import Refusals
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.tasks import SAMPLING, Key, NodeTask, progress_of
+from distflow_jax.stream.tasks import Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a registration
@@ -126,7 +127,7 @@ class BufferService:
         self._check_nodes(nodes, frame)
         with self._lock:
             # an answer without the task buffers means that the trainers are starting: try again
-            self._buffer.heartbeat(worker, time.monotonic(), nodes or [SAMPLING])
+            self._buffer.heartbeat(worker, time.monotonic(), nodes or SAMPLER)
             return Frame({**self._facts, **self._state(worker)})
 
     def _lease(self, worker: str, frame: Frame) -> Frame:
@@ -236,6 +237,7 @@ class BufferService:
             self._lock.notify_all()
         buffer = self._buffer
         state = {"newest": buffer.newest, "wanted": buffer.wanted(), "ended": self.ended}
+        state["evaluates"] = buffer.evaluates(worker)
         return {"attempt": self._facts["attempt"], **state}
 
 

@@ -142,7 +142,7 @@ class ThreadLink(LocalLink):
         *worker: Any,
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
         order: ExactOrder | None,
-        evaluations: Evaluations | None,
+        evaluations: Evaluations,
         buffers: int,
         idle: Callable[[], None] = lambda: None,
         **options: Any,
@@ -209,6 +209,11 @@ class ThreadLink(LocalLink):
             with self._lock:
                 self._wanted, self._held = None, False
                 self._lock.notify_all()
+
+    def evaluated_by(self, step: int) -> int:
+        """Evaluations that come before the groups of this step, so that no line of the metrics
+        depends on time; with an order."""
+        return step - 1 - self._producer.admission.rule.max_staleness
 
     def end_with(self, version: int) -> None:
         """Begins nothing that needs newer weights: the run ends. With an order."""

@@ -56,6 +56,7 @@ class WorkerState:
     version: int = -1  # that the sampler holds
     newest: int = -1  # that all task buffers have
     wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
+    evaluates: int | None = None  # version that it should hold for an evaluation
     assigned: collections.deque[Assignment] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
     whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
@@ -182,7 +183,8 @@ class RemoteLink:
         """Begins groups, unless other weights came in between and theirs are exact."""
         mine = []
         for entry in assigned:
-            if self._exact and entry.held != worker.version:
+            exact = self._exact or entry.request.version is not None
+            if exact and entry.held != worker.version:
                 with self._state.lock:
                     self._state.whole[entry.key] = entry.progress  # it is for others
             elif entry.key not in worker.open:
@@ -211,12 +213,11 @@ class RemoteLink:
             self._pulling = None  # of the run before, or too old by now
             if (error := future.exception()) is not None:
                 self._note_lost(error)
-        elif self._exact and (worker.open or version != pulled):
-            if version is not None and version != pulled:
-                self._pulling = None
-        else:
+        elif version is not None:  # otherwise those that are held are right for now
             self._pulling = None
-            self._load(worker, future.result(), pulled)
+            later = not self._exact and self._state.version < pulled < version
+            if version == pulled or later:
+                self._load(worker, future.result(), pulled)
 
     def _load(self, worker: Worker, weights: Any, version: int) -> None:
         """Loads weights. An engine may end its responses first, so the leases go on."""
@@ -249,12 +250,13 @@ class RemoteLink:
         state, held = self._state, worker.version
         with state.lock:
             best = min(state.wanted or (state.newest,)) if self._exact else state.newest
+            best = best if state.evaluates is None else state.evaluates
             if state.version < 0:  # those that are held are of a start that is undone
                 return best
-            if not self._exact:
-                return best if best > held else None
-            idle = not (worker.open or state.assigned)
-            idle = idle and state.asked >= len(state.links.clients)
+            requests = [*worker.open.values(), *(entry.request for entry in state.assigned)]
+            if not self._exact and best > held:  # between two tokens, but not of an evaluation
+                return None if any(r.version is not None for r in requests) else best
+            idle = not requests and state.asked >= len(state.links.clients)
             return best if idle and best != held else None
 
 
