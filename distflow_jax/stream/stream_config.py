@@ -12,11 +12,7 @@ WEIGHT_UPDATES = ("in_flight", "boundary")
 CACHES = ("keep", "recompute")
 PARTIAL_BATCHES = ("off", "counter", "ready")
 _NEED_STALENESS = ("weight_update", "cache", "partial_batches", "order", "divergence")
-_OWN_SAMPLERS = {
-    "partial": "partial_batches",
-    "budget": "round_tokens",
-    "divergence": "divergence",
-}
+_OWN_SAMPLERS = {"budget": "round_tokens", "divergence": "divergence"}
 _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
     "boundary recompute": "stream.cache='recompute' has no effect with "
     "stream.weight_update='boundary': no response is under way when the weights change; use "

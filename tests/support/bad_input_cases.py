@@ -293,10 +293,7 @@ SIZES = [
         _WORKERS,
         [
             ("", "stream.workers=True leaves no sampler to the trainers that could evaluate: set"),
-            (
-                "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
-                "of the trainers' own processes",
-            ),
+            ("stream.round_tokens=4096", "of the trainers' own processes"),
             (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
                 "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "

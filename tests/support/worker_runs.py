@@ -43,11 +43,20 @@ def trainers(started, folder, flags=(), processes=1, devices=1, environment=None
 
 
 def worker(
-    started, folder, flags=(), *, orphan=200, devices=1, own=(), join=None, environment=None
+    started,
+    folder,
+    flags=(),
+    *,
+    orphan=200,
+    devices=1,
+    own=(),
+    join=None,
+    environment=None,
+    program="scripts/worker.py",
 ):
     """A worker that joins once the trainers answer; `join`: by what, None: by the folder."""
     await_addresses(folder)
-    command = ["scripts/worker.py", "--config=configs/tiny.py", f"--join={join or folder}"]
+    command = [program, "--config=configs/tiny.py", f"--join={join or folder}"]
     log = folder.parent / f"worker{len(started)}.log"
     command += [f"--orphan_seconds={orphan}", *own, *settings(flags)]
     started.append(Process(log, command, devices, environment))

@@ -1,0 +1,89 @@
+"""How steps take groups of workers of other jobs: in partial batches, by budgets, in rounds.
+
+Trainers and workers are real processes. All is read from the files that trainers write.
+"""
+
+import signal
+
+import pytest
+from support.run_folders import json_lines, records
+from support.worker_runs import (
+    BOUNDARY,
+    PROMPTS,
+    SAMPLES,
+    STEPS,
+    check_account,
+    trainers,
+    worker,
+)
+
+FAILING = "tests/support/failing_worker.py"
+FAILS = (3, 17)  # prompts that no worker can answer
+SLOTS = "rollout.num_slots=8"
+COUNTER = ("stream.partial_batches=counter", "stream.partial_batch_prompts=3", SLOTS)
+READY = (
+    *("stream.partial_batches=ready", "stream.partial_batch_rows=2", SLOTS),
+    *("data.max_prompt_length=64", "training.row_tokens=160"),
+)
+
+
+@pytest.fixture
+def started():
+    """Processes that end with the test."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill(signal.SIGTERM)
+    for process in processes:
+        process.end()
+
+
+def train(started, folder, flags, *, processes=1, environment=None):
+    """A run with two workers, which ends well; returns its trainers."""
+    job = trainers(started, folder, flags, processes=processes)
+    program = FAILING if environment else "scripts/worker.py"
+    how = {"program": program, "environment": environment}
+    two = [worker(started, folder, flags, **how) for _ in range(2)]
+    assert job.end() == 0, job.output() + two[0].output()
+    assert [one.end() for one in two] == [0, 0], two[0].output()
+    return job
+
+
+def check_steps(folder, *, lost=(), exact=False, staleness=1, steps=STEPS):
+    """Every prompt but those lost trained once, whole, in its step, by weights that may."""
+    kept = [c for c in range(PROMPTS * steps + len(lost)) if c not in lost]
+    wanted = {step: kept[PROMPTS * (step - 1) : PROMPTS * step] for step in range(1, steps + 1)}
+    assert records(folder).keys() == wanted.keys()
+    for step, lines in records(folder).items():
+        assert sorted(c for line in lines for c in line["counters"]) == wanted[step]
+        uids = sorted(tuple(uid) for line in lines for uid in line["uid"])
+        assert uids == [(c, s) for c in wanted[step] for s in range(SAMPLES)]
+        for low, high in (span for line in lines for span in line["version"]):
+            assert step - 1 - staleness <= low <= high <= step - 1
+            assert not exact or low == high == max(0, step - 1 - staleness)
+    return wanted
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "flags",
+    [COUNTER, READY, (*COUNTER, "training.mini_batches=2"), (*READY, *BOUNDARY)],
+    ids=["counter", "ready", "mini_batches", "boundary"],
+)
+def test_each_group_of_workers_is_in_one_partial_batch_though_prompts_are_given_up(
+    tmp_path, started, flags
+):
+    folder = tmp_path / "run"
+    fails = {"FAILS": ",".join(map(str, FAILS))}
+    job = train(started, folder, flags, processes=2, environment=fails)
+    for counter in FAILS:
+        assert f"prompt {counter} is given up" in job.log.read_text()
+    wanted = check_steps(folder, lost=FAILS)
+    check_account(folder)
+    found = json_lines(folder / "partial_batches.jsonl")
+    for step, counters in wanted.items():
+        mine = [batch for batch in found if batch["step"] == step]
+        assert sorted(c for batch in mine for c in batch["counters"]) == counters
+        assert [batch["last"] for batch in mine] == [False] * (len(mine) - 1) + [True]
+        assert len(mine) > 1
