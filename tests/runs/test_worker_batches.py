@@ -6,12 +6,16 @@ Trainers and workers are real processes. All is read from the files that trainer
 import signal
 
 import pytest
+from support.programs import finished, training
+from support.replayed import check_equal
 from support.run_folders import json_lines, records
 from support.worker_runs import (
     BOUNDARY,
     PROMPTS,
     SAMPLES,
+    SMALL,
     STEPS,
+    WORKERS,
     check_account,
     trainers,
     worker,
@@ -87,3 +91,17 @@ def test_each_group_of_workers_is_in_one_partial_batch_though_prompts_are_given_
         assert sorted(c for batch in mine for c in batch["counters"]) == counters
         assert [batch["last"] for batch in mine] == [False] * (len(mine) - 1) + [True]
         assert len(mine) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_with_workers_is_repeated_without_them(tmp_path, started):
+    """Prompts that were given up among it: the same training, bit for bit."""
+    recorded, replayed = tmp_path / "run", tmp_path / "replayed"
+    fails = {"FAILS": ",".join(map(str, FAILS))}
+    train(started, recorded, (*READY, "stream.record=True"), processes=2, environment=fails)
+    free = ("stream.lease_seconds=90", "stream.max_tries=1")  # of a run that has no worker
+    command = training(replayed, (*SMALL, *WORKERS, *READY, *free), processes=2)
+    finished(*command, f"--replay={recorded}")
+    check_equal(recorded, replayed, STEPS)
+    assert not (replayed / "task_buffers.json").exists()
