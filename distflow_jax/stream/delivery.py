@@ -47,8 +47,8 @@ class Delivery:
 
     sync: WeightSync
     rule: PublishRule
+    peers: Peers | None  # of publications that the rule may leave out
     start: Callable[[Hooks], Sampling]  # starts what samples
-    peers: Peers | None = None  # of publications that the rule may leave out
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
@@ -65,18 +65,26 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
-    rule = PublishRule(config.divergence, config.max_staleness)
-    peers = None
-    if rule.skips:
-
-        def heard() -> None:
-            with producer.lock:
-                producer.lock.notify_all()
-
-        index, count = processes.process_index(), processes.process_count()
-        peers = Peers(processes.second_exchange(), index, count, heard)
     start = _start_thread if own_devices else _start_inline
-    return Delivery(sync, rule, functools.partial(start, config, sampler, producer), peers=peers)
+    how = functools.partial(start, config, sampler, producer)
+    return Delivery(sync, *publishing(config, producer), how)
+
+
+def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
+    """The rule of a run's publications, and the connections of one that may leave some out.
+
+    Collective.
+    """
+    rule = PublishRule(config.divergence, config.max_staleness)
+    if not rule.skips:
+        return rule, None
+
+    def heard() -> None:
+        with producer.lock:
+            producer.lock.notify_all()
+
+    index, count = processes.process_index(), processes.process_count()
+    return rule, Peers(processes.second_exchange(), index, count, heard)
 
 
 def _start_inline(

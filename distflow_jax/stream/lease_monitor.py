@@ -35,14 +35,17 @@ class LeaseMonitor(Sampling):
         hand_on: Callable[[], None],
         store: Callable[[Any, int], None],
         *,
+        idle: Callable[[], None],
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
         """`hand_on()`: takes complete groups on. `store(params, version)`: copies weights to where
-        workers get them. `how`: to start a worker, for the log. `leave()`: closes the server at the
+        workers get them. `idle()` is called under the lock after all that may begin has begun, and
+        tells of a worker that has nothing to do. `how`: to start a worker, for the log. `leave()`: closes the server at the
         end. The thread begins at once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
+        self._idle = idle
         self._lock, self._buffer = producer.lock, producer.buffer
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
@@ -91,6 +94,7 @@ class LeaseMonitor(Sampling):
                 with self._lock:
                     stalled = self._buffer.expire(time.monotonic())
                     news = self._producer.requests.has_news
+                    self._idle()
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:

@@ -114,11 +114,11 @@ class Producer:
 
     @property
     def starving(self) -> bool:
-        """Whether nothing is under way after `admit`, and the run has groups that newer weights may
-        begin."""
-        if self.requests.busy:
-            return False
+        """Whether a sampler has nothing to do after `admit`, and the run has groups that newer
+        weights may begin."""
         with self.lock:
+            if self.requests.busy and not self.buffer.starving:
+                return False
             newest = self.admission.rule.newest_step(self.version)
             return self.admission.has_step(max(newest, self.admission.finished) + 1)
 

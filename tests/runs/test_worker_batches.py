@@ -21,6 +21,8 @@ from support.worker_runs import (
     worker,
 )
 
+from distflow_jax.report.run_writer import read_metrics
+
 FAILING = "tests/support/failing_worker.py"
 FAILS = (3, 17)  # prompts that no worker can answer
 SLOTS = "rollout.num_slots=8"
@@ -105,3 +107,20 @@ def test_a_run_with_workers_is_repeated_without_them(tmp_path, started):
     finished(*command, f"--replay={recorded}")
     check_equal(recorded, replayed, STEPS)
     assert not (replayed / "task_buffers.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_weights_move_to_workers_that_starve(tmp_path, started):
+    """No weights differ by 1000 nats. While the first step compiles, workers answer all that they
+    may by version 0: one says so, and they do not wait until version 4 has to move."""
+    folder, most = tmp_path / "run", 3
+    flags = ("stream.divergence=1000", f"stream.max_staleness={most}", "training.steps=8")
+    train(started, folder, flags, processes=2)
+    check_steps(folder, staleness=most, steps=8)
+    check_account(folder)
+    rows = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")}
+    skipped = [rows[step]["perf/weight_update/skipped"] for step in sorted(rows)]
+    assert set(skipped) == {0, 1}, skipped
+    assert 0 in skipped[:most], skipped
+    assert all(row["training/off_policy/divergence"] < 1000 for row in rows.values())

@@ -62,14 +62,6 @@ def waiting(monkeypatch, caplog):
         num_samples=2,
         saved=SavedSamples(),
     )
-    thread = LeaseMonitor(
-        producer,
-        lambda: None,
-        lambda params, version: None,
-        no_workers_seconds=NO_WORKERS,
-        how="distflow worker --join=x",
-        leave=lambda: None,
-    )
 
     def after(seconds):
         clock.now += seconds
@@ -78,7 +70,16 @@ def waiting(monkeypatch, caplog):
         thread.raise_error()
         return [record.getMessage() for record in caplog.records]
 
-    after.clock = clock
+    after.clock, after.starving = clock, []
+    thread = LeaseMonitor(
+        producer,
+        lambda: None,
+        lambda params, version: None,
+        idle=lambda: after.starving.append(producer.starving),
+        no_workers_seconds=NO_WORKERS,
+        how="distflow worker --join=x",
+        leave=lambda: None,
+    )
     with contextlib.closing(thread):
         yield buffer, thread, after
 
@@ -130,3 +131,12 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     assert thread.missing_workers == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3
+
+
+def test_a_worker_without_work_is_told_of_while_others_sample_if_newer_weights_help(waiting):
+    buffer, _, after = waiting
+    after(0.0)
+    assert len(buffer.lease("a", 0, 100, 0.0)) == 4
+    assert after(0.0) == [] and not after.starving[-1]
+    buffer.lease("b", 0, 100, 0.0, idle=True)
+    assert after(0.0) == [] and after.starving[-1]

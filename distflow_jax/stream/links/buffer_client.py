@@ -207,9 +207,10 @@ class BufferClient:
         for client in self._clients():
             with state.lock:
                 capacity, held = state.capacity, state.version
+                idle = capacity == state.slots and state.asked >= len(state.links.clients)
             if state.over or held < 0:
                 capacity = 0
-            told = {"version": held, "capacity": capacity, "slots": state.slots}
+            told = {"version": held, "capacity": capacity, "slots": state.slots, "idle": idle}
             answer = self._call(client, "lease", Frame(told))
             if answer is None:
                 return False

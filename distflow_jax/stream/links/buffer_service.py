@@ -139,10 +139,11 @@ class BufferService:
             lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
         )
         slots = checked(lambda: int(frame.facts.get("slots", 0)))
+        idle = bool(frame.facts.get("idle"))
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
-            leased = self._requests.lease(worker, held, capacity, slots)
+            leased = self._requests.lease(worker, held, capacity, slots, idle=idle)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
             return work_frame(self._state(worker), work)
 
