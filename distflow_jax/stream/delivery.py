@@ -30,6 +30,8 @@ class Hooks:
       arrive: a block with weights on the sampler's devices, of those that have left the trainer.
       span: times a decode call.
       idle: is called under the producer's lock where nothing is under way or may begin.
+      known: whether all processes know the filter decisions of all groups below a counter, which
+        have begun; under the lock, and again while it is False.
       order: of the work, with weight updates at boundaries; `evaluations`: that it has.
     """
 
@@ -37,6 +39,7 @@ class Hooks:
     arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
     span: Callable[[], contextlib.AbstractContextManager[Any]]
     idle: Callable[[], None]
+    known: Callable[[int], bool]
     order: ExactOrder | None = None
     evaluations: Evaluations | None = None
 

@@ -83,7 +83,7 @@ class Driver:
             order = ExactOrder(producer.admission, held=producer.version, known=known, due=due)
         span = functools.partial(trainer.span, producer.name)
         self.sampling = delivery.start(
-            Hooks(self.hand_on, self._arrive, span, idle, order, self.evaluations)
+            Hooks(self.hand_on, self._arrive, span, idle, known, order, self.evaluations)
         )
 
     def __call__(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:

@@ -36,16 +36,18 @@ class LeaseMonitor(Sampling):
         store: Callable[[Any, int], None],
         *,
         idle: Callable[[], None],
+        known: Callable[[int], bool],
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
         """`hand_on()`: takes complete groups on. `store(params, version)`: copies weights to where
-        workers get them. `idle()` is called under the lock after all that may begin has begun, and
-        tells of a worker that has nothing to do. `how`: to start a worker, for the log. `leave()`: closes the server at the
-        end. The thread begins at once."""
+        workers get them. Under the lock, after all that may begin has begun: `idle()` tells of a
+        worker that has nothing to do, `known(counter)` of filter decisions, see Hooks. `how`: to
+        start a worker, for the log. `leave()`: closes the server at the end. The thread begins at
+        once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
-        self._idle = idle
+        self._idle, self._known = idle, known
         self._lock, self._buffer = producer.lock, producer.buffer
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
@@ -94,7 +96,7 @@ class LeaseMonitor(Sampling):
                 with self._lock:
                     stalled = self._buffer.expire(time.monotonic())
                     news = self._producer.requests.has_news
-                    self._idle()
+                    self._tell()
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
@@ -103,6 +105,14 @@ class LeaseMonitor(Sampling):
             with self._lock:
                 if not self._producer.requests.has_news and not self._closing:
                     self._lock.wait(IDLE_SECONDS)
+
+    def _tell(self) -> None:
+        """Tells other processes of starving workers, and of a round that has ended; under the
+        lock."""
+        producer = self._producer
+        self._idle()
+        if producer.begun_up_to(end := producer.admission.end(producer.version)):
+            self._known(end)
 
     def _unserved(self) -> list[str]:
         """Nodes that groups wait for, and no worker at work runs; under the lock.

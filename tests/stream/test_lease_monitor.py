@@ -75,6 +75,7 @@ def waiting(monkeypatch, caplog):
         producer,
         lambda: None,
         lambda params, version: None,
+        known=lambda end: True,
         idle=lambda: after.starving.append(producer.starving),
         no_workers_seconds=NO_WORKERS,
         how="distflow worker --join=x",

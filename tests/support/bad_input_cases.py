@@ -293,7 +293,6 @@ SIZES = [
         _WORKERS,
         [
             ("", "stream.workers=True leaves no sampler to the trainers that could evaluate: set"),
-            ("stream.round_tokens=4096", "of the trainers' own processes"),
             (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
                 "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
@@ -308,10 +307,6 @@ SIZES = [
             (
                 "rollout.environment=calculator",
                 "stream.workers=True answers in one turn, and rollo",
-            ),
-            (
-                "dag=dapo ; stream.weight_update=boundary",
-                "workers do not make: use weight_update='in_flight'",
             ),
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
             ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),

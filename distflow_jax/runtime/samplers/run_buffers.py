@@ -103,6 +103,7 @@ def deliver_to_workers(
             hooks.hand_on,
             store,
             idle=hooks.idle,
+            known=hooks.known,
             no_workers_seconds=config.stream.no_workers_seconds,
             how=f"distflow worker --config=... --join={workdir}",
             leave=leave,
