@@ -5,10 +5,9 @@ python benchmarks/trackers.py --steps=41
 python benchmarks/trackers.py --config=configs/tiny.py --steps=9     # a quick look
 
 One run of the config, without evaluations and checkpoints, in which every other step is "with": the
-trackers are given the rows since the last such step, two of them, while it runs. In the steps
-"without" their processes are stopped (SIGSTOP) and TensorBoard's thread has nothing to do. So the
-ratio counts each row twice, and holds what the packages do by themselves, such as sampling the
-machine's load. wandb is offline.
+trackers take the rows since the last such step, two of them, while it runs. In the steps "without"
+their processes are stopped (SIGSTOP). So the ratio counts each row twice, and holds what the
+packages do by themselves, such as sampling the machine's load. wandb is offline.
 
 The ratio is the median over pairs of neighbouring steps, from one start of a step to the next.
 Steps while the trackers start are left out. The exit code is 1 if it is above --most.
@@ -24,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import Any
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
@@ -33,9 +31,7 @@ from distflow_jax.notebook import load_config
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
-from distflow_jax.report.trackers.workers import Trackers
 from distflow_jax.run import loop, one_step, open_run
-from distflow_jax.runtime import recorder
 from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
@@ -44,22 +40,10 @@ NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 WARM_STEPS = 4  # programs compile, packages are imported, databases are made
 
 
-class Gate(Trackers):
-    """Trackers that work only in the steps "with"."""
-
-    open = True
-
-    def rows(self, step: int) -> None:
-        """Says so only where the next step is one with trackers."""
-        if self.open:
-            super().rows(step)
-
-
 @dataclasses.dataclass
 class PairedSteps:
     """Notes when each step starts, and stops the trackers in every other one."""
 
-    gate: Gate
     starts: list[float] = dataclasses.field(default_factory=list)
 
     def step(self, run: OpenRun) -> Metrics:
@@ -68,8 +52,6 @@ class PairedSteps:
         step = run.state.step
         if step > WARM_STEPS:
             signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
-        # the row of this step is given in the next
-        self.gate.open = step < WARM_STEPS or with_trackers(step + 1)
         row = one_step(run)
         if step == run.prepared.config.training.steps:  # stopped ones could not end
             signal_trackers(signal.SIGCONT)
@@ -103,13 +85,6 @@ def signal_trackers(number: int) -> None:
 def measure(config: Config, folder: pathlib.Path) -> list[float]:
     """Seconds from the start of each step to that of the next, from step 1 on."""
     check_trackers(NAMES)
-    gates: list[Gate] = []
-
-    def gated(observe: Any, place: pathlib.Path, step: int) -> Gate:
-        gates.append(Gate(NAMES, place, last_step=-1))
-        return gates[0]
-
-    recorder.open_trackers = gated
     with (
         stop_on_sigterm() as stop,
         contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved,
@@ -118,7 +93,7 @@ def measure(config: Config, folder: pathlib.Path) -> list[float]:
         with contextlib.closing(prepared.rewards):
             quiet, watchdog = Terminal(enabled=False), Watchdog(config.health, 1)
             with open_run(prepared, folder, saved, watchdog, quiet) as run:
-                paired = PairedSteps(*gates)
+                paired = PairedSteps()
                 try:
                     loop(run, stop, paired.step)
                 finally:
@@ -138,6 +113,7 @@ def main() -> int:
     if args.steps < WARM_STEPS + 5:
         parser.error(f"--steps={args.steps} leaves nothing to compare; at least {WARM_STEPS + 5}")
     changed = {"training.steps": args.steps, "eval.dataset": "", "checkpoint.every": args.steps}
+    changed["observe.trackers"] = NAMES
     config = load_config(args.config, changed).config
     with tempfile.TemporaryDirectory(prefix="trackers-") as folder:
         os.environ |= {"WANDB_MODE": "offline", "TRACKIO_DIR": f"{folder}/trackio"}

@@ -1,8 +1,8 @@
 """Metrics of a step: partial sums of micro-batches and processes, merged by name.
 
 A mean is carried as (numerator, denominator) until all sums are known, because a mean of means is
-not the mean. Names are verl's, `group/name`; the
-table report/metric_reference.py explains them.
+not the mean. Names are verl's, `group/name`; report/metric_reference.toml explains
+them.
 """
 
 import math

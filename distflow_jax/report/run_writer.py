@@ -27,8 +27,8 @@ from distflow_jax.report.json_lines import (
     write_atomic,
 )
 from distflow_jax.report.page import report
-from distflow_jax.report.trackers.tracker_state import cut_states
-from distflow_jax.report.trackers.workers import Trackers
+from distflow_jax.report.trackers.follower import cut_states
+from distflow_jax.report.trackers.sender import Trackers
 
 PULSE_SECONDS = 30.0  # between two events of steps
 log = logging.getLogger("distflow_jax")
@@ -46,7 +46,7 @@ class RunWriter:
         of later steps, by an earlier interrupted run, is dropped, so that each step appears once.
         To lose no step, write its metrics before its checkpoint is saved.
       report_every: steps between updates of report.html; 0: only at the end.
-      trackers: followers of the folder, by report/trackers/workers.py; None for a folder alone.
+      trackers: followers of the folder, by report/trackers/sender.py; None for a folder alone.
     """
 
     def __init__(
@@ -73,10 +73,7 @@ class RunWriter:
             found = _SAMPLES.fullmatch(path.stem)
             if found and int(found[1]) > self._last_step:
                 path.unlink()
-        if trackers:
-            trackers.cut(self._last_step)
-        else:
-            cut_states(self.folder, self._last_step)
+        cut_states(self.folder, self._last_step, trackers.specs if trackers else ())
         self._events = RunEvents(self.folder / "events.jsonl")
 
     def config(self, config: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile, parse_steps
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import processes
-from distflow_jax.report.trackers.workers import Trackers
+from distflow_jax.report.trackers.sender import Trackers
 from distflow_jax.watchdog.controller import Watchdog
 
 # JAX raises these for arrays that are deleted, or go while they are read, and for what a platform
@@ -78,7 +78,6 @@ def open_trackers(config: ObserveConfig, folder: pathlib.Path, step: int) -> Tra
     return Trackers(
         config.trackers,
         folder,
-        project=config.tracker_project,
         last_step=step or -1,
         seconds=config.tracker_seconds,
     )

@@ -3,9 +3,9 @@
     python scripts/docs/make_reference.py            writes them
     python scripts/docs/make_reference.py --check    exits with 1 and names the pages that are stale
 
-Config keys come from the dataclasses' comments, metrics from the table
-distflow_jax/report/metric_reference.py, flags from the table of the subcommands and the launchers'
-parsers, both in distflow_jax/commands/. Nothing that is imported needs jax or a device.
+Config keys come from the dataclasses' comments, metrics from distflow_jax/report/
+metric_reference.toml, flags from the table of the subcommands and the launchers' parsers, both in
+distflow_jax/commands/. Nothing that is imported needs jax or a device.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def metrics_page() -> str:
         "under the names that it returns. [Speed and profiles](../metrics.md) has the formula of "
         "MFU.\n",
     ]
-    for title, metrics in metric_reference.METRICS.items():
+    for title, metrics in metric_reference.metric_table().items():
         rows = [(f"`{m.name}`", m.meaning, m.bad) for m in metrics]
         lines += [f"## {title}\n", *_table(("metric", "meaning", "bad values"), rows)]
     return MADE + "\n".join(lines)

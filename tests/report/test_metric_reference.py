@@ -8,9 +8,9 @@ from support.paths import ROOT
 
 from distflow_jax.config.config_dict import to_config_dict, unknown_key
 from distflow_jax.config.run_config import Config
-from distflow_jax.report.metric_reference import METRICS, find_metric
+from distflow_jax.report.metric_reference import find_metric, metric_table
 
-ENTRIES = [metric for section in METRICS.values() for metric in section]
+ENTRIES = [metric for section in metric_table().values() for metric in section]
 GROUPS = {metric.name.split("/")[0] for metric in ENTRIES} - {"{actor,critic,reward_model}"}
 FREE = {"reward/{name}", "environment/{name}", "timing_s/{node}", "perf/idle/{node}"}
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -25,9 +24,17 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import ObserveConfig
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter, read_metrics
-from distflow_jax.report.trackers import follower, tracker_state, workers
-from distflow_jax.report.trackers.follower import Follower
-from distflow_jax.report.trackers.tracker import MODULES, check_trackers
+from distflow_jax.report.trackers import sender
+from distflow_jax.report.trackers.follower import (
+    Cursor,
+    Follower,
+    cut_states,
+    lock,
+    read_state,
+    state_path,
+    write_state,
+)
+from distflow_jax.report.trackers.tracker import BUILT_IN, check_trackers
 
 OWN = """
 import json, pathlib, time
@@ -121,12 +128,12 @@ class Dies(Lines):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Nobody is late, but where a test says so."""
-    monkeypatch.setattr(workers, "LATE_SECONDS", HANG)
-    monkeypatch.setattr(workers, "_CLOSING_SECONDS", HANG)
+    monkeypatch.setattr(sender, "LATE_SECONDS", HANG)
+    monkeypatch.setattr(sender, "_CLOSING_SECONDS", HANG)
 
 
 def Trackers(specs, folder, *, seconds=HANG, **how):
-    return workers.Trackers(specs, folder, seconds=seconds, **how)
+    return sender.Trackers(specs, folder, seconds=seconds, **how)
 
 
 def record(folder, *steps, attempt=0, failed=False, **how):
@@ -293,12 +300,14 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(
     tmp_path, own, caplog, name, warning, monkeypatch
 ):
     folder, before = tmp_path / "run", family(os.getpid())
-    wait = workers._Process.wait
+    end = sender._Sender.end
     if "did not end" in warning:  # its time is soon over, not that of the others
         monkeypatch.setattr(
-            workers._Process,
-            "wait",
-            lambda self, deadline, leave: wait(self, time.monotonic() + 1, leave=leave),
+            sender._Sender,
+            "end",
+            lambda self, seconds, leave: end(
+                self, seconds if self._spec == "tensorboard" else 1, leave=leave
+            ),
         )
     trackers = Trackers([own(name), "tensorboard"], folder)
     writer = RunWriter(folder, trackers=trackers)
@@ -323,7 +332,7 @@ def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, mo
     assert [step for step, _ in taken(folder)] == [1, 2, 3]
 
 
-def sender(folder, spec, *options, **streams):
+def feeder(folder, spec, *options, **streams):
     """The process that feeds a tracker; without options as by hand."""
     command = [sys.executable, "-P", "-m", "distflow_jax.report.trackers.sender"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -342,28 +351,26 @@ def await_line(folder):
 
 
 @pytest.mark.parametrize("name", ["Hangs", "Lines"])
-@pytest.mark.parametrize("last", ["", "end\n"])
+@pytest.mark.parametrize("last", ["", "end"])
 def test_the_process_of_a_tracker_outlives_its_run_only_for_a_while(tmp_path, own, name, last):
     seconds = 0.5 if name == "Hangs" else HANG
-    options = ["--commands", "--last-step=-1", f"--seconds={seconds}"]
+    options = ["--run", "-1", str(seconds)]
     folder = finished(tmp_path / "run")
-    process = sender(folder, own(name), *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdin.write(f"begin\n{last}".encode())
-    process.stdin.flush()
+    process = feeder(folder, own(name), *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     await_line(folder)
-    process.communicate(timeout=HANG)  # the run is gone
+    process.communicate(last.encode(), timeout=HANG)  # the run is gone
     assert process.returncode == (name == "Hangs")
     assert name == "Hangs" or lines(folder)[-1] == ["closed", not last]
 
 
 def test_a_row_that_is_refused_by_hand_is_left_out(tmp_path, own):
     folder = finished(tmp_path / "run", last=5)
-    process = sender(folder, own("RefusesStep3"), stderr=subprocess.PIPE, text=True)
+    process = feeder(folder, own("RefusesStep3"), stderr=subprocess.PIPE, text=True)
     _, errors = process.communicate(timeout=HANG)
     assert "ValueError: 3" in errors and "the row of step 3 was refused" in errors
     assert process.returncode == 1
     assert [step for step, _ in taken(folder)] == [1, 2, 4, 5]
-    assert sender(folder, own("RefusesStep3")).wait(HANG) == 0
+    assert feeder(folder, own("RefusesStep3")).wait(HANG) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -371,9 +378,9 @@ def test_by_hand_one_command_feeds_a_tracker_and_a_signal_ends_it(tmp_path, own,
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("started in a shell's background, which ignores this signal for all below")
     folder = finished(tmp_path / "run")
-    first = sender(folder, own("Hangs"))
+    first = feeder(folder, own("Hangs"))
     await_line(folder)
-    second = sender(folder, own("Hangs"), stderr=subprocess.PIPE, text=True)
+    second = feeder(folder, own("Hangs"), stderr=subprocess.PIPE, text=True)
     _, errors = second.communicate(timeout=HANG)
     assert second.returncode == 1 and "Hangs.lock is held" in errors
     first.send_signal(number)
@@ -402,7 +409,7 @@ def test_a_tracker_is_told_whether_the_run_failed(tmp_path, own, failed):
 def test_a_run_that_failed_waits_little_and_its_trackers_store_the_rest(
     tmp_path, own, caplog, monkeypatch
 ):
-    monkeypatch.setattr(workers, "HASTY_SECONDS", 0.5)
+    monkeypatch.setattr(sender, "HASTY_SECONDS", 0.5)
     folder, before = tmp_path / "run", family(os.getpid())
     record(folder, 1, failed=True, trackers=Trackers([own("Gated")], folder))
     assert "it has no step of 1" in caplog.messages[-1]
@@ -412,13 +419,14 @@ def test_a_run_that_failed_waits_little_and_its_trackers_store_the_rest(
     assert lines(folder)[-1] == ["closed", True]
 
 
-def test_the_last_word_comes_however_many_rows_wait(tmp_path, own):
+def test_words_reach_a_process_that_was_stopped(tmp_path, own):
     before = family(os.getpid())
     trackers, writer = Trackers([own("Lines")], tmp_path), RunWriter(tmp_path)
+    trackers.begin()
     writer.metrics(1, metrics(1))
     (child,) = set(family(os.getpid())) - set(before)
     os.kill(child, signal.SIGSTOP)
-    for _ in range(20_000):  # more than the pipe takes
+    for _ in range(20_000):  # nothing is sent for a row, so that no pipe can be full
         trackers.rows(1)
     timer = threading.Timer(0.3, os.kill, (child, signal.SIGCONT))
     timer.start()
@@ -426,18 +434,14 @@ def test_the_last_word_comes_however_many_rows_wait(tmp_path, own):
     timer.join()
     writer.close()
     assert lines(tmp_path)[-1] == ["closed", False]
-    words = follower.Words()
-    for word in ["begin", *["rows"] * 10_000, "end", "lost"]:
-        words.put(word)
-    assert list(words) == ["begin", "rows", "end"]
 
 
 def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, own, caplog):
     record(tmp_path, 1)
     for spec in ("tensorboard", own("Lines")):
-        path = tracker_state.state_path(tmp_path, spec)
-        tracker_state.write_state(path, "lines-1", tracker_state.Cursor(3))
-        tracker_state.state_path(tmp_path, spec).write_text("")  # after a power failure
+        path = state_path(tmp_path, spec)
+        write_state(path, "lines-1", Cursor(3))
+        state_path(tmp_path, spec).write_text("")  # after a power failure
     trackers = Trackers(["tensorboard", own("Lines")], tmp_path, last_step=1)
     record(tmp_path, 2, resume_step=1, trackers=trackers)
     assert sum("json cannot be read" in message for message in caplog.messages) == 2
@@ -510,25 +514,40 @@ def evaluated(folder):
     return {row["step"] for row in found if any(name.startswith("val-") for name in row)}
 
 
+HOLDER = """
+import pathlib, sys
+from distflow_jax.report.trackers.follower import lock
+with lock(pathlib.Path(sys.argv[1]), wait=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_a_state_that_is_held_is_cut_when_it_is_free(tmp_path):
-    path = tracker_state.state_path(tmp_path, "wandb")
-    tracker_state.write_state(path, "id", tracker_state.Cursor(8, late=5))
-    with tracker_state.held(path, wait=False) as free:
-        assert free
-        tracker_state.cut_states(tmp_path, 5)  # a thread waits
-        tracker_state.cut_states(tmp_path, 4, fed=["wandb"])  # its follower does it
-        assert tracker_state.read_state(path) == ("id", (8, 5))
-        with tracker_state.held(path, wait=False) as again:
-            assert not again
-    until(lambda: tracker_state.read_state(path) == ("id", (5, 5)))
-    tracker_state.cut_states(tmp_path, -1)
+    path = state_path(tmp_path, "wandb")
+    write_state(path, "id", Cursor(8, late=5))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    holder = subprocess.Popen(  # as the process of a killed run
+        [sys.executable, "-c", HOLDER, path],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"held\n"
+    assert lock(path, wait=False) is None
+    cut_states(tmp_path, 5)  # a thread waits
+    cut_states(tmp_path, 4, fed=["wandb"])  # its follower does it
+    assert read_state(path) == ("id", (8, 5))
+    holder.communicate()
+    until(lambda: read_state(path) == ("id", (5, 5)))
+    cut_states(tmp_path, -1)
     assert not path.exists()
 
 
 def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, caplog):
     spec = own("HangsAtFirst")
-    state = tracker_state.Cursor(2)
-    tracker_state.write_state(tracker_state.state_path(tmp_path, spec), "id", state)
+    state = Cursor(2)
+    write_state(state_path(tmp_path, spec), "id", state)
     trackers = Trackers([spec], tmp_path, last_step=2, seconds=2)
     record(tmp_path, 3, resume_step=2, trackers=trackers)
     assert "it has the steps to 2 of 3." in caplog.messages[-1]
@@ -547,13 +566,13 @@ def test_modules_of_the_working_directory_are_not_those_of_a_tracker(
 def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own, name):
     folder, told = tmp_path / "run", []
     writer = RunWriter(folder)
-    feed = Follower(own(name), folder, "", -1, told.append)
+    feed = Follower(own(name), folder, -1, told.append)
     for step in range(1, 7):
         writer.samples(step, [json_line({"prompt": "2+2"})])
         writer.metrics(step, metrics(step))
-        feed.command("rows")
+        feed.catch_up()
     writer.close()
-    feed.command("end")
+    feed.close(failed=False)
     tables = [line[1] for line in lines(folder) if line[0] == "samples"]
     assert tables == [1, 2, 3, 4, 5, 6]  # once, however often their row is given
     refused = name == "RefusesStep3"
@@ -607,7 +626,7 @@ def test_a_tracker_that_cannot_be_loaded_is_named(tmp_path, own, monkeypatch):
     (tmp_path / "wandb_by_folder").mkdir()  # such as ./wandb, that package's own output
     monkeypatch.syspath_prepend(tmp_path)
     for package in ("wandb_by_folder", "wandb_nowhere"):
-        monkeypatch.setitem(MODULES, "wandb", package)
+        monkeypatch.setitem(BUILT_IN, "wandb", (package, "Wandb"))
         with pytest.raises(ValueError, match=f"not installed: pip install {package}"):
             check_trackers(["wandb"])
 

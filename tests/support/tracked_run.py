@@ -11,7 +11,7 @@ import time
 
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter
-from distflow_jax.report.trackers.workers import Trackers
+from distflow_jax.report.trackers.sender import Trackers
 
 
 def metrics(step: int, attempt: int = 0) -> dict[str, float]:

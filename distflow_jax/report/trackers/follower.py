@@ -1,175 +1,132 @@
 """The way from a run's folder to one tracker: every step once, also after a kill.
 
-metrics.jsonl is the truth. A follower gives the rows after its cursor, the last ones that the
-tracker has stored, and keeps the cursor and the tracker's own id in trackers/NAME.json. Nothing
-waits for it, and nothing is queued: what a slow tracker has not taken yet lies in the files.
+metrics.jsonl is the truth: a follower gives the rows after its cursor, the last ones that the
+tracker has stored. Nothing waits for it, and nothing is queued: what a slow tracker has not taken
+yet lies in the files. Its state is trackers/NAME.json, {"run_id": text or null, "step": step,
+"late": step}; the process that feeds the tracker holds the lock trackers/NAME.lock.
 """
 
-import dataclasses
+import contextlib
+import fcntl
 import itertools
 import json
+import logging
 import pathlib
+import queue
+import re
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import IO, Any, NamedTuple
 
-from distflow_jax.report.json_lines import metrics_row
-from distflow_jax.report.trackers.tracker import (
-    MOST_RECORDS,
-    TrackedRun,
-    Tracker,
-    open_tracker,
-)
-from distflow_jax.report.trackers.tracker_state import (
-    Cursor,
-    cut_state,
-    read_state,
-    state_path,
-    write_state,
-)
+from distflow_jax.report.json_lines import metrics_row, write_atomic
+from distflow_jax.report.trackers.tracker import MOST_RECORDS, TrackedRun, Tracker, open_tracker
 
-_TRIES = 3  # of a row, before it may be left out
-_ROWS = 64  # read at once
+_POLL_SECONDS = 0.5  # between two looks at metrics.jsonl
+_TRIES = 3  # of a row, before it may be left out, and of a file
 _KINDS = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}
-_EVALUATED = "val-"  # how the names of an evaluation's metrics begin
-LAST_WORDS = ("end", "failed", "lost")
 
-Tell = Callable[[Mapping[str, Any]], None]
+log = logging.getLogger("distflow_jax")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
+class Cursor(NamedTuple):
+    """The last rows that a tracker has: of a step, and late ones, of an evaluation that ended after
+    later steps (RunWriter.late_metrics); -1: none."""
+
+    step: int = -1
+    late: int = -1
+
+
+class _Place(NamedTuple):
     """The end of a row in metrics.jsonl."""
 
     offset: int = 0
     step: int = -1  # the last one up to here
-    late: bool = False  # whether the row is of an evaluation that ended after later steps
-
-
-class Words:
-    """The words that a follower has still to obey, each once: what it obeys covers all before it.
-
-    Iteration waits for words, and ends after one of LAST_WORDS.
-    """
-
-    def __init__(self):
-        self._waiting: list[str] = []
-        self._changed = threading.Condition()
-
-    def put(self, word: str) -> None:
-        """Adds a word, unless it waits already or nothing can follow."""
-        with self._changed:
-            if word not in self._waiting and not set(LAST_WORDS).intersection(self._waiting):
-                self._waiting.append(word)
-                self._changed.notify()
-
-    def __iter__(self) -> Iterator[str]:
-        word = ""
-        while word not in LAST_WORDS:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                word = self._waiting.pop(0)
-            yield word
+    late: bool = False
 
 
 class Follower:
-    """Feeds one tracker from the files of a run. One thread calls it, which holds its state.
+    """Gives a tracker what it has not had of a run's files. One thread calls it.
 
     Args:
       spec: the tracker's name in observe.trackers.
       folder: the run's folder.
-      project: observe.tracker_project.
       last_step: step that the run goes on from; -1: nothing is kept of an earlier start. None: all
         rows of the folder are final.
-      tell: takes {"step": last step given}, {"problem": text, "trace": text} or {"url": text}, as
-        they come.
+      tell: takes {"step": last step given}, {"problem": text} or {"url": text}, as they come.
     """
 
     def __init__(
-        self, spec: str, folder: pathlib.Path, project: str, last_step: int | None, tell: Tell
+        self,
+        spec: str,
+        folder: pathlib.Path,
+        last_step: int | None,
+        tell: Callable[[Mapping[str, Any]], None],
     ):
-        self._spec, self._folder, self._project, self._tell = spec, folder.resolve(), project, tell
-        self._state_path = state_path(self._folder, spec)
-        self._run_id, self._cursor = self._earlier(last_step)
-        self._tell({"step": self._cursor.step})
-        self._tracker: Tracker | None = None
-        self._given: deque[tuple[float, Cursor]] = deque()  # with times; not stored for sure yet
-        self._place = _Place()  # of the first row that was not given
-        self._tries = 0
-        self._tables_of: _Place | None = None  # the row whose samples were given last
-        self._files: dict[str, int] = {}  # still to give, and how often that was tried
-        self._begun = False
-
-    def _earlier(self, last_step: int | None) -> tuple[str | None, Cursor]:
-        """The run's id in the tracker, and the last rows that it has and the run keeps."""
+        self._spec, self._folder, self._tell = spec, folder.resolve(), tell
+        self._metrics, self._state = self._folder / "metrics.jsonl", state_path(self._folder, spec)
+        self._run_id, self._cursor = None, Cursor()
         try:
-            if last_step is not None:
-                cut_state(self._state_path, last_step)
-            return read_state(self._state_path)
+            self._run_id, self._cursor = read_state(self._state, last_step)
         except (OSError, ValueError) as error:
             self._problem(f"{error}; a new run of the tracker is begun", error)
-            return None, Cursor()
+        tell({"step": self._cursor.step})
+        self._tracker: Tracker | None = None
+        self._given: deque[tuple[float, Cursor]] = deque()  # with times; not stored for sure yet
+        self._place, self._tries = _Place(), 0  # of the first row that was not given
+        self._files = {"config.json": 0, "plan.svg": 0}  # still to give, how often that was tried
 
-    def command(self, word: str) -> None:
-        """Obeys a word: "begin", "rows", or a last one, "end", "failed" or "lost" (killed)."""
-        if word == "begin":
-            self.begin()
-        elif word == "rows":
-            self.catch_up()
-        else:
-            self.close(failed=word != "end")
+    def follow(self, ends: "queue.SimpleQueue[str]") -> None:
+        """Gives each row soon after it is written, until `ends` has a word: "end", or another one
+        for a run that ended before its end."""
+        end, seen = "", None
+        while not end:
+            size = self._metrics.stat().st_size if self._metrics.exists() else 0
+            if size != seen:
+                self.catch_up()
+            seen = size
+            with contextlib.suppress(queue.Empty):
+                end = ends.get(timeout=_POLL_SECONDS)
+        self.close(failed=end != "end")
 
-    def begin(self) -> None:
-        """Opens the tracker with config.json, which is the run's by now, and gives the plan."""
-        self._files |= {name: 0 for name in ("config.json", "plan.svg") if self._has(name)}
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """Gives the files and rows that the tracker has not had."""
-        self._begun = True
-        if not self._open():
-            return
-        self._give_files()
-        rows = deque(self._rows())
-        while rows:
-            row, end = rows.popleft()
-            if not self._give(row, end):
+    def catch_up(self) -> bool:
+        """Gives the files and rows that the tracker has not had; returns whether it has all."""
+        if self._tracker is None and not self._attempt(self._open):
+            return False
+        for name, tries in list(self._files.items()):
+            self._files[name], path = tries + 1, self._folder / name
+            given = not path.exists() or self._attempt(partial(self._tracker.file, path))
+            if given or tries + 1 == _TRIES:
+                del self._files[name]
+        rows = self._rows()
+        for row, end in rows:
+            if not self._give(row, end, tables=not self._tries):
                 self._tries += 1
                 # one row that the tracker refuses, or a tracker that takes none?
-                if self._tries < _TRIES or not rows or not self._give(*rows[0]):
-                    return
+                after = next(rows, None) if self._tries >= _TRIES else None
+                if after is None or not self._give(*after):
+                    return False
                 self._problem(f"the row of step {row['step']} was refused and left out")
-                _, end = rows.popleft()
+                end = after[1]
             self._tries, self._place = 0, end
             self._tell({"step": self._cursor.step})
-            rows = rows or deque(self._rows())
+        return True
 
     def close(self, failed: bool) -> None:
         """Gives what is left, with the report, and closes the tracker."""
-        if not self._begun:
-            return
-        self._files |= {"report.html": 0} if self._has("report.html") else {}
+        self._files["report.html"] = 0
         for _ in range(_TRIES):
-            self.catch_up()
-            if self._tracker is None or next(self._rows(), None) is None:
+            if self.catch_up():
                 break
-        if self._tracker is None:
-            return
-        if self._attempt(lambda: self._tracker.close(failed)):
-            self._given.clear()
+        if self._tracker and self._attempt(lambda: self._tracker.close(failed)):
             self._keep(self._cursor)
 
-    def _open(self) -> bool:
-        return self._tracker is not None or self._attempt(self._make)
-
-    def _make(self) -> None:
-        config = {}
-        if self._has("config.json"):
-            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-        run = TrackedRun(self._folder, config, self._project, self._run_id, self._cursor.step)
+    def _open(self) -> None:
+        path = self._folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        run = TrackedRun(self._folder, config, self._run_id, self._cursor.step)
         tracker = open_tracker(self._spec, run)
         opened = str(getattr(tracker, "run_id", ""))
         if self._run_id not in (None, opened):
@@ -181,41 +138,33 @@ class Follower:
         if url := getattr(tracker, "url", ""):
             self._tell({"url": url})
 
-    def _give_files(self) -> None:
-        for name, tries in list(self._files.items()):
-            path = self._folder / name
-            self._files[name] = tries + 1
-            if self._attempt(lambda path=path: self._tracker.file(path)) or tries + 1 == _TRIES:
-                del self._files[name]
-
     def _rows(self) -> Iterator[tuple[dict[str, Any], _Place]]:
-        """The next rows after the cursor, each with the place in the file where it ends."""
-        path = self._folder / "metrics.jsonl"
-        if not path.exists():
+        """The rows after the cursor, each with the place in the file where it ends."""
+        if not self._metrics.exists():
             return
-        with path.open("rb") as file:
-            file.seek(self._place.offset)
-            place, found = self._place, 0
+        place = self._place
+        with self._metrics.open("rb") as file:
+            file.seek(place.offset)
             for line in file:
-                if not line.endswith(b"\n") or found == _ROWS:
+                if not line.endswith(b"\n"):
                     return
                 row = metrics_row(line.decode("utf-8"))
                 late = row["step"] <= place.step
                 place = _Place(place.offset + len(line), max(place.step, row["step"]), late)
                 if row["step"] > (self._cursor.late if late else self._cursor.step):
-                    found += 1
                     yield row, place
 
-    def _give(self, row: Mapping[str, Any], end: _Place) -> bool:
-        """Gives a row, which ends at `end`."""
+    def _give(self, row: Mapping[str, Any], end: _Place, tables: bool = True) -> bool:
+        """Gives a row, which ends at `end`, after the tables of its step."""
         step = int(row["step"])
         values = {name: value for name, value in row.items() if name != "step"}
-        evaluated = any(name.startswith(_EVALUATED) for name in values)
-        for prefix, kind in _KINDS.items() if end != self._tables_of else ():
-            own = evaluated if kind == "eval" else not end.late
-            if records := self._records(f"{prefix}{step}") if own else []:
-                self._attempt(lambda kind=kind, got=records: self._tracker.samples(step, kind, got))
-        self._tables_of = end
+        evaluated = any(name.startswith("val-") for name in values)
+        for prefix, kind in _KINDS.items() if tables else ():
+            path = self._folder / "samples" / f"{prefix}{step}.jsonl"
+            if (evaluated if kind == "eval" else not end.late) and path.exists():
+                with path.open(encoding="utf-8") as file:
+                    records = [json.loads(line) for line in itertools.islice(file, MOST_RECORDS)]
+                self._attempt(partial(self._tracker.samples, step, kind, records))
         if not self._attempt(lambda: self._tracker.metrics(step, values)):
             return False
         self._cursor = self._cursor._replace(**{"late" if end.late else "step": step})
@@ -225,12 +174,8 @@ class Follower:
             self._keep(self._given.popleft()[1])
         return True
 
-    def _records(self, name: str) -> list[dict[str, Any]]:
-        path = self._folder / "samples" / f"{name}.jsonl"
-        if not path.exists():
-            return []
-        with path.open(encoding="utf-8") as file:
-            return [json.loads(line) for line in itertools.islice(file, MOST_RECORDS)]
+    def _keep(self, cursor: Cursor) -> None:
+        self._attempt(lambda: write_state(self._state, self._run_id, cursor))
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         try:
@@ -242,15 +187,76 @@ class Follower:
         return True
 
     def _problem(self, text: str, error: BaseException | None = None) -> None:
-        trace = "" if error is None else "".join(traceback.format_exception(error))
-        self._tell({"problem": text, "trace": trace})
+        log.debug("tracker %s: %s", self._spec, text, exc_info=error)
+        self._tell({"problem": text})
 
-    def _keep(self, cursor: Cursor) -> None:
-        """Writes the tracker's id and the last rows that it has stored for sure."""
-        try:
-            write_state(self._state_path, self._run_id, cursor)
-        except OSError as error:
-            self._problem(f"{self._state_path} cannot be written: {error}", error)
 
-    def _has(self, name: str) -> bool:
-        return (self._folder / name).exists()
+def state_path(folder: pathlib.Path, spec: str) -> pathlib.Path:
+    """The state's file of the tracker `spec` in a run's folder."""
+    name = re.sub(r"\W+", "_", spec).strip("_")
+    return folder / "trackers" / f"{name}.json"
+
+
+def read_state(path: pathlib.Path, last_step: int | None = None) -> tuple[str | None, Cursor]:
+    """(run_id, cursor) of a tracker, (None, Cursor()) without a file; ValueError for no state.
+
+    Steps after `last_step` are forgotten, also in the file; -1: all, None: none.
+    """
+    if last_step == -1:
+        path.unlink(missing_ok=True)
+    if not path.exists():
+        return None, Cursor()
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        run_id, late = state["run_id"], state.get("late", -1)  # not in older files
+        run_id, cursor = run_id and str(run_id), Cursor(int(state["step"]), int(late))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__})") from error
+    if last_step is not None and max(cursor) > last_step:
+        cursor = Cursor(min(cursor.step, last_step), min(cursor.late, last_step))
+        write_state(path, run_id, cursor)
+    return run_id, cursor
+
+
+def write_state(path: pathlib.Path, run_id: str | None, cursor: Cursor) -> None:
+    """Writes a state; after a power failure it is the old one or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({"run_id": run_id, **cursor._asdict()}))
+
+
+def cut_states(folder: pathlib.Path, last_step: int, fed: Iterable[str] = ()) -> None:
+    """Forgets, in the states of all trackers of a run, the steps after `last_step`; -1: all.
+
+    The run drops these steps, also for a tracker that it does not feed this time. A state that the
+    process of a killed run still holds is cut when that has ended: by the follower of a tracker
+    that is `fed`, by a thread for others.
+    """
+
+    def cut(path: pathlib.Path, wait: bool) -> bool:
+        if not (held := lock(path, wait=wait)):
+            return False
+        with held, contextlib.suppress(ValueError):
+            read_state(path, last_step)
+        return True
+
+    own = {state_path(folder, spec) for spec in fed}
+    for path in (folder / "trackers").glob("*.json"):
+        if not cut(path, False) and path not in own:
+            threading.Thread(target=cut, args=(path, True), daemon=True).start()
+
+
+def lock(path: pathlib.Path, *, wait: bool) -> IO[str] | None:
+    """Locks a state until the file that is returned is closed, or this process ends.
+
+    None: another process has the lock, and `wait` is off. Processes that a package forks do not
+    keep it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.with_suffix(".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (BlockingIOError, PermissionError):
+        return None
+    except OSError:
+        pass  # a file system without locks, on which only one may feed the tracker
+    return file

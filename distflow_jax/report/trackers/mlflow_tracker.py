@@ -8,16 +8,16 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from distflow_jax.report.trackers.tracker import TrackedRun
+from distflow_jax.report.trackers.tracker import Records, TrackedRun, table
 
-_METRICS, _PARAMS = 1000, 100  # in a request
+_MOST = {"metrics": 1000, "params": 100}  # in a request
 _PARAM_CHARS = 500  # what older servers accept
 _UNKNOWN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of an id that a store lacks
 
@@ -25,19 +25,21 @@ _UNKNOWN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of an id th
 class Mlflow:
     """An MLflow run, continued by its id. Values that come again have a later time: they count."""
 
-    settle_seconds = 0.0  # requests return once the values are stored
-
     def __init__(self, run: TrackedRun):
-        self._client, artifacts = _client(run.folder)
+        store, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None  # the server decides
+        if not store:
+            store, artifacts = _own_store(run.folder), (run.folder / "mlartifacts").as_uri()
+        self._client = MlflowClient(tracking_uri=store)
         self.run_id = self._continued(run) or self._new(run, artifacts)
-        self._params(run.config)
+        known = self._client.get_run(self.run_id).data.params  # they cannot be changed
+        flat = {_name(key): str(value)[:_PARAM_CHARS] for key, value in _flat(run.config)}
+        self._log("params", [Param(*item) for item in flat.items() if item[0] not in known])
 
     def _continued(self, run: TrackedRun) -> str | None:
         """The run's id if the store has it."""
-        if run.run_id is None:
-            return None
         try:
-            self._client.update_run(run.run_id, status="RUNNING")
+            if run.run_id:
+                self._client.update_run(run.run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code not in _UNKNOWN:
                 raise
@@ -46,33 +48,27 @@ class Mlflow:
 
     def _new(self, run: TrackedRun, artifacts: str | None) -> str:
         name = run.project_or("MLFLOW_EXPERIMENT_NAME")
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else None
-        if experiment is None:
+        if known := self._client.get_experiment_by_name(name):
+            experiment = known.experiment_id
+        else:
             experiment = self._client.create_experiment(name, artifact_location=artifacts)
         return self._client.create_run(experiment, run_name=run.name).info.run_id
 
-    def _params(self, config: Mapping[str, Any]) -> None:
-        """Adds the config's settings; those of an earlier start cannot be changed."""
-        known = self._client.get_run(self.run_id).data.params
-        flat = {_name(key): str(value)[:_PARAM_CHARS] for key, value in _flat(config)}
-        params = [Param(key, value) for key, value in flat.items() if key not in known]
-        for i in range(0, len(params), _PARAMS):
-            self._client.log_batch(self.run_id, params=params[i : i + _PARAMS])
+    def _log(self, kind: str, entities: list[Metric] | list[Param]) -> None:
+        for i in range(0, len(entities), _MOST[kind]):
+            self._client.log_batch(self.run_id, **{kind: entities[i : i + _MOST[kind]]})
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step."""
+        """Adds the metrics of a step; they are stored when this returns."""
         now = int(1000 * time.time())
-        batch = [Metric(_name(name), value, now, step) for name, value in values.items()]
-        for i in range(0, len(batch), _METRICS):
-            self._client.log_batch(self.run_id, metrics=batch[i : i + _METRICS])
+        found = [Metric(_name(name), value, now, step) for name, value in values.items()]
+        self._log("metrics", found)
 
-    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, records: Records) -> None:
         """Adds a table, samples/KIND-STEP.json."""
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        rows = [[record.get(key) for key in columns] for record in records]
-        table = {"columns": columns, "data": rows}
-        self._client.log_dict(self.run_id, table, f"samples/{kind}-{step}.json")
+        columns, rows = table(records)
+        content = {"columns": columns, "data": rows}
+        self._client.log_dict(self.run_id, content, f"samples/{kind}-{step}.json")
 
     def file(self, path: pathlib.Path) -> None:
         """Adds an artifact."""
@@ -83,16 +79,16 @@ class Mlflow:
         self._client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
 
 
-def _client(folder: pathlib.Path) -> tuple[MlflowClient, str | None]:
-    """The client, and where a new experiment keeps files; None: the server decides."""
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        return MlflowClient(tracking_uri=uri), None
-    if importlib.util.find_spec("sqlalchemy"):
-        store = f"sqlite:///{folder / 'mlflow.db'}"
-    else:  # mlflow-skinny has no database
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        store = (folder / "mlruns").as_uri()
-    return MlflowClient(tracking_uri=store), (folder / "mlartifacts").as_uri()
+def _own_store(folder: pathlib.Path) -> str:
+    if not importlib.util.find_spec("sqlalchemy"):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
+        return (folder / "mlruns").as_uri()
+    database, scratch = folder / "mlflow.db", folder / ".mlflow.db.tmp"
+    if not database.exists():  # whole or not at all: a kill would leave tables that MLflow refuses
+        scratch.unlink(missing_ok=True)
+        MlflowClient(tracking_uri=f"sqlite:///{scratch}").search_experiments()
+        os.replace(scratch, database)
+    return f"sqlite:///{database}"
 
 
 def _name(name: str) -> str:

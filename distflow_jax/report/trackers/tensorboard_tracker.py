@@ -6,12 +6,13 @@ TensorBoard has neither files nor SVG: the plan comes as text, the report lies b
 import json
 import logging
 import pathlib
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import tensorboardX
 
-from distflow_jax.report.trackers.tracker import TrackedRun
+from distflow_jax.report.trackers.tracker import Records, TrackedRun, table
 
 _CHARS = 400  # of a text in a table
 
@@ -37,24 +38,22 @@ class TensorBoard:
             self._writer.add_scalar(name.replace("@", "_"), value, step)
         self._writer.flush()
 
-    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, records: Records) -> None:
         """Adds a table in Markdown."""
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        rows = [columns, ["---"] * len(columns)]
-        rows += [[_cell(record.get(key, "")) for key in columns] for record in records]
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        columns, rows = table(records)
+        cells = [["" if value is None else _cell(value) for value in row] for row in rows]
+        lines = [f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *cells]]
         self._writer.add_text(kind, "\n".join(lines), step)
 
     def file(self, path: pathlib.Path) -> None:
         """Adds config.json and the plan as text; other files only by their path."""
+        name, text = path.stem, str(path)
         if path.name == "config.json":
-            config = json.dumps(json.loads(path.read_text(encoding="utf-8")), indent=1)
-            self._writer.add_text("config", _indented(config), 0)
+            config = json.loads(path.read_text(encoding="utf-8"))
+            text = textwrap.indent(json.dumps(config, indent=1), "    ")
         elif path.name == "plan.svg":
-            plan = path.with_suffix(".txt").read_text(encoding="utf-8")
-            self._writer.add_text("plan", _indented(plan), 0)
-        else:
-            self._writer.add_text(path.stem, str(path), 0)
+            text = textwrap.indent(path.with_suffix(".txt").read_text(encoding="utf-8"), "    ")
+        self._writer.add_text(name, text, 0)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -66,7 +65,3 @@ def _cell(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text if len(text) <= _CHARS else text[:_CHARS] + " ..."
     return text.replace("|", "\\|").replace("\n", "<br>")
-
-
-def _indented(text: str) -> str:
-    return "".join(f"    {line}\n" for line in text.splitlines())

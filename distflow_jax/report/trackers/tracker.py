@@ -7,32 +7,25 @@ runs: in a process of its own (sender.py), TensorBoard's writer in a thread of t
 """
 
 import dataclasses
-import functools
 import importlib.util
 import os
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from distflow_jax.did_you_mean import nearest
-from distflow_jax.user_functions import load_function, load_named
+from distflow_jax.user_functions import load_function
 
-PROJECT = "distflow_jax"  # where neither the config nor the environment names one
 MOST_RECORDS = 64  # responses in a table of samples
-MODULES = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
+BUILT_IN = {  # the package of each, and its class in the module NAME_tracker
+    "tensorboard": ("tensorboardX", "TensorBoard"),
+    "wandb": ("wandb", "Wandb"),
+    "mlflow": ("mlflow", "Mlflow"),
+    "trackio": ("trackio", "Trackio"),
 }
-_CLASSES = {
-    "tensorboard": "TensorBoard",
-    "wandb": "Wandb",
-    "mlflow": "Mlflow",
-    "trackio": "Trackio",
-}
-_SETTING, _EXAMPLE = "observe.trackers", "my_module:MyTracker or path/to/file.py:MyTracker"
+_SETTING = "observe.trackers"
+
+Records = Sequence[Mapping[str, Any]]  # of samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +34,6 @@ class TrackedRun:
 
     folder: pathlib.Path  # of the run, absolute
     config: Mapping[str, Any]  # config.json; {} before there is one
-    project: str = ""  # observe.tracker_project; "": the tracker's environment variable decides
     run_id: str | None = None  # the tracker's own, of an earlier start; None: a new run
     last_step: int = -1  # later steps are going to be given, again if the tracker has them
 
@@ -50,31 +42,34 @@ class TrackedRun:
         """The name of the run's folder."""
         return self.folder.name
 
+    @property
+    def project(self) -> str:
+        """observe.tracker_project; "": the tracker's environment variable decides."""
+        return self.config.get("observe", {}).get("tracker_project", "")
+
     def project_or(self, variable: str) -> str:
-        """The project of the config, of the environment variable, or PROJECT."""
-        return self.project or os.environ.get(variable) or PROJECT
+        """The project of the config, of the environment variable, or distflow_jax."""
+        return self.project or os.environ.get(variable) or "distflow_jax"
 
 
 class Tracker(Protocol):
     """One run in a tracker; `Tracker(run: TrackedRun)` opens it. One thread calls its methods.
 
-    `run_id` identifies the run there: the next start of the same run is opened with it. A row
-    counts as stored `settle_seconds` after `metrics` returned: a process that is killed before
-    that gives it again at its next start. Both may be absent ("" and 0). An exception costs a
-    warning. A row is then given again after the next step, a file twice more, a table not.
+    An exception costs a warning. A row is then given again after the next step, a file twice more,
+    a table not. The attributes may be absent ("" and 0).
     """
 
-    run_id: str
-    settle_seconds: float
+    run_id: str  # the run there: the next start is opened with it
+    settle_seconds: float  # after which a row is stored: before that, a kill has it given again
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of a step, by name. The last values given for a step count.
+        """Takes the metrics of a step by name; the last values given for a step count.
 
         Metrics of an evaluation may come in a call of their own, after those of later steps.
         """
 
-    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes at most MOST_RECORDS records of samples/, before the metrics of their step.
+    def samples(self, step: int, kind: str, records: Records) -> None:
+        """Takes at most MOST_RECORDS records, before the metrics of their step.
 
         `kind` is "samples" of a training step, "eval" of an evaluation, or "nonfinite".
         """
@@ -89,53 +84,40 @@ class Tracker(Protocol):
 def check_names(specs: Sequence[str]) -> None:
     """Raises ValueError for a tracker that is not known, with the nearest name, or named twice."""
     for spec in specs:
-        if ":" not in spec and spec not in _CLASSES:
-            near = nearest(spec, _CLASSES, 0.5) or ", ".join(_CLASSES)
+        if ":" not in spec and spec not in BUILT_IN:
+            near = nearest(spec, BUILT_IN, 0.5) or ", ".join(BUILT_IN)
             raise ValueError(
                 f"unknown {_SETTING} {spec!r}; did you mean {near}? One of your own is named "
-                f"{_EXAMPLE}"
+                "my_module:MyTracker or path/to/file.py:MyTracker"
             )
     if len(set(specs)) < len(specs):
         raise ValueError(f"{_SETTING} {tuple(specs)!r} names a tracker twice")
 
 
 def check_trackers(specs: Sequence[str]) -> None:
-    """Raises ValueError or FileNotFoundError for trackers that could not be opened.
-
-    That are those of `check_names`, built-in ones whose package is not installed, and a user's own
-    that cannot be loaded.
-    """
+    """Raises ValueError or FileNotFoundError for trackers that could not be opened: those of
+    `check_names`, packages that are not installed, classes that cannot be loaded."""
     check_names(specs)
     for spec in specs:
-        package = MODULES.get(spec)
-        if package and not _is_installed(package):
+        if spec not in BUILT_IN:
+            load_function(spec, "tracker")
+            continue
+        package, _ = BUILT_IN[spec]
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a folder of its name without code has none
             raise ValueError(
                 f"{_SETTING} has {spec!r}, and its package is not installed: pip install {package}"
             )
-        if not package:
-            _load(spec)
 
 
 def open_tracker(spec: str, run: TrackedRun) -> Tracker:
     """Opens the tracker `spec`, a built-in name or module:Class. Raises what its package does."""
-    return _load(spec)(run)
+    if spec in BUILT_IN:
+        spec = f"{__package__}.{spec}_tracker:{BUILT_IN[spec][1]}"
+    return load_function(spec, "tracker")(run)
 
 
-def file_name(spec: str) -> str:
-    """A tracker's name for its files in the run's folder, trackers/NAME.json."""
-    return re.sub(r"\W+", "_", spec).strip("_")
-
-
-def _load(spec: str) -> Any:
-    known = {name: functools.partial(_builtin, name) for name in _CLASSES}
-    return load_named(spec, known, "tracker", setting=_SETTING, example=_EXAMPLE)
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name without code is none."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
-def _builtin(name: str, run: TrackedRun) -> Tracker:
-    return load_function(f"{__package__}.{name}_tracker:{_CLASSES[name]}", "tracker")(run)
+def table(records: Records) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows) of records; None where a record lacks a column."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    return columns, [[record.get(key) for key in columns] for record in records]

@@ -2,12 +2,12 @@
 
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import trackio
 
-from distflow_jax.report.trackers.tracker import TrackedRun
+from distflow_jax.report.trackers.tracker import Records, TrackedRun
 
 
 class Trackio:
@@ -31,7 +31,7 @@ class Trackio:
         self._run.log({**values, **self._media}, step=step)
         self._media = {}
 
-    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, records: Records) -> None:
         """Makes a table for the step's row."""
         self._media[kind] = trackio.Table(data=[dict(record) for record in records])
 

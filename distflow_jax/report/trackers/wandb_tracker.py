@@ -6,12 +6,12 @@ Offline each start writes a folder of its own below the run's, `wandb sync RUN/w
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import wandb
 
-from distflow_jax.report.trackers.tracker import TrackedRun
+from distflow_jax.report.trackers.tracker import Records, TrackedRun, table
 
 
 class Wandb:
@@ -45,10 +45,11 @@ class Wandb:
         self._run.log(row, step=max(step, self._run.step), commit=True)
         self._media = {}
 
-    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, records: Records) -> None:
         """Makes a table for the step's row."""
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        rows = [[_cell(record.get(key)) for key in columns] for record in records]
+        columns, rows = table(records)
+        # a column has one type
+        rows = [[str(v) if isinstance(v, list | dict) else v for v in row] for row in rows]
         self._media[kind] = wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
 
     def file(self, path: pathlib.Path) -> None:
@@ -62,8 +63,3 @@ class Wandb:
     def close(self, failed: bool) -> None:
         """Finishes the run; waits until its data are sent or written."""
         self._run.finish(exit_code=int(failed))
-
-
-def _cell(value: Any) -> Any:
-    # a column has one type
-    return str(value) if isinstance(value, list | dict) else value
