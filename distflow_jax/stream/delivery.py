@@ -30,8 +30,7 @@ class Hooks:
       arrive: a block with weights on the sampler's devices, of those that have left the trainer.
       span: times a decode call.
       idle: is called under the producer's lock where nothing is under way or may begin.
-      known: whether all processes know the filter decisions of all groups below a counter, which
-        have begun; under the lock, and again while it is False.
+      known: whether all processes know the filter decisions below a counter, see RegionRounds.
       order: of the work, with weight updates at boundaries; `evaluations`: that it has.
     """
 
@@ -68,9 +67,8 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
-    start = _start_thread if own_devices else _start_inline
-    how = functools.partial(start, config, sampler, producer)
-    return Delivery(sync, *publishing(config, producer), how)
+    start = functools.partial(_start_thread if own_devices else _start_inline, config, sampler)
+    return Delivery(sync, *publishing(config, producer), functools.partial(start, producer))
 
 
 def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:

@@ -107,10 +107,9 @@ class LeaseMonitor(Sampling):
                     self._lock.wait(IDLE_SECONDS)
 
     def _tell(self) -> None:
-        """Tells other processes of starving workers, and of a round that has ended; under the
-        lock."""
-        producer = self._producer
+        """Tells the others of starving workers, and of a round that has ended; under the lock."""
         self._idle()
+        producer = self._producer
         if producer.begun_up_to(end := producer.admission.end(producer.version)):
             self._known(end)
 

@@ -104,9 +104,8 @@ class Admission:
         judged: bool = False,
         exact: bool = False,
     ):
-        self._exact = exact
         self.rule, self.finished, self.position = rule, step, counter
-        self._last, self._steps, self.judged = last, steps, judged
+        self._last, self._steps, self.judged, self._exact = last, steps, judged, exact
         self._decisions: dict[int, bool] = {}  # of counters from `position` on
 
     @property
