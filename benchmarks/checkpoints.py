@@ -58,7 +58,7 @@ def state_of(source: str) -> dict:
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
     with (
-        mock.patch.object(checkpointer_module, "_write_checksums", lambda folder: None),
+        mock.patch.object(checkpointer_module, "_finish", lambda folder: None),
         mock.patch.object(checksums, "write_part", lambda folder, index: None),
     ):
         yield
@@ -76,9 +76,9 @@ def timed_checksums(spent: list[float]) -> Iterator[None]:
 
         return call
 
-    write, part = checkpointer_module._write_checksums, checksums.write_part
+    write, part = checkpointer_module._finish, checksums.write_part
     with (
-        mock.patch.object(checkpointer_module, "_write_checksums", timed(write)),
+        mock.patch.object(checkpointer_module, "_finish", timed(write)),
         mock.patch.object(checksums, "write_part", timed(part)),
     ):
         yield

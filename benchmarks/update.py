@@ -32,7 +32,7 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import Work, training_flops
+from distflow_jax.models.model_flops import BatchWork, training_flops
 from distflow_jax.models.parameters import init_params, param_shardings
 from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
@@ -129,7 +129,7 @@ def needed_flops(model: DecoderConfig, rows: Rows) -> float:
     first = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
     pairs = int(packed_mask(first.segment, parent_segment(first)).sum())
     tokens, scored = int((rows.segment > 0).sum()), int(rows.response_mask.sum())
-    return training_flops(model, Work(tokens, scored, pairs))
+    return training_flops(model, BatchWork(tokens, scored, pairs))
 
 
 def attention_of(

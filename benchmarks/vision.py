@@ -39,10 +39,9 @@ from distflow_jax.config.shipped import open_config
 from distflow_jax.coordinator.row_images import encoded_images, pack_images
 from distflow_jax.images.prompt_images import PromptImages, to_bytes
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import Work, tower_flops
+from distflow_jax.models.model_flops import BatchWork, tower_flops
 from distflow_jax.models.parameters import init_params, param_shardings
-from distflow_jax.models.vision.chunks import encode_chunks
-from distflow_jax.models.vision.patch_room import patch_room
+from distflow_jax.models.vision.chunks import encode_chunks, patch_room
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.programs.xla_options import compiler_options
@@ -154,7 +153,7 @@ def packed(prompts: int, shared: bool) -> tuple[Rows, float, int]:
     room = patch_room(vision, tokens, longest=size, image_tokens=features, rotary=False)
     rows.images = pack_images(sequences, images, placement, room)
     count, patches, pairs, _ = encoded_images(sequences, images, placement)
-    work = Work(0, 0, 0, patches=int(patches), patch_pairs=int(pairs))
+    work = BatchWork(0, 0, 0, patches=int(patches), patch_pairs=int(pairs))
     return rows, tower_flops(vision, work), int(count)
 
 

@@ -25,7 +25,7 @@ from distflow_jax.models.weights.source import ModelSource, open_model
 from distflow_jax.resharding.weight_sync import num_bytes
 from distflow_jax.rollout.decode_state import WEIGHTS_DTYPES, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.requests import SamplingParams
 
 

@@ -18,7 +18,7 @@ import distflow_jax
 from distflow_jax.algorithms.advantages import ADVANTAGES
 from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.config.key_reference import keys
-from distflow_jax.dag.load_graph import built_in
+from distflow_jax.dag.graph_yaml import built_in
 from distflow_jax.rewards.registry import REWARDS
 from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES
 

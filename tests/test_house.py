@@ -181,6 +181,14 @@ def twins() -> set[str]:
     return {stem for stem, count in stems.items() if count > 1} - SAME_NAME
 
 
+def class_twins() -> int:
+    """Class names that several modules define."""
+    places = collections.Counter(
+        found for path in files() for found in {it.name for it in definitions(path, ast.ClassDef)}
+    )
+    return sum(count > 1 for count in places.values())
+
+
 def floor(room: str, floors: list[set[str]]) -> int | None:
     """Number of a room's floor, 0 on top; None for a room that no floor has."""
     return next((i for i, rooms in enumerate(floors) if room in rooms), None)
@@ -400,6 +408,7 @@ COUNTS = {
     "broad excepts": broad_excepts,
     "docstrings that begin with a pronoun": pronoun_docstrings,
     "lines of the README above 120": readme_lines,
+    "class names of several modules": class_twins,
     "calls that unpack a tuple that stands there": lambda: house_measures.packed_calls(sources()),
 }
 

@@ -318,7 +318,7 @@ def test_progress_in_a_cell_is_one_output_with_the_reward(monkeypatch, capsys):
     monkeypatch.setattr(cells, "LiveOutput", Output)
     monkeypatch.setattr(Output, "shown", [])
     terminal = Terminal(console=rich.console.Console(force_jupyter=True))
-    line = progress.Progress(3, terminal=terminal)
+    line = progress.RunProgress(3, terminal=terminal)
     for step in (1, 2, 3):
         line.update(step, {"critic/score/mean": step / 10})
     line.close()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, check_length, longest_read
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.prefill.prefill import buckets
 
 LOGP = -1.0  # of every token

@@ -11,7 +11,7 @@ from device.work import Work, update_run
 
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import Work as Tokens
+from distflow_jax.models.model_flops import BatchWork as Tokens
 from distflow_jax.models.model_flops import causal_pairs, training_flops
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb

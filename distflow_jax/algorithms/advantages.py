@@ -87,7 +87,7 @@ def group_statistics(
 class Outcome:
     """Rewards of a step. `value` and `baseline` are set if the algorithm declares to read them."""
 
-    reward: jax.Array  # float32 [K, R, L]; see token_reward.py
+    reward: jax.Array  # float32 [K, R, L]; see kl.token_rewards
     rows: Rows  # fields [K, R, L] and [K, R, S]
     num_groups: int  # G
     value: jax.Array | None = None  # [K, R, L]; the critic's value before the token

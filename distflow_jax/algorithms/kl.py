@@ -1,13 +1,18 @@
-"""Per-token estimators of KL(policy || reference), with D = logp - ref.
+"""KL(policy || reference): per-token estimators, its penalty on rewards, and its coefficient.
 
-Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). Arguments and results
-are float32 of any equal shape.
+Estimators with D = logp - ref: Schulman 2020, "Approximating KL divergence"
+(joschu.net/blog/kl-approx.html); their arguments and results are float32 of any equal shape.
+K mini-batches, R rows, L tokens per row, S sequences per row.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from distflow_jax.algorithms.masked import masked_mean
+from distflow_jax.algorithms.packed import counted, is_last, per_token, sequence_mean
+from distflow_jax.batch import Rows
 
 
 def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
@@ -64,3 +69,42 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "k1+": k1_plus,
     "k3+": k3_plus,
 }
+
+
+def token_rewards(score: jax.Array, rows: Rows) -> jax.Array:
+    """Rewards float32 [K, R, L]: the score [K, R, S] at each response's last token, 0 elsewhere.
+
+    The last token is the last one that the policy chose; a response without one has no reward.
+    """
+    return jnp.where(is_last(rows), per_token(score, rows.segment), 0.0)
+
+
+def with_kl_penalty(
+    reward: jax.Array, kl: jax.Array, rows: Rows, coef: jax.Array | float
+) -> jax.Array:
+    """Rewards R_t - coef kl_t on response tokens, [K, R, L]; 0 elsewhere.
+
+    `reward` and `kl`, by any of KL_ESTIMATORS, are [K, R, L].
+    Ziegler et al. 2019 (arxiv.org/abs/1909.08593), eq. 2.
+    """
+    return jnp.where(rows.response_mask, reward - coef * kl, 0.0)
+
+
+def mean_kl(kl: jax.Array, rows: Rows) -> jax.Array:
+    """Mean over responses of the mean KL of each one's tokens, a scalar from kl [K, R, L].
+
+    The input of the KL controller, see adapted_coef.
+    """
+    return masked_mean(sequence_mean(kl, rows), counted(rows))
+
+
+def adapted_coef(
+    coef: jax.Array, kl: jax.Array, num_sequences: jax.Array, *, target: float, horizon: float
+) -> jax.Array:
+    """Next step's KL coefficient coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), a scalar.
+
+    `kl` is the result of mean_kl and `target` its goal, both in nats; `horizon` counts sequences.
+    Ziegler et al. 2019 (arxiv.org/abs/1909.08593), sec. 2.2.
+    """
+    error = jnp.clip(kl / target - 1.0, -0.2, 0.2)
+    return coef * (1.0 + error * num_sequences / horizon)

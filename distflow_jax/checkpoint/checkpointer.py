@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from distflow_jax.checkpoint import additions, checksums, late_writes
+from distflow_jax.checkpoint import additions, checksums
 from distflow_jax.checkpoint.additions import AdditionWriter
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.setting_checks import check_least
@@ -76,7 +77,7 @@ class Checkpointer:
         self._is_first = processes.process_index() == 0
         self._unreadable: set[int] = set()
         options = ocp.options.MultiprocessingOptions(primary_host=0)
-        late_writes.leave_out()
+        _leave_out_late_writes()
         self._saving: epath.Path | None = None  # the last checkpoint saved here; None: none yet
         self._added_by = 0  # processes that will add to it
         # the callback runs in process 0 before a checkpoint gets its final name
@@ -534,3 +535,34 @@ def _reason(error: Exception) -> str:
 def _type(entry: list) -> str:
     shape, dtype = entry
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _leave_out_late_writes() -> None:
+    """Leaves out of stderr and of the log what follows from a save that failed.
+
+    The error itself is raised, once. Orbax closes its event loop at the first array that cannot be
+    written. Of every other array of that checkpoint TensorStore then reports to the closed loop,
+    for which Python prints a traceback, or asyncio logs that nobody took the error.
+    """
+    if not isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = _Hook(sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_news)
+
+
+class _Hook:
+    """A sys.unraisablehook before another one."""
+
+    def __init__(self, other: Callable[[Any], object]):
+        self._other = other
+
+    def __call__(self, found: Any) -> None:
+        late = isinstance(found.exc_value, RuntimeError) and found.object is None
+        if not (late and str(found.exc_value) == "Event loop is closed"):
+            self._other(found)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of asyncio says more than that an array was not written."""
+    error = record.exc_info[1] if record.exc_info else None
+    late = "never retrieved" in record.getMessage() and isinstance(error, ValueError)
+    return not (late and "Error writing" in str(error))

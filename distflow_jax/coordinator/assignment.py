@@ -12,7 +12,7 @@ import numpy as np
 
 from distflow_jax.batch import Placement, RowShape
 from distflow_jax.coordinator.first_fit import Lengths, RowLimits
-from distflow_jax.coordinator.packing import Assignment, assign
+from distflow_jax.coordinator.packing import RowAssignment, assign
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout
 from distflow_jax.models.model_flops import causal_pairs
@@ -65,7 +65,7 @@ class Shares:
     member: np.ndarray  # place of the response among those to its prompt, from 0
     prompt: np.ndarray  # tokens
     response: np.ndarray  # tokens
-    minis: tuple[Assignment, ...]  # of the primary layout, rows of sequence numbers
+    minis: tuple[RowAssignment, ...]  # of the primary layout, rows of sequence numbers
 
     @classmethod
     def make(cls, plan: PackingPlan, step: StepLengths, *, processes: int) -> "Shares":
@@ -95,10 +95,10 @@ class Shares:
                 max_rows=plan.rows[plan.primary],
             )
             rows = tuple(tuple(int(chosen[i]) for i in row) for row in found.rows)
-            minis.append(Assignment(rows, found.rank))
+            minis.append(RowAssignment(rows, found.rank))
         return cls(plan, processes, home, group, member, prompt, response, tuple(minis))
 
-    def assignments(self, layout: Layout) -> tuple[Assignment, ...]:
+    def assignments(self, layout: Layout) -> tuple[RowAssignment, ...]:
         """The K assignments for a mesh layout: the same rows, distributed over its ranks."""
         if layout == self.plan.primary:
             return self.minis

@@ -32,11 +32,10 @@ from distflow_jax.layout import (
     move_between,
     overlaps,
 )
-from distflow_jax.models.model_flops import Work
+from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
-from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
-from distflow_jax.resharding.rows_all_to_all import RowsAllToAll
+from distflow_jax.resharding.rows_all_to_all import RowsAcrossSubmeshes, RowsAllToAll
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,7 @@ class Coordinator:
         """Tokens in the rows of each of the trainer's data ranks, int64 [ranks]."""
         return self.shares.tokens_per_rank(self._packing.primary)
 
-    def work(self, window: int = 0) -> Work:
+    def work(self, window: int = 0) -> BatchWork:
         """Tokens and pairs in the rows of this step; `window` is that of layers which have one.
 
         All tokens of responses count as scored, those that an environment wrote among them.
@@ -231,11 +230,11 @@ class Coordinator:
         field_moves.fetch(self.store, self.shares, layout, needed, packed)
 
 
-def work_of(shares: Shares, window: int = 0) -> Work:
+def work_of(shares: Shares, window: int = 0) -> BatchWork:
     """Tokens and pairs in the rows of an assignment; `window` is that of layers which have one."""
     tokens = int(shares.tokens_per_rank(shares.plan.primary).sum())
     near = shares.pairs(window) if window else 0
-    return Work(tokens, int(shares.response.sum()), shares.pairs(), near)
+    return BatchWork(tokens, int(shares.response.sum()), shares.pairs(), near)
 
 
 def repartitions(

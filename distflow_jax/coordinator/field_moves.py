@@ -25,8 +25,7 @@ from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.layout import RESPONSE_IMAGES, ROWS_COLUMNS, Edge, Layout, hosts_of
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
-from distflow_jax.resharding.rows_all_to_all import Row, RowsAllToAll
+from distflow_jax.resharding.rows_all_to_all import Row, RowsAcrossSubmeshes, RowsAllToAll
 
 
 def gathered_lengths(store: FieldStore) -> StepLengths:

@@ -23,7 +23,7 @@ from distflow_jax.coordinator.first_fit import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Assignment:
+class RowAssignment:
     """F rows, each a tuple of sequence numbers in rising order, and the data rank of each."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Assignment:
         """The rows of one rank, in order."""
         return [row for row, r in zip(self.rows, self.rank, strict=True) if r == rank]
 
-    def spread(self, ranks: int) -> "Assignment":
+    def spread(self, ranks: int) -> "RowAssignment":
         """The same rows over another number of ranks, at most ceil(F / ranks) on each.
 
         Neighbouring rows stay neighbours, so that on one device order few rows move. A pure
@@ -43,7 +43,7 @@ class Assignment:
         total, rank = len(order), [0] * len(order)
         for place, row in enumerate(order):
             rank[row] = place * ranks // total
-        return Assignment(self.rows, tuple(rank))
+        return RowAssignment(self.rows, tuple(rank))
 
 
 def assign(
@@ -53,7 +53,7 @@ def assign(
     *,
     threshold: float,
     max_rows: int | None = None,
-) -> Assignment:
+) -> RowAssignment:
     """Rows for all sequences, and a rank for each row.
 
     Args:
@@ -113,12 +113,12 @@ def _assign_groups(
     ranks_of_site: Sequence[Sequence[int]],
     threshold: float,
     max_rows: int | None,
-) -> Assignment:
+) -> RowAssignment:
     """As `assign`, with each group kept whole."""
     whole_groups, whole, members = _whole_groups(lengths, limits)
     found = assign(whole_groups, whole, ranks_of_site, threshold=threshold, max_rows=max_rows)
     rows = (tuple(sorted(i for group in row for i in members[group])) for row in found.rows)
-    return Assignment(tuple(rows), found.rank)
+    return RowAssignment(tuple(rows), found.rank)
 
 
 def rows_needed(lengths: Lengths, limits: RowLimits) -> int:
@@ -362,11 +362,11 @@ class _Packing:
             cost = cost - np.where(held, self._lengths.prompt[members], 0)
         return cost
 
-    def result(self) -> Assignment:
+    def result(self) -> RowAssignment:
         """Rows and ranks, in a canonical order."""
         flat = sorted(
             (rank, tuple(sorted(row.members)))
             for rank, rows in enumerate(self._rows)
             for row in rows
         )
-        return Assignment(tuple(row for _, row in flat), tuple(rank for rank, _ in flat))
+        return RowAssignment(tuple(row for _, row in flat), tuple(rank for rank, _ in flat))

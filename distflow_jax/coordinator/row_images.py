@@ -15,7 +15,7 @@ from distflow_jax.images.patch_chunks import ChunkedPatches, ChunkPlan, PatchSiz
 from distflow_jax.images.prompt_images import PromptImages
 from distflow_jax.images.record import ImagePatches
 from distflow_jax.images.turn_images import TurnImages
-from distflow_jax.models.model_flops import Work, with_patches
+from distflow_jax.models.model_flops import BatchWork, with_patches
 
 ImageKey = tuple[bytes, tuple[int, ...], int]  # of TurnImages.keys
 
@@ -99,7 +99,7 @@ def encoded_images(
 
 def _work(images: PromptImages | ImagePatches, count: int, window: int) -> np.ndarray:
     """Work of encoding `count` images, int64 [4] as encoded_images has it."""
-    work = with_patches(Work(0, 0, 0), window, images.positions, images.segments)
+    work = with_patches(BatchWork(0, 0, 0), window, images.positions, images.segments)
     return np.array((count, work.patches, work.patch_pairs, work.window_pairs), np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Graphs from YAML files.
+"""Graphs by their name, and from YAML files; the built-in ones are the files of configs/dags.
 
     name: grpo
     nodes:
@@ -12,6 +12,7 @@ beside the graph's file first. docs/dag.md describes the language.
 
 import contextlib
 import dataclasses
+import inspect
 import pathlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from distflow_jax.parsing.json_text import read_text
 from distflow_jax.parsing.one_line import one_line, shown
 from distflow_jax.parsing.paths import named_path, names_file
 from distflow_jax.parsing.yaml_text import MOST_BYTES, BoundedLoader, load_yaml
-from distflow_jax.user_functions import shipped_folder
+from distflow_jax.user_functions import load_function, shipped_folder
 
 MOST_BASES = 16  # of a graph: the base's base is the second
 BUILT_IN = shipped_folder() / "dags"
@@ -217,3 +218,43 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
     list("-+0123456789"),
 )
+
+
+def built_in() -> dict[str, pathlib.Path]:
+    """Name -> file of the graphs that come with the project."""
+    return {path.stem: path for path in sorted(BUILT_IN.glob("*.yaml"))}
+
+
+def load_graph(name_or_path: str, config: Any = None) -> Graph:
+    """The graph of that name: a built-in one, a .yaml file, "module:function", "file.py:function".
+
+    A file's `${section.key}` take their values from `config`; a function that has a parameter
+    `config` is handed it. Raises ValueError or FileNotFoundError with what to write instead.
+    """
+    return open_graph(name_or_path, config).build(config)
+
+
+def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
+    """The graph of that name, read once: its settings, and a way to build it when they are known.
+
+    A function is called here, with `config` before the settings. Raises as `load_graph` does.
+    """
+    known = built_in()
+    if name_or_path in known:
+        return open_yaml(known[name_or_path], config)
+    if pathlib.Path(name_or_path).suffix in (".yaml", ".yml"):
+        return open_yaml(pathlib.Path(name_or_path), config)
+    place, _, function = name_or_path.rpartition(":")
+    if not place or not function:
+        raise ValueError(
+            f"dag: unknown pipeline {name_or_path!r} ({hint(name_or_path, known)}); or give a "
+            ".yaml file, module:function, or file.py:function"
+        )
+    make = load_function(name_or_path, "pipeline")
+    takes_config = "config" in inspect.signature(make).parameters
+    graph = make(config=config) if takes_config else make()
+    if not isinstance(graph, Graph):
+        raise ValueError(
+            f"pipeline {name_or_path!r} must return a Graph, got {type(graph).__name__}"
+        )
+    return OpenedGraph(graph.settings, lambda config: graph)

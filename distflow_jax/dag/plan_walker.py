@@ -23,7 +23,7 @@ Span = Callable[[str], AbstractContextManager[Any]]
 Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class Coordinator(Protocol):
+class StepStore(Protocol):
     """The store of a step's fields between writer and readers.
 
     A protocol because `coordinator/` stands above `dag/`, which cannot import its class.
@@ -54,7 +54,7 @@ def run_step(
     step: int,
     runners: Mapping[str, Runner],
     states: Mapping[str, Any],
-    coordinator: Coordinator,
+    coordinator: StepStore,
     span: Span,
     next_round: Callable[[], bool] | None = None,
     rehearse: Rehearse | None = None,
@@ -98,7 +98,7 @@ def run_units(
     step: int,
     runners: Mapping[str, Runner],
     states: dict[str, Any],
-    coordinator: Coordinator,
+    coordinator: StepStore,
     span: Span,
     ran: set[str | None],
     rehearse: Rehearse | None,

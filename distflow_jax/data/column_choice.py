@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.data.messages.message_forms import VARIABLES
+from distflow_jax.data.message_forms import VARIABLES
 from distflow_jax.data.pictures.image_columns import CONVERSATIONS, IMAGE_COLUMNS
 from distflow_jax.data.row_checks import listed
 from distflow_jax.did_you_mean import hint, nearest

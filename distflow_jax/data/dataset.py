@@ -19,8 +19,8 @@ import huggingface_hub
 from distflow_jax.data import files, generated_tasks
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Dataset, Example, instruction
+from distflow_jax.data.generated_tasks import parse_spec
 from distflow_jax.data.pictures.image_paths import check_root
-from distflow_jax.data.spec import parse_spec
 from distflow_jax.did_you_mean import nearest, several
 
 SCHEMES = ("hf", "task", "reasoning_gym")

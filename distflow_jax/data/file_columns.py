@@ -35,11 +35,12 @@ from typing import Any
 
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey, chosen_columns
 from distflow_jax.data.example import Conversation, Example, Message, instruction
-from distflow_jax.data.messages.implicit_prompts import is_conversation, split_pair
-from distflow_jax.data.messages.message_forms import (
+from distflow_jax.data.message_forms import (
     VARIABLES,
     answer_of,
+    is_conversation,
     last_turn,
+    split_pair,
     template_variables,
 )
 from distflow_jax.data.pictures.image_columns import (

@@ -18,10 +18,10 @@ from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import MOST_ROW_BYTES, TOO_LONG, JsonLinesReader, json_reader
-from distflow_jax.data.messages.message_forms import MESSAGE_COLUMNS, VARIABLES, without_nulls
+from distflow_jax.data.message_forms import MESSAGE_COLUMNS, VARIABLES, without_nulls
 from distflow_jax.data.pictures.image_paths import image_folders
 from distflow_jax.did_you_mean import near_file
-from distflow_jax.parsing.missing_value import is_missing
+from distflow_jax.parsing.checked_fields import is_missing
 from distflow_jax.parsing.one_line import one_line
 from distflow_jax.parsing.paths import checked_path, named_path, reading
 

@@ -4,14 +4,14 @@ import dataclasses
 import hashlib
 import math
 import re
+import urllib.parse
 from collections.abc import Callable, Iterator
 
-from distflow_jax.data.drawn.bar_charts import Charts
+from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction
-from distflow_jax.data.spec import parse_spec
 from distflow_jax.did_you_mean import nearest
 
 HELD_OUT_ONE_IN = 10  # one in so many problems belongs to the held-out split
@@ -149,7 +149,7 @@ TASKS: dict[str, Callable[..., Dataset]] = {
     "arithmetic": Arithmetic,
     "shapes": Shapes,
     "digits": Digits,
-    "charts": Charts,
+    "charts": BarCharts,
     "walk": Walk,
 }
 
@@ -184,3 +184,27 @@ def _convert(text: str, kind: type, place: str) -> str | int | bool:
             raise ValueError(f"{place} must be a whole number, got {text!r}")
         return int(text)
     return text
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """(name, options as text) of `task:arithmetic?digits=2&operators=+-`.
+
+    Percent escapes are decoded (`%26` for &, `%3D` for =), but `+` stays a plus: it is an operator
+    here, not a space as in a web form.
+
+    Raises:
+      ValueError: no name, an option without a value, or one given twice.
+    """
+    _, _, rest = spec.partition(":")
+    name, _, query = rest.partition("?")
+    if not name:
+        raise ValueError(f"{spec!r} has no name after the colon")
+    options: dict[str, str] = {}
+    for item in filter(None, query.split("&")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{spec!r}: option {item!r} has no value; write {item}=VALUE")
+        if key in options:
+            raise ValueError(f"{spec!r}: option {key!r} is given twice")
+        options[key] = urllib.parse.unquote(value)
+    return name, options

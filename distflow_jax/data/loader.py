@@ -11,10 +11,16 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.data.column_choice import check_choice
+from distflow_jax.data.encoded_rows import (
+    OVERLONG,
+    TRAIN_ON,
+    EncodedRows,
+    PromptEncoder,
+    TokenLimits,
+    rows_in_limit,
+)
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
-from distflow_jax.data.tokens.encoded_rows import TRAIN_ON, EncodedRows, PromptEncoder
-from distflow_jax.data.tokens.row_limits import OVERLONG, RowLimits, rows_in_limit
 from distflow_jax.images.picture_files import ImageSource
 from distflow_jax.images.placing import SeeingTokenizer, read_images
 from distflow_jax.parsing.setting_checks import check_least, check_one_of
@@ -116,7 +122,7 @@ class Loader:
         self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
         self._encoded = EncodedRows(dataset, tokenizer, answers, config.train_on)
-        most = RowLimits(config.max_prompt_length, max_answer, config.overlong)
+        most = TokenLimits(config.max_prompt_length, max_answer, config.overlong)
         self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
         self.lengths = LengthEstimates(len(dataset), observed_staleness)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _Outcome = tuple[Any, BaseException | None]  # what a call gave, what it raised
 
 
-class CallFailed(Exception):
+class EnvironmentCallFailed(Exception):
     """A call, `what`, gave no answer: for a cause of failures.CAUSES, by what it raised, if so."""
 
     def __init__(self, what: str, cause: str, error: BaseException | None = None):
@@ -85,7 +85,9 @@ class EventLoop:
     async def call(
         self, what: str, function: Callable[..., Any], *args: Any, pending: set[asyncio.Future]
     ) -> Any:
-        """Awaits `function(*args)`, and returns its value. CallFailed if it raises, or is overdue.
+        """Awaits `function(*args)`, and returns its value.
+
+        EnvironmentCallFailed if it raises, or is overdue.
 
         `what` names the call. `pending` gets the parts of it that have not ended.
         """
@@ -102,10 +104,10 @@ class EventLoop:
                 task.cancel()  # a coroutine may not listen to that
                 self._loop.call_later(self.seconds, self._give_up, task, call.what)
         if not task.done():
-            raise CallFailed(call.what, "timed_out")
+            raise EnvironmentCallFailed(call.what, "timed_out")
         value, error = task.result()
         if error is not None:
-            raise CallFailed(call.what, "raised", error)
+            raise EnvironmentCallFailed(call.what, "raised", error)
         return value
 
     async def in_thread(self, call: "_Call", function: Callable[..., T], args: tuple) -> T:

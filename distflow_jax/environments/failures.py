@@ -6,7 +6,7 @@ import logging
 import pathlib
 import traceback
 
-from distflow_jax.environments.event_loop import CallFailed
+from distflow_jax.environments.event_loop import EnvironmentCallFailed
 
 # Why a call gave no answer: it raised, or returned something else than an answer; its deadline
 # passed; a new object did not answer the turns so far as the one before.
@@ -28,7 +28,7 @@ log = logging.getLogger("distflow_jax")
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class CallFailure:
     """The failure of a call.
 
     `cause` is one of CAUSES; `error` holds a summary and below it the traceback; `kind` is the type
@@ -40,7 +40,7 @@ class Failure:
     kind: str
 
     @classmethod
-    def of(cls, failed: CallFailed, seconds: float) -> "Failure":
+    def of(cls, failed: EnvironmentCallFailed, seconds: float) -> "CallFailure":
         """The record of a failed call; `seconds`: what it was given."""
         what, error = failed.what, failed.error
         if error is None:
@@ -68,7 +68,7 @@ class Failures:
     def __init__(self, name: str, max_rate: float):
         self.name, self.max_rate = name, max_rate
         self._kinds: collections.Counter[str] = collections.Counter()
-        self._tries: dict[str, collections.deque[Failure | None]] = {
+        self._tries: dict[str, collections.deque[CallFailure | None]] = {
             method: collections.deque(maxlen=_WINDOW) for method in ("reset", "step")
         }
 
@@ -79,7 +79,7 @@ class Failures:
             told = "environment %r: %s\n(further ones of this kind are counted)"
             log.warning(told, self.name, what)
 
-    def count(self, method: str, failure: Failure | None) -> None:
+    def count(self, method: str, failure: CallFailure | None) -> None:
         """Counts a try of `reset` or `step`, and why it failed. Calls that bring a new object to
         where the one before was are parts of the try of the turn that follows.
 

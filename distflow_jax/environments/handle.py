@@ -12,8 +12,8 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment import Environment
-from distflow_jax.environments.event_loop import CallFailed, in_thread
-from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.event_loop import EnvironmentCallFailed, in_thread
+from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.registry import Environments, Observed
 
 PAUSE = 0.25  # seconds before the second try, twice as many before each further one
@@ -23,14 +23,14 @@ _TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class TryOutcome:
     """The outcome of a try, and of which handle.
 
     `last`: no other try follows.
     """
 
     handle: int
-    outcome: Observed | Failure
+    outcome: Observed | CallFailure
     last: bool = True
 
 
@@ -46,7 +46,7 @@ class EnvironmentHandle:
     _numbers = itertools.count()
 
     def __init__(
-        self, environments: Environments, prompt: Prompt, answers: "queue.SimpleQueue[Answer]"
+        self, environments: Environments, prompt: Prompt, answers: "queue.SimpleQueue[TryOutcome]"
     ):
         self.number = next(self._numbers)
         self._environments, self._prompt, self._answers = environments, prompt, answers
@@ -84,16 +84,16 @@ class EnvironmentHandle:
             last = attempt == retries
             try:
                 observed = await self._try(turn)
-            except CallFailed as failed:
-                failure = Failure.of(failed, self._loop.seconds)
-                self._answers.put(Answer(self.number, failure, last))
+            except EnvironmentCallFailed as failed:
+                failure = CallFailure.of(failed, self._loop.seconds)
+                self._answers.put(TryOutcome(self.number, failure, last))
                 if not (self._past and self._object.repeatable):
                     self._discard()
                 if not last:
                     await asyncio.sleep(PAUSE * 2**attempt)
             else:
                 self._past.append((turn, observed))
-                self._answers.put(Answer(self.number, observed))
+                self._answers.put(TryOutcome(self.number, observed))
                 return
 
     async def _try(self, turn: np.ndarray | None) -> Observed:
@@ -101,7 +101,7 @@ class EnvironmentHandle:
         if self._object.made is None:
             for before, seen in self._past:
                 if not seen.looks_like(await self._call(before)):
-                    raise CallFailed("reset" if before is None else "step", "diverged")
+                    raise EnvironmentCallFailed("reset" if before is None else "step", "diverged")
         return await self._call(turn)
 
     async def _call(self, turn: np.ndarray | None) -> Observed:
@@ -120,8 +120,8 @@ class EnvironmentHandle:
             await asyncio.wait(set(one.pending))
         try:
             await self._loop.call("close", one.close, pending=set())
-        except CallFailed as failed:
-            failure = Failure.of(failed, self._loop.seconds)
+        except EnvironmentCallFailed as failed:
+            failure = CallFailure.of(failed, self._loop.seconds)
             self._environments.failures.tell(failure.kind, failure.error)
 
 
@@ -178,7 +178,7 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
     """
     if environments.tokenizer.is_chat(prompt.text):
         environments.tokenizer.encode_turn(".")
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[TryOutcome] = queue.SimpleQueue()
     handle = EnvironmentHandle(environments, prompt, answers)
     try:
         handle.reset()
@@ -193,9 +193,9 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
     raise ValueError(f"environment {environments.name!r} failed on the first row: {error}")
 
 
-def _last_error(environments: Environments, answers: "queue.SimpleQueue[Answer]") -> str:
+def _last_error(environments: Environments, answers: "queue.SimpleQueue[TryOutcome]") -> str:
     """In one line why an environment gave no answer after all tries; "": it did."""
     while not (answer := environments.loop.take(answers)).last:
         pass
     outcome = answer.outcome
-    return outcome.error.split("\n")[0] if isinstance(outcome, Failure) else ""
+    return outcome.error.split("\n")[0] if isinstance(outcome, CallFailure) else ""

@@ -17,8 +17,8 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.episodes import INFRA, Episode
-from distflow_jax.environments.failures import Failure
-from distflow_jax.environments.handle import Answer, EnvironmentHandle
+from distflow_jax.environments.failures import CallFailure
+from distflow_jax.environments.handle import EnvironmentHandle, TryOutcome
 from distflow_jax.environments.registry import Environments, Observed
 from distflow_jax.images.turn_images import TurnImages, joined, of_prompt
 from distflow_jax.rollout.requests import GroupRequest, Response
@@ -152,7 +152,7 @@ class TurnDriver:
         self.done: dict[tuple[int, int], Episode] = {}
         self._scheduler, self._environments, self._limits = scheduler, environments, limits
         self._on_response = on_response
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[TryOutcome] = queue.SimpleQueue()
         self._by_handle: dict[int, _Conversation] = {}
         self._turns: list[tuple[_Conversation, Response]] = []  # that have ended in this round
 
@@ -243,12 +243,12 @@ class TurnDriver:
         else:
             conversation.handle.step(turn.tokens)
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: TryOutcome) -> None:
         conversation = self._by_handle.get(answer.handle)
         if conversation is None:
             return  # its response has ended
         outcome, method = answer.outcome, "reset" if conversation.id is None else "step"
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, CallFailure):
             conversation.count(f"infra/{outcome.cause}")
             self._environments.failures.count(method, outcome)
             self._environments.check_hung()

@@ -13,7 +13,7 @@ from distflow_jax.images.turn_images import TurnImages
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class ImageSupport:
     """The images of a model that sees, and their limit."""
 
     tokenizer: SeeingTokenizer
@@ -53,7 +53,7 @@ class Sight:
         return image
 
 
-def check_shown(shown: Shown, sight: Sight | None) -> None:
+def check_shown(shown: Shown, sight: ImageSupport | None) -> None:
     """ValueError unless the text has a place for each image, and the model sees."""
     count = len(shown.images)
     if not isinstance(shown.text, str):

@@ -11,7 +11,7 @@ from distflow_jax import user_functions
 from distflow_jax.environments.environment import Environment, Shown, Turn
 from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
-from distflow_jax.environments.observed_pictures import Sight, check_shown
+from distflow_jax.environments.observed_pictures import ImageSupport, check_shown
 from distflow_jax.environments.tools import Tools, calculator
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.models.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Environments:
         calls: CallLimits,
         turn_length: int = 0,
         max_turns: int = 4,
-        sight: Sight | None = None,
+        sight: ImageSupport | None = None,
     ):
         self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns

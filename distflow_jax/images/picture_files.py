@@ -240,7 +240,7 @@ def _rgb(opened: Any) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drawing:
+class DrawnPicture:
     """A picture that a task draws when it is needed."""
 
     place: str

@@ -20,7 +20,7 @@ from distflow_jax.models.vision.vision_config import VisionConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class BatchWork:
     """Sizes of a packed batch; a prompt that responses of a row share counts once."""
 
     tokens: int  # processed by the layers
@@ -38,7 +38,9 @@ def causal_pairs(length: int, window: int = 0) -> int:
     return near * (near + 1) // 2 + (length - near) * near
 
 
-def with_patches(work: Work, window: int, positions: np.ndarray, segments: np.ndarray) -> Work:
+def with_patches(
+    work: BatchWork, window: int, positions: np.ndarray, segments: np.ndarray
+) -> BatchWork:
     """The work with the patches of images added: positions int32 [N, 2], segments int32 [N].
 
     Segment 0 is padding. Numbers are those of one prompt, row or chunk; call it for each. `window`
@@ -59,7 +61,7 @@ def with_patches(work: Work, window: int, positions: np.ndarray, segments: np.nd
     )
 
 
-def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
+def forward_flops(network: DecoderConfig | ScalarModel, work: BatchWork) -> float:
     """FLOPs of a forward pass, summed over the layers.
 
     2 (weights x tokens + head x scored) + 4 heads x dims x pairs.
@@ -69,7 +71,7 @@ def forward_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     return text + _attention(network, work) + tower_flops(decoder_of(network).vision, work)
 
 
-def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
+def training_flops(network: DecoderConfig | ScalarModel, work: BatchWork) -> float:
     """FLOPs of a forward and backward pass: three times the forward pass, for frozen weights twice.
 
     Without adapters 6 (weights x tokens + head x scored) + 12 heads x dims x pairs.
@@ -84,7 +86,7 @@ def training_flops(network: DecoderConfig | ScalarModel, work: Work) -> float:
     return text + (3 if trained else 1) * tower_flops(tower, work)
 
 
-def tower_flops(tower: VisionConfig | None, work: Work) -> float:
+def tower_flops(tower: VisionConfig | None, work: BatchWork) -> float:
     """FLOPs of the tower's forward pass over the batch's patches.
 
     2 (weights x patches + projector x features) + 4 hidden x pairs, summed over the layers.
@@ -126,7 +128,7 @@ def _weights(network: DecoderConfig | ScalarModel) -> tuple[float, float, int]:
     return own, adapters, 0 if isinstance(network, ScalarModel) else c.vocab_size * c.hidden_size
 
 
-def _attention(network: DecoderConfig | ScalarModel, work: Work) -> float:
+def _attention(network: DecoderConfig | ScalarModel, work: BatchWork) -> float:
     c = decoder_of(network)
     near = sum(c.windowed)
     seen = (c.num_layers - near) * work.pairs + near * work.near_pairs

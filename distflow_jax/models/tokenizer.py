@@ -16,7 +16,7 @@ import tokenizers
 
 from distflow_jax.images.placing import ANSWER, ANSWERED
 from distflow_jax.models import tokenizer_files
-from distflow_jax.models.chat import answers, message_parts
+from distflow_jax.models.chat import message_parts
 from distflow_jax.models.chat import render as chat
 from distflow_jax.models.chat.dialect import MARKS
 from distflow_jax.models.chat.message_parts import checked, in_parts
@@ -125,7 +125,9 @@ class Tokenizer:
         messages = checked(prompt)
         variables = getattr(prompt, "variables", {}) if variables is None else variables
         if add_generation_prompt and messages and messages[-1]["role"] == "assistant":
-            text = answers.continued(messages, lambda open: self._written(open, variables, False))
+            text = message_parts.continued(
+                messages, lambda open: self._written(open, variables, False)
+            )
         else:
             text = self._written(messages, variables, add_generation_prompt)
         message_parts.check_contents(messages, text)
@@ -168,16 +170,16 @@ class Tokenizer:
         """Ids of a reference answer, as the model would have sampled it, int32 [T].
 
         The last id ends the turn: by the chat template, or for a plain-text prompt by the end
-        token. An answer in messages is the last one, with its thought; see chat/answers.py.
+        token. An answer in messages is the last one, with its thought; see chat/message_parts.py.
         """
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[-1]
         if isinstance(prompt, str):
-            return np.append(self.encode(answers.in_text(turn)), np.int32(self.stop_ids[0]))
-        turns = answers.with_answer(prompt, turn)
+            return np.append(self.encode(message_parts.in_text(turn)), np.int32(self.stop_ids[0]))
+        turns = message_parts.with_answer(prompt, turn)
         given = getattr(prompt, "variables", {})
         whole = self.render(turns, add_generation_prompt=False, variables=given)
         self.check_end(message["role"] for message in turns)
-        ids = self.encode(answers.answer_text(self.render(prompt), whole, turn))
+        ids = self.encode(message_parts.answer_text(self.render(prompt), whole, turn))
         ends = np.flatnonzero(np.isin(ids, self.stop_ids))
         if len(ends):
             return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
@@ -223,7 +225,7 @@ class Tokenizer:
             behind = self.render([{"role": "user", "content": ANSWER}]).partition(ANSWER)[2]
         except ValueError:  # no template, or one of other conversations
             return False
-        behind = behind.removesuffix(answers.begun(behind))
+        behind = behind.removesuffix(message_parts.begun(behind))
         return bool(behind.strip()) and behind in text
 
     def encode_turn(

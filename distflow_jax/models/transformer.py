@@ -67,7 +67,7 @@ class Seen(NamedTuple):
     deep_BNSD: jax.Array | None = None  # added to the stream behind the first N layers: DeepStack
 
 
-class Table(nnx.Module):
+class ParameterGroup(nnx.Module):
     """A group of parameters; each attribute is one array of the network."""
 
 
@@ -77,7 +77,7 @@ def _declare(specs: dict[str, ParamSpec], rngs: nnx.Rngs, owner: nnx.Module) -> 
         module = owner
         for group in groups:
             if not hasattr(module, group):
-                setattr(module, group, Table())
+                setattr(module, group, ParameterGroup())
             module = getattr(module, group)
         if spec.stddev is None:
             value = jnp.ones(spec.shape, jnp.float32)

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from distflow_jax.parallel.greetings import Greetings
+from distflow_jax.parallel.startup import Handshakes
 from distflow_jax.parsing.token_proof import same_secret
 
 _SIZE = struct.Struct("<Q")  # before every message
@@ -57,7 +57,7 @@ class HostExchange:
         token: bytes,
     ):
         self._index, self._addresses = index, list(addresses)
-        self._greetings = Greetings(listener, _HELLO.size)
+        self._handshakes = Handshakes(listener, _HELLO.size)
         self._token = token
         self._sockets: dict[int, socket.socket] = {}
 
@@ -119,7 +119,7 @@ class HostExchange:
         """Closes all connections and the listener."""
         for connection in self._sockets.values():
             connection.close()
-        self._greetings.close()
+        self._handshakes.close()
         self._sockets.clear()
 
     def _transfer(self, out: Mapping[int, bytes], sources: Collection[int]) -> dict[int, bytes]:
@@ -176,14 +176,14 @@ class HostExchange:
             connection.sendall(_HELLO.pack(self._index, self._token))
             self._keep(peer, connection)
         while any(p not in self._sockets for p in missing):
-            for guest in self._greetings.read():
-                index, token = _HELLO.unpack(guest.greeting)
+            for arrival in self._handshakes.read():
+                index, token = _HELLO.unpack(arrival.greeting)
                 # only those of lower index connect, each once
                 expected = index < self._index and index not in self._sockets
                 if same_secret(token, self._token) and expected:
-                    self._keep(index, guest.connection)
+                    self._keep(index, arrival.connection)
                 else:
-                    guest.connection.close()
+                    arrival.connection.close()
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -55,7 +55,7 @@ class Job:
     process_id: int | None = None  # None: detected by jax
     local_device_ids: tuple[int, ...] | None = None  # this process's devices of the host; None: all
     detection: str | None = None  # jax's method; None: jax tries all of its methods
-    # the processes of a job have the same; see parallel/admission.py
+    # the processes of a job have the same; see parallel/startup.py
     token: str = dataclasses.field(default="", repr=False, compare=False)
 
     def describe(self) -> str:

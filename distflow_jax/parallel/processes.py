@@ -25,12 +25,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from distflow_jax.parallel import admission
 from distflow_jax.parallel.host_exchange import HostExchange, listen
 from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
-from distflow_jax.parallel.roll_call import Answer, RollCall, leave_job
+from distflow_jax.parallel.startup import (
+    JOIN_SECONDS,
+    Address,
+    Registrar,
+    StartMonitor,
+    leave_job,
+    open_listener,
+    register,
+    reserved_port,
+)
 
-JOIN_SECONDS = 300  # for all processes of a job to be there
 LATER_SECONDS = 30  # for jax to give up after this job has, which names whom it waits for
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -67,19 +74,16 @@ def initialize(job: Job, *, watched_next: bool = False) -> None:
                 f"--num_processes and --process_id, or run alone with {DISTRIBUTED}=off"
             ) from error
     elif job.process_id == 0:
-        listener = admission.open_listener(job.coordinator)
+        listener = open_listener(job.coordinator)
         host = listener.getsockname()[0]
         if ipaddress.ip_address(host).is_unspecified:
             host = reachable_host(job)
-        with admission.reserved_port(host) as service:
-            roll = RollCall(job.num_processes, JOIN_SECONDS, _leave)
-            _joined.gate = admission.Gate(listener, service, roll, job.token)
+        with reserved_port(host) as service:
+            _joined.start = Registrar(job, _leave, listener, service)
             _join(job, service)
     else:
-        service, connection = admission.apply(
-            job.coordinator, job.process_id, job.num_processes, job.token, JOIN_SECONDS
-        )
-        _joined.gate = Answer(connection, job.coordinator, _leave)
+        service, connection = register(job)
+        _joined.start = StartMonitor(job, _leave, connection)
         _join(job, service)
     if process_count() > 1:
         _joined.host = reachable_host(job)
@@ -90,8 +94,8 @@ def initialize(job: Job, *, watched_next: bool = False) -> None:
 
 def met_others() -> None:
     """Ends this process's watch over the others' start: from here on somebody else watches them."""
-    if _joined.gate is not None:
-        _joined.gate.met()
+    if _joined.start is not None:
+        _joined.start.met()
 
 
 def _leave(reason: str) -> None:
@@ -100,8 +104,8 @@ def _leave(reason: str) -> None:
 
 def stop_others() -> None:
     """Has SIGTERM, which ends this process, end the others too while the job starts."""
-    if _joined.gate is not None:
-        _joined.gate.stopped()
+    if _joined.start is not None:
+        _joined.start.stopped()
 
 
 def before_leaving(call: Callable[[], object]) -> None:
@@ -118,7 +122,7 @@ def _join(job: Job, service: str) -> None:
         job.local_device_ids,
         # within a Slurm step jax would otherwise still select a single GPU
         cluster_detection_method="deactivate",
-        initialization_timeout=JOIN_SECONDS + LATER_SECONDS,
+        initialization_timeout=int(JOIN_SECONDS) + LATER_SECONDS,
         # not on all interfaces, which is jax's default
         coordinator_bind_address=service,
     )
@@ -164,9 +168,9 @@ def shutdown() -> None:
         _joined.exchange = None
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-    if _joined.gate is not None:
-        _joined.gate.close()
-        _joined.gate = None
+    if _joined.start is not None:
+        _joined.start.close()
+        _joined.start = None
 
 
 def process_index() -> int:
@@ -217,7 +221,7 @@ def coordination_cpu_seconds() -> float:
 class _Joined:
     exchange: HostExchange | None = None
     host: str = ""  # address at which the others reach this process
-    gate: admission.Gate | Answer | None = None  # of process 0; of the others
+    start: StartMonitor | None = None  # process 0's is a Registrar
     before_leaving: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
 
@@ -240,9 +244,8 @@ def reachable_host(job: Job) -> str:
         return "127.0.0.1"
     if job.coordinator is None:
         return socket.gethostbyname(socket.gethostname())
-    host, _, port = job.coordinator.rpartition(":")
     # nothing is sent: connecting a datagram socket only looks up the route, and so the interface
-    address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    address = socket.getaddrinfo(*Address.parse(job.coordinator), type=socket.SOCK_DGRAM)[0]
     with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
         probe.connect(address[4])
         return probe.getsockname()[0]

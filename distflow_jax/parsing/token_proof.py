@@ -1,8 +1,8 @@
 """Proofs of a secret: keys that are derived from it, and HMAC-SHA256 under these.
 
-The one module that compares secrets and signatures: of a job's gate, of the watchdogs' datagrams,
-of a server's token, of connections between processes, and of workers. Standard library only, for
-the watchdog's process.
+The one module that compares secrets and signatures: of a job's registrar, of the watchdogs'
+datagrams, of a server's token, of connections between processes, and of workers. Standard library
+only, for the watchdog's process.
 """
 
 import hashlib

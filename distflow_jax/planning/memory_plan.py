@@ -26,7 +26,7 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.rollout.cache_sizing import feature_bytes, weight_bytes
 from distflow_jax.rollout.decode_state import StateShapes
-from distflow_jax.rollout.prefill.prompt_sizing import reading_bytes, shared_bytes
+from distflow_jax.rollout.prefill.prefix_cache import reading_bytes, shared_bytes
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.update import OpenState
 

@@ -18,24 +18,28 @@ from distflow_jax.config.config_dict import to_config_dict, to_json
 from distflow_jax.config.graph_settings import with_settings
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
-from distflow_jax.dag.environment_rewards import with_environment_rewards
+from distflow_jax.dag.added_fields import (
+    AGE,
+    ALPHA,
+    with_ages,
+    with_environment_rewards,
+    with_response_images,
+    with_router_replay,
+)
 from distflow_jax.dag.graph import DATA, ROLES, Graph
-from distflow_jax.dag.graph_yaml import OpenedGraph
-from distflow_jax.dag.load_graph import open_graph
+from distflow_jax.dag.graph_yaml import OpenedGraph, open_graph
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
-from distflow_jax.dag.proximal_weights import AGE, ALPHA, with_ages
 from distflow_jax.dag.residency import Residency, describe, plan_residency
-from distflow_jax.dag.response_fields import with_response_images, with_router_replay
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
 from distflow_jax.data.dataset import is_generated, open_dataset
+from distflow_jax.data.encoded_rows import PromptEncoder
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import ANSWERS
-from distflow_jax.data.tokens.encoded_rows import PromptEncoder
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
-from distflow_jax.environments.observed_pictures import Sight
+from distflow_jax.environments.observed_pictures import ImageSupport
 from distflow_jax.environments.registry import CallLimits, Environments, load_environment
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
@@ -563,7 +567,7 @@ def open_environments(
         return None
     encoder = prompt_encoder(source, config.data.image_tokens)
     if isinstance(encoder, SeeingTokenizer):
-        sight = Sight(encoder, config.data.max_prompt_length)
+        sight = ImageSupport(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
         rollout.environment_kwargs,

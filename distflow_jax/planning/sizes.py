@@ -14,7 +14,7 @@ from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
-from distflow_jax.models.vision.patch_room import patch_room
+from distflow_jax.models.vision.chunks import patch_room
 from distflow_jax.observe.profile import parse_steps
 from distflow_jax.parallel.mesh import MeshConfig, MeshSizes, Submesh, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share

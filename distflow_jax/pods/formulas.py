@@ -18,7 +18,7 @@ from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.jaxpr_flops import matmul_flops
-from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.traffic import CollectiveTraffic
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.training.state import TrainState
 
@@ -68,7 +68,7 @@ def sync_costs(planned: RunPlan, mesh: jax.sharding.Mesh, numbers: np.ndarray) -
     return _with(Costs(0.0), traffic, 2 * size)
 
 
-def _with(costs: Costs, traffic: Sequence[Traffic], accessed: float) -> Costs:
+def _with(costs: Costs, traffic: Sequence[CollectiveTraffic], accessed: float) -> Costs:
     kinds: dict[str, float] = {}
     for one in traffic:
         kinds[one.kind] = kinds.get(one.kind, 0.0) + one.bytes
@@ -83,7 +83,7 @@ def _with(costs: Costs, traffic: Sequence[Traffic], accessed: float) -> Costs:
 
 def _of_model(
     planned: RunPlan, program: Program, numbers: np.ndarray, task: Task
-) -> tuple[list[Traffic], float]:
+) -> tuple[list[CollectiveTraffic], float]:
     sizes, config, mesh = planned.sizes, planned.source.config, program.mesh
     layout = program.unit.layout
     trains = task.node.type == "MODEL_TRAIN"
@@ -176,8 +176,8 @@ def _along(
     size: float,
     times: int,
     overlapped: bool,
-) -> Traffic:
+) -> CollectiveTraffic:
     where = [mesh.axis_names.index(axis) for axis in axes]
     groups = np.moveaxis(numbers.reshape(mesh.devices.shape), where, range(-len(where), 0))
     count = math.prod(mesh.shape[axis] for axis in axes)
-    return Traffic(kind, axes, overlapped, size, times, groups.reshape(-1, count))
+    return CollectiveTraffic(kind, axes, overlapped, size, times, groups.reshape(-1, count))

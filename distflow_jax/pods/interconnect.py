@@ -14,7 +14,7 @@ from distflow_jax.planning.chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class GroupRates:
     """Rates of a group of devices, while all groups of its kind exchange at the same time."""
 
     devices: int  # n
@@ -46,7 +46,7 @@ class Torus:
     # int [devices, dims]: the coordinates of each device of the canonical order
     places: np.ndarray = dataclasses.field(repr=False, compare=False)
 
-    def span(self, group: Sequence[int]) -> Span | None:
+    def span(self, group: Sequence[int]) -> GroupRates | None:
         """Rates of devices, by their numbers; None unless they are a box of evenly spaced places.
 
         Each dim adds a ring of B / s_i in both directions, a line in one direction: the s_i
@@ -72,7 +72,7 @@ class Torus:
             ring += bandwidth
             exchange = min(exchange, 4 * bandwidth / count)
             latency += self.chip.hop_seconds * step * (count // 2 if closed else count - 1)
-        return Span(len(group), ring, min(exchange, ring), latency)
+        return GroupRates(len(group), ring, min(exchange, ring), latency)
 
     def permute_seconds(self, pairs: np.ndarray, size: float) -> float:
         """Seconds of a permutation of `pairs`, int [pairs, 2], of `size` bytes each.
@@ -100,7 +100,7 @@ class Nodes:
     count: int
     per_node: int
 
-    def span(self, group: Sequence[int]) -> Span | None:
+    def span(self, group: Sequence[int]) -> GroupRates | None:
         """Rates of devices, by their numbers; None if nodes hold unequal numbers of them.
 
         With g devices in each of m nodes, data from other nodes enter a node once, a g-th through
@@ -113,13 +113,13 @@ class Nodes:
         m, g, n = len(nodes), int(counts[0]), len(group)
         c = self.chip
         if n == 1:
-            return Span(1, math.inf, math.inf, 0.0)
+            return GroupRates(1, math.inf, math.inf, 0.0)
         inside = (g - 1) / g / c.link_bandwidth
         outside = (m - 1) / m / g / c.network_bandwidth if m > 1 else 0.0
         ring = (n - 1) / n / (inside + outside)
         exchange = c.link_bandwidth if m == 1 else (n - 1) / (n - g) * c.network_bandwidth
         latency = (g - 1) * c.hop_seconds + (m - 1) * c.network_seconds
-        return Span(n, ring, exchange, latency)
+        return GroupRates(n, ring, exchange, latency)
 
     def permute_seconds(self, pairs: np.ndarray, size: float) -> float:
         """Seconds of a permutation of `pairs`, int [pairs, 2], of `size` bytes each.

@@ -26,7 +26,7 @@ from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.text_table import fill_lines, text_table
-from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.traffic import CollectiveTraffic
 from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import trace
@@ -162,7 +162,7 @@ class PodPlan:
             "problem": self.problem,
         }
 
-    def _traffic_tree(self, traffic: Traffic) -> dict[str, Any]:
+    def _traffic_tree(self, traffic: CollectiveTraffic) -> dict[str, Any]:
         return {
             "kind": traffic.kind,
             "axes": list(traffic.axes),

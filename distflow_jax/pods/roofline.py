@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.pods.interconnect import Interconnect, Span
+from distflow_jax.pods.interconnect import GroupRates, Interconnect
 from distflow_jax.pods.topology import Pod
-from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.traffic import CollectiveTraffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Estimate:
         return dataclasses.asdict(self) | {"total": self.total, "bound": self.bound}
 
 
-def estimate(pod: Pod, *, flops: float, accessed: float, traffic: Iterable[Traffic]) -> Estimate:
+def estimate(
+    pod: Pod, *, flops: float, accessed: float, traffic: Iterable[CollectiveTraffic]
+) -> Estimate:
     """Roofline estimate of a program on a pod.
 
     `flops` and `accessed` (bytes of HBM) are per chip. Different axes use different links, but a
@@ -67,7 +69,7 @@ def estimate(pod: Pod, *, flops: float, accessed: float, traffic: Iterable[Traff
     return Estimate(flops / chip.flops, accessed / chip.memory_bandwidth, links, exposed)
 
 
-def collective_seconds(interconnect: Interconnect, traffic: Traffic) -> float:
+def collective_seconds(interconnect: Interconnect, traffic: CollectiveTraffic) -> float:
     """Seconds of all collectives of `traffic`, latencies included."""
     each = traffic.bytes / traffic.times
     if traffic.kind == "collective-permute":
@@ -75,7 +77,7 @@ def collective_seconds(interconnect: Interconnect, traffic: Traffic) -> float:
     return traffic.times * _slowest(interconnect, traffic.groups).seconds(traffic.kind, each)
 
 
-def _slowest(interconnect: Interconnect, groups: np.ndarray) -> Span:
+def _slowest(interconnect: Interconnect, groups: np.ndarray) -> GroupRates:
     """The rates of the group with the slowest ring.
 
     A group that is no box of a torus is treated as a ring through all places, as its traffic is

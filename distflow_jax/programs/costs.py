@@ -9,7 +9,7 @@ import numpy as np
 
 from distflow_jax.programs import hlo
 from distflow_jax.programs.jaxpr_flops import matmul_flops
-from distflow_jax.programs.traffic import Traffic, bytes_by_axes, merged, traffic_of
+from distflow_jax.programs.traffic import CollectiveTraffic, bytes_by_axes, merged, traffic_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Costs:
     # on each device:
     bytes_accessed: float | None = None  # read and written
     collective_bytes: Mapping[str, float] | None = None  # by the kinds that occur
-    traffic: tuple[Traffic, ...] = ()  # the same collectives, by mesh axes
+    traffic: tuple[CollectiveTraffic, ...] = ()  # the same collectives, by mesh axes
     argument_bytes: int | None = None
     output_bytes: int | None = None
     temp_bytes: int | None = None

@@ -9,7 +9,7 @@ import re
 
 from distflow_jax.programs.bounded_loops import bound_of
 from distflow_jax.programs.hlo_products import product_flops
-from distflow_jax.programs.hlo_text import Computation, Instruction, Text, parse
+from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
 
 COLLECTIVES = (
     "all-gather",
@@ -103,7 +103,7 @@ def read(text: str) -> Module:
 class _Reader:
     """Adds up the costs of computations; each computation is visited once."""
 
-    def __init__(self, text: Text):
+    def __init__(self, text: HloText):
         self.text = text
         self.known: dict[str, Module] = {}
 

@@ -98,7 +98,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class HloText:
     """All computations of a module."""
 
     computations: dict[str, Computation]
@@ -116,7 +116,7 @@ def leaves(shape: str) -> list[tuple[int, tuple[int, ...]]]:
     return found
 
 
-def parse(text: str) -> Text:
+def parse(text: str) -> HloText:
     """Splits a module into its computations; counts and skips lines that it cannot parse.
 
     A name refers only to definitions above it, as in every printed module, so there are no cycles.
@@ -148,7 +148,7 @@ def parse(text: str) -> Text:
             current[instruction.name] = dataclasses.replace(
                 instruction, operands=operands, called=called
             )
-    return Text(computations, entry, unread)
+    return HloText(computations, entry, unread)
 
 
 def _instruction(line: str) -> Instruction | None:

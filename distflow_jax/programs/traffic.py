@@ -18,7 +18,7 @@ UNKNOWN = ("?",)  # for axes: groups that could not be parsed
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Collectives of one kind over the same groups of devices; a loop counts once per trip."""
 
     kind: str  # of hlo.COLLECTIVES
@@ -29,14 +29,14 @@ class Traffic:
     # devices, int [groups, devices per group]; of a permutation [pairs, 2]
     groups: np.ndarray = dataclasses.field(repr=False, compare=False)
 
-    def repeated(self, times: float) -> "Traffic":
+    def repeated(self, times: float) -> "CollectiveTraffic":
         """The traffic of `times` runs of the program."""
         return dataclasses.replace(self, bytes=times * self.bytes, times=times * self.times)
 
 
 def traffic_of(
     collectives: Iterable[Collective], mesh: Mapping[str, int], numbers: np.ndarray | None = None
-) -> list[Traffic]:
+) -> list[CollectiveTraffic]:
     """Collectives of a program compiled for a mesh, summed by kind and groups, largest first.
 
     Args:
@@ -62,11 +62,11 @@ def traffic_of(
         if axes:
             groups = np.arange(devices)[None] if groups is None else groups
             groups = groups if numbers is None else numbers[groups]
-            found.append(Traffic(kind, axes, overlapped, size, times, groups))
+            found.append(CollectiveTraffic(kind, axes, overlapped, size, times, groups))
     return sorted(found, key=lambda t: -t.bytes)
 
 
-def bytes_by_axes(traffic: Iterable[Traffic]) -> dict[str, dict[str, float]]:
+def bytes_by_axes(traffic: Iterable[CollectiveTraffic]) -> dict[str, dict[str, float]]:
     """{"fsdp": {"all-gather": bytes}}, with several axes joined by "*"."""
     found: dict[str, dict[str, float]] = {}
     for one in traffic:
@@ -75,9 +75,9 @@ def bytes_by_axes(traffic: Iterable[Traffic]) -> dict[str, dict[str, float]]:
     return found
 
 
-def merged(traffic: Iterable[Traffic]) -> tuple[Traffic, ...]:
+def merged(traffic: Iterable[CollectiveTraffic]) -> tuple[CollectiveTraffic, ...]:
     """Traffic of several programs summed by kind and groups of devices, largest first."""
-    found: dict[tuple[Any, ...], Traffic] = {}
+    found: dict[tuple[Any, ...], CollectiveTraffic] = {}
     for one in traffic:
         key = (one.kind, one.axes, one.overlapped, one.groups.shape, one.groups.tobytes())
         if key in found:

@@ -59,7 +59,7 @@ class TimeLeft:
         return (self._total - step) * statistics.fmean(self._steps) + sum(extra)
 
 
-class Progress:
+class RunProgress:
     """The progress of one run: step, the numbers of its graph, speed and time left.
 
     The metrics of a step decide which numbers these are: reward where something was scored, losses

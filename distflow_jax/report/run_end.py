@@ -41,7 +41,7 @@ def print_end(terminal: Terminal, run: RunFolder, folder: pathlib.Path) -> None:
         terminal.whole("report", str(folder / "report.html"))
 
 
-class Evaluated:
+class EvaluationScore:
     """A mean score with its standard error, and the number of prompts."""
 
     def __init__(self, row: Mapping[str, float], source: str, kind: str, samples: str):
@@ -54,16 +54,16 @@ class Evaluated:
         return f"{self.mean:.3f}{error}"
 
 
-def evaluations(run: RunFolder) -> dict[str, tuple[Evaluated | None, Evaluated]]:
+def evaluations(run: RunFolder) -> dict[str, tuple[EvaluationScore | None, EvaluationScore]]:
     """{data source: (the first evaluation if there are two, the last)}."""
-    found: dict[str, list[Evaluated]] = {}
+    found: dict[str, list[EvaluationScore]] = {}
     for row in run.rows.values():
         for name in row:
             if not name.startswith(_CORE) or "/mean@" not in name:
                 continue
             source, kind, mean = name.removeprefix(_CORE).rsplit("/", 2)
             samples = mean.partition("@")[2]
-            found.setdefault(source, []).append(Evaluated(row, source, kind, samples))
+            found.setdefault(source, []).append(EvaluationScore(row, source, kind, samples))
     return {
         source: (several[0] if len(several) > 1 else None, several[-1])
         for source, several in found.items()

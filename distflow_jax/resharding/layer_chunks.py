@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from distflow_jax.resharding.routes import Layouts, Route
+from distflow_jax.resharding.common_mesh import Layouts, Route
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.parallel.host_memory import start_to_host
-from distflow_jax.resharding.common_mesh import CommonMesh, relabel
-from distflow_jax.resharding.routes import Layouts, Put, Take
+from distflow_jax.resharding.common_mesh import CommonMesh, Layouts, Put, Take, relabel
 
 
 class SubmeshRoute:
-    """The route from a submesh to a local mesh that has more devices, or others; see routes.Route.
+    """The route from a submesh to a local mesh that has more devices, or others; see Route.
 
     Where the samplers' tensor width (within a host) divides the submesh, a device of the submesh
     needs no memory beyond its own final shard of a chunk.
@@ -142,7 +141,7 @@ class HostShards:
 
 
 class SubmeshStep:
-    """Reshards on the submesh, copies within the host, and writes there; see routes.Step.
+    """Reshards on the submesh, copies within the host, and writes there; see Step.
 
     `leave` and `arrive` are its halves, with the chunk in the memory of the host between them: the
     first is collective, the second is this process's alone.

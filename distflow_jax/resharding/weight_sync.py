@@ -21,9 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax.programs.launch_log import launched
-from distflow_jax.resharding.common_mesh import relabel
+from distflow_jax.resharding.common_mesh import ChunkMove, Layouts, WholeRoute, relabel
 from distflow_jax.resharding.layer_chunks import LayerChunks, LayerSync
-from distflow_jax.resharding.routes import Layouts, Step, WholeRoute
 from distflow_jax.resharding.submesh_route import HostShards, SubmeshRoute
 
 # Bytes of a device's weights in flight at a time, unless one layer is larger: about a millisecond
@@ -214,7 +213,7 @@ class _SyncPlan:
     """
 
     view: Callable[[Any], Any]
-    tables: Mapping[tuple[str, ...], Step]
+    tables: Mapping[tuple[str, ...], ChunkMove]
     layers: LayerSync | None
 
 

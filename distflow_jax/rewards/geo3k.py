@@ -4,7 +4,7 @@ from typing import Any
 
 from distflow_jax.rewards import math_answer
 from distflow_jax.rewards.answers import final_answer
-from distflow_jax.rewards.format import with_opened_tag
+from distflow_jax.rewards.text_rules import with_opened_tag
 
 
 def geo3k(

@@ -9,7 +9,7 @@ import importlib
 import re
 from typing import Any
 
-from distflow_jax.parsing.missing_value import is_missing
+from distflow_jax.parsing.checked_fields import is_missing
 from distflow_jax.rewards.answers.equality import Equality, bounded, load
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 

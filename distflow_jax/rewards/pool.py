@@ -13,11 +13,15 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from distflow_jax.parsing.setting_checks import check_least, check_positive
-from distflow_jax.rewards.call import score_requests
-from distflow_jax.rewards.function import check_signature, load_function
+from distflow_jax.rewards.function_calls import check_signature, load_function, score_requests
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import MATHEMATICAL, QUICK, same_answers
-from distflow_jax.rewards.worker_process import CallTimeout, Job, WorkerDied, WorkerProcess
+from distflow_jax.rewards.worker_process import (
+    CallTimeout,
+    WorkerDied,
+    WorkerProcess,
+    WorkerSettings,
+)
 
 log = logging.getLogger("distflow_jax")
 
@@ -159,7 +163,7 @@ class RewardPool:
         if not num_workers:
             self._function = load_function(config.function)
             check_signature(config.function, self._function, config.kwargs)
-        job = Job(
+        job = WorkerSettings(
             function=config.function,
             kwargs=dict(config.kwargs),
             timeout_seconds=config.timeout_seconds,

@@ -8,11 +8,15 @@ from distflow_jax.rewards import math_answer, reasoning_gym
 from distflow_jax.rewards.answers.equality import Equality
 from distflow_jax.rewards.answers.equality import load as load_math_verify
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
-from distflow_jax.rewards.exact import exact
-from distflow_jax.rewards.format import pattern_format, tagged_format
 from distflow_jax.rewards.geo3k import geo3k
-from distflow_jax.rewards.gsm8k import gsm8k, last_number
-from distflow_jax.rewards.zero import zero
+from distflow_jax.rewards.text_rules import (
+    exact,
+    gsm8k,
+    last_number,
+    pattern_format,
+    tagged_format,
+    zero,
+)
 
 REWARDS = {
     "gsm8k": gsm8k,

@@ -11,8 +11,13 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from distflow_jax.rewards.call import score_requests
-from distflow_jax.rewards.function import check_signature, is_async, is_batch, load_function
+from distflow_jax.rewards.function_calls import (
+    check_signature,
+    is_async,
+    is_batch,
+    load_function,
+    score_requests,
+)
 from distflow_jax.rewards.registry import LOAD
 
 PARENT_CHECK_SECONDS = 0.5

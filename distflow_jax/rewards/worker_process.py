@@ -28,7 +28,7 @@ class WorkerDied(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class WorkerSettings:
     """Settings of a worker."""
 
     function: str
@@ -51,7 +51,7 @@ class WorkerProcess:
     Used by one thread at a time, apart from `interrupt`.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: WorkerSettings):
         self._job = job
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None

@@ -49,7 +49,7 @@ class EngineConfig:
     weights: str = "auto"  # of layers, one of matmul_layouts.WEIGHTS
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     speculative_ngram: int = 2  # tokens that must have stood before for a guess
-    record_experts: bool = False  # of a mixture: Response.routed_experts, see expert_recording.py
+    record_experts: bool = False  # of a mixture: Response.routed_experts, see engine_programs.py
     images: PatchSizes | None = None  # patches that are encoded together; None: no tower
     tower: Form = WHOLE  # of attention between these patches
 

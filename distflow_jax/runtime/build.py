@@ -18,9 +18,9 @@ from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.planning.compiled_plan import CompiledPlan, compile_plan
 from distflow_jax.planning.field_specs import FieldSpecs, per_token_values
-from distflow_jax.planning.partial_batches.deferred_fields import check_deferred
 from distflow_jax.planning.partial_batches.partial_batch_programs import (
     PartialBatchPrograms,
+    check_deferred,
     trace_partial_batches,
 )
 from distflow_jax.planning.plan_run import PreparedRun, RunPlan, sampler_layout

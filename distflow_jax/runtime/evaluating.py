@@ -11,7 +11,7 @@ from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_sampler import evaluate_sampler
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.sample_source import Source
+from distflow_jax.runtime.sample_source import SampleSource
 from distflow_jax.stages.evaluate import validation_metrics
 from distflow_jax.stream.ahead import Ahead
 
@@ -34,7 +34,7 @@ class EvaluateNow:
         prepared: PreparedRun,
         runtime: Runtime,
         state: RunState,
-        source: Source,
+        source: SampleSource,
         recorder: Recorder,
         schedule: StepSchedule,
         phases: Phases,

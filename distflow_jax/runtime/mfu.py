@@ -17,7 +17,7 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import Runner
 from distflow_jax.models.decoder_config import adapted, scalar_model
-from distflow_jax.models.model_flops import Work, forward_flops, training_flops
+from distflow_jax.models.model_flops import BatchWork, forward_flops, training_flops
 from distflow_jax.observe.device_times import DeviceTimes
 from distflow_jax.planning.chips import peak_flops
 from distflow_jax.planning.plan_run import RunPlan
@@ -74,7 +74,7 @@ class Utilization:
 
         return followed
 
-    def _flops(self, unit: Unit, work: Work) -> float:
+    def _flops(self, unit: Unit, work: BatchWork) -> float:
         """Of all models in the unit's program."""
         config, decoder = self._run.config, self._run.source.config
         total = 0.0
@@ -89,7 +89,7 @@ class Utilization:
         return total
 
 
-def with_images(work: Work, counts: np.ndarray) -> Work:
+def with_images(work: BatchWork, counts: np.ndarray) -> BatchWork:
     """The work with that of the tower; `counts` int64 [5] as Coordinator.image_counts has them."""
     patches, pairs, near = counts[2:].tolist()
     return dataclasses.replace(work, patches=patches, patch_pairs=pairs, window_pairs=near)

@@ -32,7 +32,7 @@ from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_description import planned_metrics
 from distflow_jax.runtime.run_state import RunState, check_lost, node_states, save_state
-from distflow_jax.runtime.sample_source import Source
+from distflow_jax.runtime.sample_source import SampleSource
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import Steps
 from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
@@ -51,7 +51,7 @@ class OpenRun:
     prepared: PreparedRun  # checked before any device worked
     runtime: Runtime  # on the devices
     state: RunState
-    source: Source  # of samples
+    source: SampleSource  # of samples
     steps: Steps
     evaluating: Evaluating
     schedule: StepSchedule

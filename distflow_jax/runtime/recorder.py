@@ -13,7 +13,7 @@ from distflow_jax.coordinator.rounds import NO_WORKERS, PREEMPTED
 from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
-from distflow_jax.report.progress import Progress
+from distflow_jax.report.progress import RunProgress
 from distflow_jax.report.provenance import provenance
 from distflow_jax.report.run_writer import RunWriter
 from distflow_jax.report.terminal import Terminal
@@ -57,7 +57,7 @@ class Recorder:
             report_every=observe.report_every,
             trackers=open_trackers(observe, folder, state.step),
         )
-        self._progress: Progress | None = None
+        self._progress: RunProgress | None = None
 
     def __enter__(self) -> "Recorder":
         return self
@@ -86,7 +86,7 @@ class Recorder:
         waiting, tree = self._prepared.waiting, runtime.compiled.memory.to_tree()
         self._writer.memory(tree | ({"host": waiting.to_tree()} if waiting else {}))
         describe_start(runtime, self._terminal, self._folder, self._state.step)
-        self._progress = Progress(
+        self._progress = RunProgress(
             self._schedule.steps,
             terminal=self._terminal,
             done_steps=self._state.step,

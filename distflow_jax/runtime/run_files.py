@@ -23,8 +23,8 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import named_path
-from distflow_jax.programs.compilation_cache import kept_programs
 from distflow_jax.programs.launch_log import launch_log
+from distflow_jax.programs.xla_options import kept_programs
 from distflow_jax.report.json_lines import explained_disk_errors, json_line
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
@@ -62,7 +62,7 @@ def open_folder(
         files.enter_context(private_files(config.observe.private))
         check_writable(folder)
         files.callback(terminal.close)
-        release = files.enter_context(only_run(folder))
+        files.callback(release := only_run(folder))
         stop.before_leaving += [terminal.console.show_cursor, release]
         saved = Checkpointer(folder / "checkpoints", config.checkpoint)
         files.callback(_close, saved, terminal)

@@ -2,7 +2,7 @@
 
 Synchronous samples when a step asks for it. Ahead (stream/ahead.py) has what samplers made while
 other steps trained, Recorded (samplers/replays.py) what those of another run made.
-run.py calls a Source, and steps.py takes its samples.
+run.py calls a SampleSource, and steps.py takes its samples.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.checks import sampling_tasks
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A source of samples. All calls but `at_rest` are collective.
 
     Attributes:
@@ -77,7 +77,7 @@ class Source(Protocol):
         """Waits for these samples, at most until `end`, a time of time.monotonic()."""
 
 
-class SourceOfPartialBatches(Source, Protocol):
+class SourceOfPartialBatches(SampleSource, Protocol):
     """A source whose steps may come in partial batches."""
 
     def partial_batches(self, step: int) -> Iterable[tuple[PartialBatch, FieldStore]]:

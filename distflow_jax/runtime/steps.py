@@ -33,17 +33,17 @@ from distflow_jax.dag.plan_walker import (
     run_units,
 )
 from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
-from distflow_jax.models.model_flops import Work
+from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.parallel import processes
-from distflow_jax.planning.partial_batches.deferred_fields import deferred
 from distflow_jax.planning.partial_batches.partial_batch_programs import (
     PartialBatchPrograms,
     check_stateless,
+    deferred,
 )
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.programs.launch_log import launched
 from distflow_jax.runtime.build import Runtime
-from distflow_jax.runtime.sample_source import Source, SourceOfPartialBatches
+from distflow_jax.runtime.sample_source import SampleSource, SourceOfPartialBatches
 from distflow_jax.stages.partial_batch_metrics import (
     PartialBatchSize,
     merged_metrics,
@@ -163,10 +163,10 @@ class PartialBatchSteps:
         shares = self._found.shares
         return sum(one.tokens_per_rank(one.plan.primary) for one in shares)
 
-    def work(self, window: int = 0) -> Work:
+    def work(self, window: int = 0) -> BatchWork:
         """Tokens and pairs in the rows of all partial batches, see Coordinator.work."""
         works = [dataclasses.astuple(work_of(one, window)) for one in self._found.shares]
-        return Work(*map(sum, zip(*works, strict=True)))
+        return BatchWork(*map(sum, zip(*works, strict=True)))
 
     def advantages(self) -> dict[str, list[float | None]]:
         """{"advantage": one number per response of this process}, see Coordinator.advantages.
@@ -370,7 +370,7 @@ class WholeSteps:
         plan: Plan,
         runners: Mapping[str, Runner],
         coordinator: Coordinator,
-        source: Source,
+        source: SampleSource,
         span: Callable[..., AbstractContextManager[Any]],
     ):
         self._plan, self._runners, self._source, self._span = plan, runners, source, span
@@ -401,7 +401,7 @@ def make_steps(
     prepared: PreparedRun,
     runtime: Runtime,
     runners: Mapping[str, Runner],
-    source: Source,
+    source: SampleSource,
     span: Callable[..., AbstractContextManager[Any]],
 ) -> Steps:
     """The steps of a run; `runners` are those of all units."""

@@ -25,7 +25,7 @@ PULL_SECONDS = 60.0
 
 
 @dataclasses.dataclass
-class _Open:
+class _OpenGroup:
     """A group that the program samples."""
 
     request: GroupRequest
@@ -45,7 +45,7 @@ class OutsideSampler:
         self._links, self._lock = links, threading.RLock()
         shardings = param_shardings(network, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
         self._target = pull_target(abstract_params(network), shardings, dtype)
-        self._open: dict[Key, _Open] = {}
+        self._open: dict[Key, _OpenGroup] = {}
         self._held = -1  # the version that the program has asked for work by
         self._closing, self.ended = threading.Event(), False
         self._beat = threading.Thread(
@@ -65,7 +65,7 @@ class OutsideSampler:
             with self._lock:
                 for key, request, progress in work:
                     # tokens of an unfinished response have no place in the columns
-                    self._open[key] = _Open(request, Progress(dict(progress.episodes)))
+                    self._open[key] = _OpenGroup(request, Progress(dict(progress.episodes)))
                     room -= len(self._open[key].missing)
         return min(newest)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow_jax.data.example import Example
-from distflow_jax.data.messages.message_forms import read_messages
+from distflow_jax.data.message_forms import read_messages
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.json_text import parse_json
 

@@ -29,8 +29,7 @@ from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, open_configured, settle
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.rollout.foreign.answer_checks import checked_columns
-from distflow_jax.rollout.foreign.engine_protocol import Answer
+from distflow_jax.rollout.foreign.engine_protocol import Answer, checked_columns
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.service.outside_sampler import OutsideSampler
@@ -48,7 +47,7 @@ END_SECONDS = 60.0  # for a training that does not answer to end
 LOOK_SECONDS = 0.05  # between two questions for what is not there yet
 
 
-class Weights(NamedTuple):
+class MergedWeights(NamedTuple):
     """Parameters in the form of training, adapters merged, and the steps that they have seen."""
 
     version: int
@@ -123,7 +122,7 @@ class Trainer:
                     )
         return list(self._prompts.put(rows))
 
-    def weight_sync_notify(self, held: int = -1, seconds: float = 600.0) -> Weights | None:
+    def weight_sync_notify(self, held: int = -1, seconds: float = 600.0) -> MergedWeights | None:
         """Waits for weights newer than version `held`; None at the end of the run.
 
         Responses that are put afterwards are taken as sampled by these. TimeoutError after so many
@@ -136,7 +135,7 @@ class Trainer:
                 if sampler.ended:
                     break
                 if newest > held:
-                    weights = Weights(newest, sampler.pull(newest))
+                    weights = MergedWeights(newest, sampler.pull(newest))
                     self._held = newest
                     return weights
             except Refused:  # newer weights have taken their place

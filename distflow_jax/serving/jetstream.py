@@ -28,9 +28,8 @@ from jetstream.core.proto import jetstream_pb2
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.engine.result_tokens import RolloutTokens
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.result_tokens import JetStreamTokenizer, RolloutTokens
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
@@ -287,7 +286,7 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
         """Ends the requests that run, with UNAVAILABLE."""
         for question in self._questions.values():
             if question.active is not None:
-                question.active.return_channel.set_exception(_Stopping())
+                question.active.return_channel.set_exception(_StopChannel())
 
     async def Decode(
         self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext
@@ -321,7 +320,7 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
                         samples=[jetstream_pb2.DecodeResponse.StreamContent.Sample(text=rest)]
                     )
                     yield jetstream_pb2.DecodeResponse(stream_content=content)
-            except _Stopping:
+            except _StopChannel:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
 
     def _get_prefill_content(self, request: jetstream_pb2.DecodeRequest) -> tuple[Question, bool]:
@@ -364,5 +363,5 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
                 question.active.max_tokens = -1
 
 
-class _Stopping(Exception):
+class _StopChannel(Exception):
     """Put into a response's channel to end it."""

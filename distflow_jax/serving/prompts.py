@@ -130,14 +130,14 @@ MAX_URI_BYTES = 16 << 20  # of a request's data URIs together
 MAX_PIXELS = 16 << 20  # of one image; decoded it takes three bytes each
 
 
-class Seen(NamedTuple):
+class ImageMessages(NamedTuple):
     """Messages with bare parts of type image, and the images in their order."""
 
     messages: list[dict[str, Any]]
     images: tuple[PictureFile, ...]
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> Seen:
+def take_images(messages: Sequence[Mapping[str, Any]]) -> ImageMessages:
     """Messages whose contents are text, or lists of parts where they have images.
 
     Raises ValueError for a part that is neither a text nor an image in a data URI, an image of the
@@ -166,7 +166,7 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> Seen:
             f"the images have {size >> 20} MiB as data URIs; give at most {MAX_URI_BYTES >> 20}, "
             "or smaller images"
         )
-    return Seen(plain, tuple(PictureFile(p, bytes_of_uri(uri, p)) for p, uri in uris))
+    return ImageMessages(plain, tuple(PictureFile(p, bytes_of_uri(uri, p)) for p, uri in uris))
 
 
 def sizes_of(images: Sequence[PictureFile], seeing: SeeingTokenizer) -> list[ImageSize]:

@@ -28,7 +28,7 @@ from distflow_jax.serving.messages import (
     sentence,
 )
 from distflow_jax.serving.prompts import PromptReader
-from distflow_jax.serving.sampler_thread import Call, Ended, Failed, SamplerService
+from distflow_jax.serving.sampler_thread import Call, Failed, SamplerService, SamplerStopped
 from distflow_jax.serving.served_weights import Weights
 
 log = logging.getLogger("distflow_jax")
@@ -114,7 +114,7 @@ class SamplerRpc:
                     yield encode(event)
             except _Stopping:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, STOPPING)
-            except Ended as error:
+            except SamplerStopped as error:
                 await context.abort(_code(error), str(error))
 
     async def load_weights(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -139,7 +139,7 @@ class SamplerRpc:
             await context.abort(grpc.StatusCode.NOT_FOUND, sentence(error))
         except (ValueError, OSError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence(error))
-        except Ended as error:
+        except SamplerStopped as error:
             await context.abort(_code(error), sentence(error))
         except jax.errors.JaxRuntimeError as error:
             log.exception("weights cannot be placed on the devices")
@@ -184,7 +184,7 @@ class SamplerRpc:
     def _read_and_swap(self, request: LoadRequest, gone: threading.Event) -> tuple[int, int]:
         params, step = self._load(request.path)
         if gone.is_set():
-            raise Ended(f"the client of LoadWeights of {request.path} has gone")
+            raise SamplerStopped(f"the client of LoadWeights of {request.path} has gone")
         version = step if request.version is None else request.version
         self._service.load(params, version, cache=request.cache)
         return step, version
@@ -206,7 +206,7 @@ class SamplerRpc:
             self._service.cancel(call)
 
 
-def _code(error: Ended) -> grpc.StatusCode:
+def _code(error: SamplerStopped) -> grpc.StatusCode:
     failed = isinstance(error, Failed)
     return grpc.StatusCode.INTERNAL if failed else grpc.StatusCode.UNAVAILABLE
 

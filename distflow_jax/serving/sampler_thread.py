@@ -24,11 +24,11 @@ log = logging.getLogger("distflow_jax")
 Event = Mapping[str, Any]  # a message of docs/serving.md; None: nothing follows
 
 
-class Ended(RuntimeError):
+class SamplerStopped(RuntimeError):
     """The thread has been stopped: nothing is sampled any more."""
 
 
-class Failed(Ended):
+class Failed(SamplerStopped):
     """The thread has ended by an error; it is in the log."""
 
 
@@ -41,7 +41,7 @@ class _Work:
 
 
 @dataclasses.dataclass
-class _Sample:
+class _OutgoingSample:
     """One response on its way out."""
 
     text: TextStream
@@ -55,14 +55,14 @@ class _Sample:
 class Call:
     """One request to Sample: the events of its responses go to `deliver`, then None.
 
-    `deliver` is called by the service's thread, and gets an `Ended` where that ends before.
+    `deliver` is called by the service's thread, and gets a `SamplerStopped` where that ends before.
     """
 
     def __init__(self, request: SampleRequest, deliver: Callable[[Event | Exception | None], None]):
         self.request, self.deliver = request, deliver
         self.id: int | None = None  # of the group in the scheduler
         self.over = False
-        self.samples: dict[int, _Sample] = {}
+        self.samples: dict[int, _OutgoingSample] = {}
 
 
 class SamplerService:
@@ -82,7 +82,7 @@ class SamplerService:
         self._calls: dict[int, Call] = {}
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._accepts = threading.Lock()
-        self._ended: Ended | None = None
+        self._ended: SamplerStopped | None = None
         self.responses = 0  # that have ended
         self.tokens = 0  # that have been given out
 
@@ -96,12 +96,12 @@ class SamplerService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the round in which it is. Calls that run get `Ended`."""
+        """Ends the thread after the round in which it is. Calls that run get `SamplerStopped`."""
         self._work.put(None)
         self._thread.join()
 
     def sample(self, call: Call) -> None:
-        """Starts a call. Ended if the thread has."""
+        """Starts a call. SamplerStopped if the thread has."""
         self._put(_Work(lambda: self._submit(call), call.deliver))
 
     def cancel(self, call: Call) -> None:
@@ -114,7 +114,7 @@ class SamplerService:
 
         `cache`: see Scheduler.load.
 
-        Ended if the thread has.
+        SamplerStopped if the thread has.
         """
         done: futures.Future[None] = futures.Future()
 
@@ -140,7 +140,7 @@ class SamplerService:
         try:
             while True:
                 if not self._take_work():
-                    return self._end_all(Ended("the server is stopping; ask again later"))
+                    return self._end_all(SamplerStopped("the server is stopping; ask again later"))
                 if self.scheduler.busy:
                     with self._weights.turns:
                         self.scheduler.step()
@@ -167,7 +167,7 @@ class SamplerService:
     def _submit(self, call: Call) -> None:
         for sample in call.request.group.samples:
             text = TextStream(self._tokenizer)
-            call.samples[sample] = _Sample(text, StopText(call.request.stop))
+            call.samples[sample] = _OutgoingSample(text, StopText(call.request.stop))
         call.id = self.scheduler.submit(
             call.request.group, on_response=lambda response: self._on_response(call, response)
         )
@@ -220,7 +220,7 @@ class SamplerService:
         }
         self._emit(call, sample, event, end)
 
-    def _emit(self, call: Call, sample: _Sample, event: Event, end: str | None) -> None:
+    def _emit(self, call: Call, sample: _OutgoingSample, event: Event, end: str | None) -> None:
         if not call.request.stream:
             sample.pending.append(event)
             event = _joined(sample.pending)
@@ -245,7 +245,7 @@ class SamplerService:
         if deliver:
             call.deliver(None)
 
-    def _end_all(self, reason: Ended) -> None:
+    def _end_all(self, reason: SamplerStopped) -> None:
         with self._accepts:
             self._ended = reason
         for call in list(self._calls.values()):

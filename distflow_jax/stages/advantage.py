@@ -11,16 +11,16 @@ import numpy as np
 
 from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.kl import KL_ESTIMATORS
-from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
-from distflow_jax.algorithms.packed import counted, per_sequence, per_token
-from distflow_jax.algorithms.policy_tokens import cleaned_logp
-from distflow_jax.algorithms.token_reward import (
+from distflow_jax.algorithms.kl import (
+    KL_ESTIMATORS,
     adapted_coef,
     mean_kl,
     token_rewards,
     with_kl_penalty,
 )
+from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
+from distflow_jax.algorithms.packed import counted, per_sequence, per_token
+from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.algorithms.value import explained_variance
 from distflow_jax.batch import Rows
 from distflow_jax.dag.plan_walker import Stage

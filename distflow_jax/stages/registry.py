@@ -16,7 +16,7 @@ from distflow_jax.stages.predictions import (
     build_scores,
     build_values,
 )
-from distflow_jax.stages.reward import build_reward
+from distflow_jax.stages.reward import build_reward, build_token_age
 from distflow_jax.stages.rollout import build_rollout
 from distflow_jax.stages.score_choices import build_choose_pairs, build_weighted_sum
 from distflow_jax.stages.stage_context import (
@@ -26,7 +26,6 @@ from distflow_jax.stages.stage_context import (
     SamplingContext,
     TrainContext,
 )
-from distflow_jax.stages.token_age import build_token_age
 from distflow_jax.stages.update_model import (
     build_policy_update,
     build_preference_update,

@@ -1,6 +1,6 @@
-"""Reward: a score for every response, from functions in the reward pool.
+"""Reward: a score for every response, from functions in the reward pool; and ages of tokens.
 
-N responses of this process.
+N responses of this process, T tokens of one.
 """
 
 import math
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.algorithms.correction import A3PO, a3po_alpha
 from distflow_jax.batch import Prompt
 from distflow_jax.dag.plan_walker import Stage
-from distflow_jax.layout import Parts
+from distflow_jax.layout import STEP, VERSION, Parts
 from distflow_jax.observe.metrics import merge
 from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
-from distflow_jax.rewards.shaping import overlong_penalty
 from distflow_jax.rollout.requests import Response
 from distflow_jax.stages.stage_context import RewardContext
 
@@ -107,3 +107,51 @@ def _sums(numbers: Sequence[dict[str, float]]) -> dict[str, tuple[float, int]]:
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + value, count + 1
     return sums
+
+
+def overlong_penalty(
+    response_length_N: np.ndarray,
+    *,
+    max_response_length: int,
+    buffer: int,
+    factor: float = 1.0,
+    cap: bool = False,
+) -> np.ndarray:
+    """Soft penalty of long responses: min(-(len - (Lmax - buffer)) / buffer * factor, 0).
+
+    Yu et al. 2025 (DAPO), arxiv.org/abs/2503.14476, eq. 13. It starts `buffer` tokens before the
+    limit and reaches -factor at the limit.
+
+    Args:
+      response_length_N: int [N], tokens of each response.
+      max_response_length: Lmax, tokens.
+      buffer: tokens before Lmax in which the penalty grows, from 1 to Lmax.
+      factor: penalty at Lmax.
+      cap: clip the penalty at -1.
+
+    Returns:
+      float32 [N], to be added to the scores.
+    """
+    over_N = np.asarray(response_length_N, np.float64) - (max_response_length - buffer)
+    penalty_N = np.minimum(-over_N / buffer * factor, 0.0)
+    return np.maximum(penalty_N, -1.0 if cap else -np.inf).astype(np.float32)
+
+
+def build_token_age(context: RewardContext) -> Stage:
+    """version, int32 [T] each, and step, int64 [N] -> age, and prox_alpha if the node writes it;
+    float32 [T] each.
+
+    A token that step s trains was sampled by version v at age s - 1 - v. prox_alpha is the weight
+    of the policy that is being trained in the proximal one (correction.a3po_alpha).
+    """
+    node, proximal_age = context.node, A3PO.get(context.algorithm.proximal, 0)
+
+    def token_age(state, fields, options):
+        ages = [
+            np.asarray(step - 1 - version, np.float32)
+            for version, step in zip(fields[VERSION], fields[STEP], strict=True)
+        ]
+        written = {"age": ages, "prox_alpha": [a3po_alpha(age, proximal_age) for age in ages]}
+        return state, {name: written[name] for name in node.writes}, {}
+
+    return token_age

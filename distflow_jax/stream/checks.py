@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.dag.environment_rewards import FIELD
+from distflow_jax.dag.added_fields import FIELD
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.did_you_mean import hint

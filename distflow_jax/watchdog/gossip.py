@@ -77,7 +77,7 @@ class Verdict(NamedTuple):
     text: str
 
 
-class Limits(NamedTuple):
+class GossipDeadlines(NamedTuple):
     """Deadlines in seconds, as in HealthConfig."""
 
     heartbeat: float
@@ -180,7 +180,7 @@ def _verdict(row: Sequence) -> Verdict:
 
 
 def find_verdict(
-    table: Table, own: int, now: float, beat_age: float, limits: Limits
+    table: Table, own: int, now: float, beat_age: float, limits: GossipDeadlines
 ) -> tuple[str, list[int]] | None:
     """(kind, processes to name) of the job's failure, or None.
 
@@ -233,7 +233,7 @@ def describe(
     now: float,
     *,
     wall: float,
-    limits: Limits,
+    limits: GossipDeadlines,
     hosts: Sequence[str] = (),
 ) -> str:
     """Returns the text of a verdict, at most VERDICT_CHARS long.
@@ -294,7 +294,7 @@ def time_of_day(wall: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
-def _gossip_seconds(count: int, limits: Limits) -> float:
+def _gossip_seconds(count: int, limits: GossipDeadlines) -> float:
     """Longest delay of news in a large job, with every second datagram lost."""
     return 0.0 if count <= ALL_TO_ALL else 2 * (count - 1).bit_length() * limits.heartbeat
 
@@ -346,7 +346,7 @@ def _deaths(table: Table, clock: Callable[[float], str]) -> str:
     return text
 
 
-def _unheard(table: Table, limits: Limits) -> str:
+def _unheard(table: Table, limits: GossipDeadlines) -> str:
     """Names processes not heard of for some time before the first end: their host may be gone."""
     first = min(peer.heard for peer in table.values() if peer.record.state in ENDED)
     late = 3 * limits.heartbeat + _gossip_seconds(len(table), limits)

@@ -40,7 +40,7 @@ from distflow_jax.watchdog.gossip import (
     PHASE_CHARS,
     RUNNING,
     STOPPED,
-    Limits,
+    GossipDeadlines,
     Peer,
     Record,
     Verdict,
@@ -113,7 +113,7 @@ class Watch:
 
     def __init__(self, settings: Settings, peers: socket.socket):
         self.settings, self.index = settings, settings.index
-        self.limits = Limits(
+        self.limits = GossipDeadlines(
             settings.heartbeat_seconds, settings.dead_seconds, settings.stuck_seconds
         )
         self.controller = Target(settings.pid)

@@ -26,7 +26,7 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.algorithms.policy_tokens import policy_tokens
 from distflow_jax.algorithms.preference import PreferenceConfig
 from distflow_jax.algorithms.value import ValueConfig, value_loss
-from distflow_jax.rewards.call import result_from
+from distflow_jax.rewards.function_calls import result_from
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import pair_objectives
 from distflow_jax.training.objectives import policy_objective as policy

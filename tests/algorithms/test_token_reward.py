@@ -6,8 +6,8 @@ import pytest
 from support import formulas
 from support.ragged import assert_close, draw, pack, random_sequences
 
-from distflow_jax.algorithms.kl import KL_ESTIMATORS
-from distflow_jax.algorithms.token_reward import (
+from distflow_jax.algorithms.kl import (
+    KL_ESTIMATORS,
     adapted_coef,
     mean_kl,
     token_rewards,

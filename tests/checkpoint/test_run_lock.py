@@ -1,6 +1,5 @@
 """A folder has one run at a time, whatever its file system and however the one before ended."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -19,14 +18,15 @@ from distflow_jax.checkpoint.run_lock import NAME, RunLock
 
 ROOT = pathlib.Path(__file__).parents[2]
 # a holder beats soon, and is given all the time to do so; nobody else comes at the same moment
-BEATS = {"beat_seconds": 0.05, "lease_seconds": HANG, "settle_seconds": 0.0}
+BEATS = {"beat": 0.05, "lease": HANG, "settle": 0.0}
 SETTLE = 6.0  # longer than a busy machine leaves a thread waiting before it writes its name
 # takes the lock, says so, and holds it until its input ends
 HOLD = """
 import sys
+from pathlib import Path
 from distflow_jax.checkpoint.run_lock import RunLock
 try:
-    lock = RunLock.acquire(sys.argv[1])
+    lock = RunLock(Path(sys.argv[1]))
 except ValueError as error:
     sys.exit(str(error))
 print("held", flush=True)
@@ -56,28 +56,29 @@ def holder(tmp_path):
     process.communicate()
 
 
+def refuse(file, how):
+    raise OSError(errno.ENOTSUP, "not supported")
+
+
 @pytest.fixture
 def without_flock(monkeypatch):
-    def refuse(file, how):
-        raise OSError(errno.ENOTSUP, "not supported")
-
     monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
 
 
 def elsewhere(monkeypatch):
     """From now on this process seems to run on another host."""
-    here = run_lock._me
-    monkeypatch.setattr(run_lock, "_me", lambda: dataclasses.replace(here(), kernel="other"))
+    here = run_lock._mine
+    monkeypatch.setattr(run_lock, "_mine", lambda: here()._replace(kernel="other"))
 
 
 def test_the_holder_is_named(tmp_path, holder):
     with pytest.raises(ValueError, match=f"in use by process {holder.pid} on .*, started 2"):
-        RunLock.acquire(tmp_path)
+        RunLock(tmp_path)
 
 
 def test_a_released_folder_is_free_at_once(tmp_path, holder):
     holder.communicate("")
-    lock = RunLock.acquire(tmp_path, lease_seconds=60)
+    lock = RunLock(tmp_path, lease=60)
     lock.release()
     lock.release()
     assert not (tmp_path / NAME).exists()
@@ -86,13 +87,13 @@ def test_a_released_folder_is_free_at_once(tmp_path, holder):
 def test_a_killed_holder_on_this_host_is_dead_at_once(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    RunLock.acquire(tmp_path, lease_seconds=1e6).release()
+    RunLock(tmp_path, lease=1e6).release()
 
 
 def test_a_stopped_holder_on_this_host_keeps_its_folder(tmp_path, holder):
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(ValueError, match=f"process {holder.pid}"):
-        RunLock.acquire(tmp_path, lease_seconds=0.2)
+        RunLock(tmp_path, lease=0.2)
 
 
 def test_who_has_just_taken_over_is_named_not_the_dead(tmp_path, holder, monkeypatch):
@@ -102,10 +103,10 @@ def test_who_has_just_taken_over_is_named_not_the_dead(tmp_path, holder, monkeyp
     holder.wait()
     file = os.open(tmp_path / NAME, os.O_RDWR)
     run_lock.fcntl.flock(file, run_lock.fcntl.LOCK_EX)
-    late = threading.Timer(0.3, lambda: run_lock._write(file, run_lock._me()))
+    late = threading.Timer(0.3, lambda: run_lock._write(file, run_lock._mine()))
     late.start()
     with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
-        RunLock.acquire(tmp_path)
+        RunLock(tmp_path)
     late.join()
     os.close(file)
 
@@ -126,7 +127,7 @@ def together(folder, count):
     def take():
         barrier.wait()
         try:
-            locks.append(RunLock.acquire(folder, **BEATS | {"settle_seconds": SETTLE}))
+            locks.append(RunLock(folder, **BEATS | {"settle": SETTLE}))
         except ValueError as error:
             errors.append(str(error))
 
@@ -147,11 +148,10 @@ def test_without_flock_one_of_several_that_start_together(tmp_path, without_floc
 
 def test_a_lease_without_beats_is_taken_over(tmp_path, monkeypatch, without_flock):
     elsewhere(monkeypatch)
-    lock = RunLock.acquire(tmp_path, **BEATS | {"beat_seconds": 1e6})
+    lock = RunLock(tmp_path, **BEATS | {"beat": 1e6})
     monkeypatch.undo()
-    monkeypatch.setattr(run_lock, "_lost", lambda *_: None)
     begin = time.monotonic()
-    RunLock.acquire(tmp_path, **BEATS | {"lease_seconds": 1.0}).release()
+    RunLock(tmp_path, **BEATS | {"lease": 1.0}).release()
     assert time.monotonic() - begin >= 1.0
     lock.release()
 
@@ -159,20 +159,18 @@ def test_a_lease_without_beats_is_taken_over(tmp_path, monkeypatch, without_floc
 @pytest.mark.parametrize("has_flock", [True, False])
 def test_a_holder_on_another_host_that_beats_keeps_its_folder(tmp_path, monkeypatch, has_flock):
     """Even where this host's flock does not see the other's."""
-    if not has_flock:
-        monkeypatch.setattr(run_lock, "_flock", lambda file: None)
-    lock = RunLock.acquire(tmp_path, **BEATS)
+    flock = (lambda file, how: None) if has_flock else refuse
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    lock = RunLock(tmp_path, **BEATS)
     elsewhere(monkeypatch)
-    if has_flock:
-        monkeypatch.setattr(run_lock, "_flock", lambda file: True)
     with pytest.raises(ValueError, match="in use by"):
-        RunLock.acquire(tmp_path, **BEATS)
+        RunLock(tmp_path, **BEATS)
     lock.release()
 
 
 def test_a_holder_that_lost_its_folder_ends(tmp_path):
     """The log names who took over."""
-    program = HOLD.replace("sys.argv[1]", "sys.argv[1], beat_seconds=0.1")
+    program = HOLD.replace("Path(sys.argv[1])", "Path(sys.argv[1]), beat=0.1")
     process = start(".", program, cwd=tmp_path)
     assert process.stdout.readline() == "held\n"
     record = json.loads((tmp_path / NAME).read_text())
@@ -189,4 +187,4 @@ def test_a_holder_that_lost_its_folder_ends(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"token": 1}', "\0" * 512])
 def test_a_damaged_file_locks_nobody_out(tmp_path, content):
     (tmp_path / NAME).write_text(content)
-    RunLock.acquire(tmp_path, **BEATS).release()
+    RunLock(tmp_path, **BEATS).release()

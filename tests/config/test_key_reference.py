@@ -16,7 +16,7 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.algorithms.preference import PREFERENCE_LOSSES
 from distflow_jax.config import key_reference
 from distflow_jax.config.run_config import Config
-from distflow_jax.data.tokens.row_limits import OVERLONG
+from distflow_jax.data.encoded_rows import OVERLONG
 from distflow_jax.rewards.registry import REWARDS
 from distflow_jax.training.compressed_moments import MOMENTS
 

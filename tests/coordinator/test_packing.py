@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.coordinator.first_fit import Lengths, RowLimits, first_fit_decreasing, rows_bound
-from distflow_jax.coordinator.packing import Assignment, assign
+from distflow_jax.coordinator.packing import RowAssignment, assign
 
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["own prompts", "shared prompts"])
 THRESHOLD = 0.03
@@ -226,7 +226,7 @@ def test_ranks_change_and_change_back():
             there = first.spread(n)
             assert np.bincount(there.rank, minlength=n).max() <= -(-len(packed.rows) // n)
             assert sorted(there.rows) == sorted(packed.rows)
-            assert Assignment(there.rows, there.rank).spread(m) == first
+            assert RowAssignment(there.rows, there.rank).spread(m) == first
 
 
 @pytest.mark.parametrize("shared", [False, True])

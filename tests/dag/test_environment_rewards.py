@@ -4,9 +4,9 @@ import pytest
 
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.environment_rewards import FIELD, with_environment_rewards
+from distflow_jax.dag.added_fields import FIELD, with_environment_rewards
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.planning.plan_run import settle
 
 

@@ -10,7 +10,7 @@ from support.paths import ROOT
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config, CriticConfig
 from distflow_jax.dag.graph import DATA, Graph
-from distflow_jax.dag.load_graph import built_in, load_graph
+from distflow_jax.dag.graph_yaml import built_in, load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -110,7 +110,7 @@ def test_a_function_that_makes_a_graph_is_called_once(tmp_path):
     code = tmp_path / "counted.py"
     code.write_text(
         "import dataclasses\n"
-        "from distflow_jax.dag.load_graph import load_graph\n"
+        "from distflow_jax.dag.graph_yaml import load_graph\n"
         "calls = []\n"
         "def mine(config):\n"
         "    calls.append(config)\n"
@@ -154,7 +154,7 @@ def test_a_graph_comes_from_a_file_or_a_function(tmp_path):
     text.write_text(write_graph(expected))
     code = tmp_path / "my.py"
     code.write_text(
-        "from distflow_jax.dag.load_graph import load_graph\n"
+        "from distflow_jax.dag.graph_yaml import load_graph\n"
         "import dataclasses\n"
         "def mine():\n    return load_graph('grpo')\n"
         "def named(config):\n"

@@ -10,7 +10,7 @@ from support.layouts import LAYOUTS, MESH
 from support.programs import finished
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout, move_between
 
@@ -117,11 +117,11 @@ def test_units_are_all_tasks_in_order_and_only_what_others_read_leaves_them(seed
 
 def test_the_digest_does_not_depend_on_the_hash_seed():
     code = (
-        "from distflow_jax.dag import load_graph, planner\n"
+        "from distflow_jax.dag import graph_yaml, planner\n"
         "from distflow_jax.layout import Layout\n"
         "mesh, host = Layout('mesh', (('fsdp', 4), ('tensor', 2))), Layout('host')\n"
         "layouts = dict(ACTOR=mesh, REFERENCE=mesh, REWARD=host, ROLLOUT=host)\n"
-        "print(planner.plan(load_graph.load_graph('grpo'), layouts, {'uid', 'prompt'}).digest)"
+        "print(planner.plan(graph_yaml.load_graph('grpo'), layouts, {'uid', 'prompt'}).digest)"
     )
     digests = [
         finished("-c", code, env=os.environ | {"PYTHONHASHSEED": seed}).stdout.strip()

@@ -3,7 +3,7 @@
 import pytest
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, describe, plan_residency
 from distflow_jax.layout import Layout

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from distflow_jax.data.column_choice import COLUMNS, EVALUATION, INHERITED, TRAINING, check_choice
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.example import Example
-from distflow_jax.data.messages.implicit_prompts import split_pair
+from distflow_jax.data.message_forms import split_pair
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i)} for i in range(4)]
 

@@ -14,7 +14,7 @@ from support.waiting import HANG, until
 from distflow_jax.environments import handle
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.event_loop import in_thread
-from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle
 from distflow_jax.environments.multiturn import TurnDriver
 from distflow_jax.environments.registry import CallLimits, Environments
@@ -154,14 +154,14 @@ def test_a_thread_that_hangs_leaves_its_place_to_another(held):
             one.reset()
             one.step(TURN)
         outcomes = [last(answers) for _ in range(4)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, CallFailure)]
         assert [failure.cause for failure in failed] == ["timed_out"] * 2
         until(lambda: held.going == 2 == len(environments.loop.hung))
         environments.check_hung()  # as many as there may be
         one = EnvironmentHandle(environments, PROMPTS[0], answers)
         one.reset()
         one.step(TURN)
-        assert not isinstance(last(answers), Failure)  # the reset has a thread
+        assert not isinstance(last(answers), CallFailure)  # the reset has a thread
         assert last(answers).cause == "timed_out"
         until(lambda: len(environments.loop.hung) == 3)
         with pytest.raises(RuntimeError, match="3 calls .*environment_threads=2; step hangs"):
@@ -252,7 +252,7 @@ def test_tools_may_await_and_only_a_value_error_is_the_models_mistake(tmp_path):
             one.step(turn)
             last(answers)
             outcome = last(answers)
-        return outcome if isinstance(outcome, Failure) else TOKENIZER.decode(outcome.tokens)
+        return outcome if isinstance(outcome, CallFailure) else TOKENIZER.decode(outcome.tokens)
 
     assert call("sum") == "<result>2</result>" and call("wait") == "<result>1+11+1</result>"
     assert call("refuse") == "<result>error: no such city</result>"

@@ -15,7 +15,7 @@ from support.waiting import HANG
 
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import episode_metrics, episode_sums, turn_columns
-from distflow_jax.environments.failures import Failure, Failures
+from distflow_jax.environments.failures import CallFailure, Failures
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.multiturn import REDRAWS, TurnLimits
 from distflow_jax.environments.registry import CallLimits, Environments
@@ -365,7 +365,7 @@ def test_one_that_is_repeatable_is_asked_again_itself(sampler, failing):
 
 
 def test_the_rate_is_of_the_last_calls():
-    failure = Failure("timed_out", "late", "late")
+    failure = CallFailure("timed_out", "late", "late")
     failures = Failures("game", 0.5)
     for _ in range(63):
         failures.count("step", failure)  # too few to say

@@ -11,16 +11,16 @@ from support.tiny_model import prompt_of
 from support.waiting import HANG
 
 from distflow_jax.environments.environment import Shown, Turn
-from distflow_jax.environments.failures import Failure
+from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle, check_environments
-from distflow_jax.environments.observed_pictures import Sight
+from distflow_jax.environments.observed_pictures import ImageSupport
 from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.image_layout import image_layout
 
 TOKENIZER = Tokenizer.byte_level(320)
-SIGHT = Sight(SeeingTokenizer(TOKENIZER, image_layout(TOWER, TOKENIZER, 0)), most=12)
+SIGHT = ImageSupport(SeeingTokenizer(TOKENIZER, image_layout(TOWER, TOKENIZER, 0)), most=12)
 FEATURES = TOWER.grid**2 // TOWER.merge**2
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 
@@ -119,7 +119,7 @@ def failed(found, method):
         if method == "step":
             handle.step(np.zeros(1, np.int32))
             outcome = answers.get(timeout=HANG).outcome
-    assert isinstance(outcome, Failure)
+    assert isinstance(outcome, CallFailure)
     (line, *_) = outcome.error.split("\n")
     assert "observed_pictures.py" not in line and "registry.py" not in line
     return line

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.plain_layout import END, PLACEHOLDER, START, PlainLayout
 
-from distflow_jax.images.picture_files import PREVIEW, Drawing
+from distflow_jax.images.picture_files import PREVIEW, DrawnPicture
 from distflow_jax.images.placing import (
     SeeingTokenizer,
     read_image,
@@ -165,7 +165,7 @@ def test_the_end_of_a_prompt_has_whole_images():
 
 def test_an_image_is_cut_once_and_shrunk_to_its_limit():
     pixels = np.arange(24 * 40 * 3, dtype=np.uint32).reshape(24, 40, 3).astype(np.uint8)
-    source = Drawing("task, image 1", 24, 40, lambda: pixels)
+    source = DrawnPicture("task, image 1", 24, 40, lambda: pixels)
     image = read_image(source, PlainLayout(most=16))
     assert image.digest == image_of(pixels).digest and not image.shrunk
     assert image.patches.features == 15 and image.patches.grid == (3, 5)
@@ -173,7 +173,7 @@ def test_an_image_is_cut_once_and_shrunk_to_its_limit():
     assert with_patches(image, PlainLayout(most=4)) is image
     small = read_image(source, PlainLayout(most=6))
     assert small.shrunk and small.patches.features == 3 and small.digest == image.digest
-    wide = Drawing("task, image 1", 2, 200, lambda: pixels)
+    wide = DrawnPicture("task, image 1", 2, 200, lambda: pixels)
     with pytest.raises(ValueError, match="^task, image 1: has 200 x 2 pixels, too wide"):
         size_in_layout(wide, PlainLayout())
 
@@ -187,7 +187,7 @@ def test_an_image_is_cut_once_and_shrunk_to_its_limit():
 
 def test_previews_of_one_prompt_are_together_no_larger_than_one():
     pixels = np.zeros((300, 300, 3), np.uint8)
-    source = Drawing("task, image 1", 300, 300, lambda: pixels)
+    source = DrawnPicture("task, image 1", 300, 300, lambda: pixels)
     one, none, seven = read_images([[source], [], [source] * 7], PlainLayout(most=16))
     assert none == () and len(seven) == 7
     assert one[0].pixels.shape == (PREVIEW, PREVIEW, 3)

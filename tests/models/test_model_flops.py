@@ -13,7 +13,7 @@ from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
 from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
-from distflow_jax.models.model_flops import Work, causal_pairs, forward_flops, training_flops
+from distflow_jax.models.model_flops import BatchWork, causal_pairs, forward_flops, training_flops
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.training.forward import parent_segment
 
@@ -21,7 +21,7 @@ from distflow_jax.training.forward import parent_segment
 def full_rows(minis):
     """What programs execute: every row full, attention a square."""
     rows = minis * ROWS
-    return Work(tokens=rows * TOKENS, scored=rows * TOKENS, pairs=rows * TOKENS**2)
+    return BatchWork(tokens=rows * TOKENS, scored=rows * TOKENS, pairs=rows * TOKENS**2)
 
 
 @pytest.mark.parametrize("kind, network", [("logp", MODEL), ("values", scalar_model(MODEL))])
@@ -38,7 +38,7 @@ def test_training_is_what_an_update_executes_without_what_it_makes_again():
 
 
 def test_training_is_three_times_the_forward():
-    work = Work(tokens=100, scored=60, pairs=3000)
+    work = BatchWork(tokens=100, scored=60, pairs=3000)
     for network in (TINY, MIXTURE, scalar_model(TINY)):
         assert training_flops(network, work) == 3 * forward_flops(network, work)
 
@@ -49,12 +49,12 @@ def test_the_formula_in_the_papers_words():
     layer = d * h * (2 * TINY.num_heads + 2 * TINY.num_kv_heads) + 3 * d * TINY.mlp_size
     n = TINY.num_layers * layer + TINY.vocab_size * d
     attention = 12 * TINY.num_layers * TINY.num_heads * h * causal_pairs(50)
-    work = Work(tokens=50, scored=50, pairs=causal_pairs(50))
+    work = BatchWork(tokens=50, scored=50, pairs=causal_pairs(50))
     assert training_flops(TINY, work) == 6 * n * 50 + attention
 
 
 def test_of_experts_only_those_that_a_token_goes_through():
-    work = Work(tokens=100, scored=0, pairs=0)
+    work = BatchWork(tokens=100, scored=0, pairs=0)
     more = dataclasses.replace(MIXTURE, num_experts=2 * MIXTURE.num_experts)
     router = MIXTURE.num_layers * MIXTURE.hidden_size * MIXTURE.num_experts
     assert forward_flops(more, work) - forward_flops(MIXTURE, work) == 2 * 100 * router
@@ -62,9 +62,9 @@ def test_of_experts_only_those_that_a_token_goes_through():
 
 def test_gradients_of_frozen_weights_are_no_work():
     lora = adapted(TINY, LoraConfig(rank=4))
-    work = Work(tokens=100, scored=60, pairs=3000)
+    work = BatchWork(tokens=100, scored=60, pairs=3000)
     base, whole = (forward_flops(network, work) for network in (TINY, lora))
-    attention = forward_flops(TINY, Work(0, 0, 3000))
+    attention = forward_flops(TINY, BatchWork(0, 0, 3000))
     products, adapters = base - attention, whole - base
     assert training_flops(lora, work) == pytest.approx(2 * products + 3 * adapters + 3 * attention)
 

@@ -14,7 +14,7 @@ from support.seeing_models import CASES, FAMILY_MODULES
 from support.tiny_model import mesh_of
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import Work, forward_flops, training_flops, with_patches
+from distflow_jax.models.model_flops import BatchWork, forward_flops, training_flops, with_patches
 from distflow_jax.models.parameters import num_params, param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
@@ -154,7 +154,7 @@ def test_patches_are_counted_by_image_and_window():
     places = [*np.ndindex(6, 4), *np.ndindex(2, 2), (0, 0)]
     positions = np.array(places, np.int32)
     segments = np.array([1] * 24 + [2] * 4 + [0], np.int32)
-    work = with_patches(Work(10, 4, 55, 0, 1, 1, 1), v.window, positions, segments)
+    work = with_patches(BatchWork(10, 4, 55, 0, 1, 1, 1), v.window, positions, segments)
     assert (work.patches, work.patch_pairs) == (29, 1 + 24**2 + 4**2)
     assert work.window_pairs == 1 + 16**2 + 8**2 + 4**2
 
@@ -163,7 +163,7 @@ def test_flops_count_the_tower():
     """Against the weights one by one: 2 a patch or feature, 4 hidden a pair."""
     config = dataclasses.replace(CASES["qwen2_5_vl"], lora=None)
     v = config.vision
-    text = Work(10, 4, 55)
+    text = BatchWork(10, 4, 55)
     seen = dataclasses.replace(text, patches=40, patch_pairs=1600, window_pairs=400)
     layer = 4 * v.hidden_size**2 + 3 * v.hidden_size * v.mlp_size
     per_patch = 3 * layer + v.patch_bytes * v.hidden_size

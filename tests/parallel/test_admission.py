@@ -1,4 +1,4 @@
-"""The gate of a job: each number once, and only with the job's token."""
+"""The registrar of a job: each number once, and only with the job's token."""
 
 import contextlib
 import os
@@ -8,9 +8,15 @@ import threading
 import pytest
 from support.waiting import HANG
 
-from distflow_jax.parallel import admission
-from distflow_jax.parallel.admission import Address, Gate, apply, open_listener, reserved_port
-from distflow_jax.parallel.roll_call import RollCall
+from distflow_jax.parallel import startup
+from distflow_jax.parallel.job import Job
+from distflow_jax.parallel.startup import (
+    Address,
+    Registrar,
+    open_listener,
+    register,
+    reserved_port,
+)
 
 SERVICE = "127.0.0.1:4711"
 
@@ -18,19 +24,23 @@ SERVICE = "127.0.0.1:4711"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Nobody is late, but where a test says so."""
-    monkeypatch.setattr(admission, "ANSWER_SECONDS", HANG)
+    monkeypatch.setattr(startup, "ANSWER_SECONDS", HANG)
+
+
+def job(coordinator, index, count=4, token="secret"):
+    return Job("flags", "in a test", coordinator, count, index, token=token)
 
 
 @pytest.fixture
-def gate():
-    """(HOST:PORT of the gate of a job of 4, join(index, ...) with a connection to close)."""
+def registrar():
+    """(HOST:PORT of the registrar of a job of 4, join(index, ...) with a connection to close)."""
     listener = open_listener("127.0.0.1:0")
     coordinator = str(Address(*listener.getsockname()))
-    opened = Gate(listener, SERVICE, RollCall(4, 300.0, lambda reason: None), "secret")
+    opened = Registrar(job(coordinator, 0), lambda reason: None, listener, SERVICE)
     with contextlib.ExitStack() as stack:
 
-        def join(index, count=4, token="secret"):
-            service, connection = apply(coordinator, index, count, token, seconds=0.0)
+        def join(index, **other):
+            service, connection = register(job(coordinator, index, **other), seconds=0.0)
             stack.callback(connection.close)
             return service, connection
 
@@ -38,8 +48,8 @@ def gate():
         opened.close()
 
 
-def test_every_process_is_admitted_once(gate, caplog):
-    _, join = gate
+def test_every_process_is_admitted_once(registrar, caplog):
+    _, join = registrar
     connections = {}
     for index in (3, 1, 2):
         service, connections[index] = join(index)
@@ -56,20 +66,20 @@ def test_every_process_is_admitted_once(gate, caplog):
 
 
 @pytest.mark.parametrize("token", ["", "Secret"])
-def test_another_token_is_refused_and_named(gate, caplog, token):
+def test_another_token_is_refused_and_named(registrar, caplog, token):
     with pytest.raises(ValueError, match="different tokens: .*DISTFLOW_JOB_TOKEN differs"):
-        gate[1](1, token=token)
+        registrar[1](1, token=token)
     assert "a process with another token is refused: 127.0.0.1:" in caplog.text
-    assert gate[1](1)[0] == SERVICE
+    assert registrar[1](1)[0] == SERVICE
 
 
-def test_another_number_of_processes_is_refused(gate):
+def test_another_number_of_processes_is_refused(registrar):
     with pytest.raises(ValueError, match="started for 8 processes, and this job has 4"):
-        gate[1](7, count=8)
+        registrar[1](7, count=8)
 
 
-def test_strangers_get_nothing_and_delay_nobody(gate):
-    coordinator, join = gate
+def test_strangers_get_nothing_and_delay_nobody(registrar):
+    coordinator, join = registrar
     address = Address.parse(coordinator)
     with contextlib.ExitStack() as stack:
         for sent in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(500), os.urandom(500)) * 20:
@@ -85,8 +95,8 @@ def test_strangers_get_nothing_and_delay_nobody(gate):
         assert SERVICE.encode() not in got
 
 
-def test_an_application_cannot_be_sent_again(gate, monkeypatch):
-    """Whoever has recorded one on the network cannot use it: the gate's nonce is another."""
+def test_an_application_cannot_be_sent_again(registrar, monkeypatch):
+    """Whoever has recorded one on the network cannot use it: the registrar's nonce is another."""
     recorded = []
     send = socket.socket.sendall
 
@@ -95,9 +105,9 @@ def test_an_application_cannot_be_sent_again(gate, monkeypatch):
         send(self, data)
 
     monkeypatch.setattr(socket.socket, "sendall", record)
-    gate[1](1)[1].close()
+    registrar[1](1)[1].close()
     monkeypatch.undo()
-    with socket.create_connection(Address.parse(gate[0])) as stranger:
+    with socket.create_connection(Address.parse(registrar[0])) as stranger:
         stranger.settimeout(HANG)
         stranger.sendall(recorded[0])
         answer = b""
@@ -106,10 +116,12 @@ def test_an_application_cannot_be_sent_again(gate, monkeypatch):
         assert SERVICE.encode() not in answer
 
 
-def test_an_address_that_is_taken_is_an_error(gate, monkeypatch):
-    monkeypatch.setattr(admission, "RELEASE_SECONDS", 0.0)
-    with pytest.raises(ValueError, match=f"process 0 cannot listen on {gate[0]} .*process 0 of"):
-        open_listener(gate[0])
+def test_an_address_that_is_taken_is_an_error(registrar, monkeypatch):
+    monkeypatch.setattr(startup, "RELEASE_SECONDS", 0.0)
+    with pytest.raises(
+        ValueError, match=f"process 0 cannot listen on {registrar[0]} .*process 0 of"
+    ):
+        open_listener(registrar[0])
 
 
 def test_a_process_0_that_does_not_come_is_named():
@@ -117,7 +129,7 @@ def test_a_process_0_that_does_not_come_is_named():
         closed.bind(("127.0.0.1", 0))
         address = str(Address(*closed.getsockname()))
         with pytest.raises(ConnectionError, match=f"cannot reach process 0 at {address} "):
-            apply(address, 1, 2, "", seconds=0.0)
+            register(job(address, 1), seconds=0.0)
 
 
 def test_another_service_at_the_address_is_named():
@@ -130,11 +142,11 @@ def test_another_service_at_the_address_is_named():
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionError, match="another service has this port"):
-            apply(str(Address(*server.getsockname())), 1, 2, "", seconds=0.0)
+            register(job(str(Address(*server.getsockname())), 1), seconds=0.0)
         thread.join()
 
 
-def test_the_gate_listens_on_the_jobs_interface_only(gate):
+def test_the_registrar_listens_on_the_jobs_interface_only(registrar):
     with open_listener("127.0.0.1:0") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     with open_listener("[::1]:0") as listener:

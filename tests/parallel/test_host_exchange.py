@@ -11,7 +11,7 @@ import pytest
 from support import gathers
 from support.waiting import HANG
 
-from distflow_jax.parallel import greetings
+from distflow_jax.parallel import startup
 from distflow_jax.parallel.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
@@ -20,7 +20,7 @@ TOKEN = bytes(range(16))
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Nobody is late, but where a test says so."""
-    monkeypatch.setattr(greetings, "GREETING_SECONDS", HANG)
+    monkeypatch.setattr(startup, "GREETING_SECONDS", HANG)
 
 
 @pytest.fixture
@@ -122,19 +122,19 @@ def test_silent_strangers_delay_nobody(together, many_files, silent):
 
 
 @pytest.fixture
-def guests():
-    """(Greetings of 4 bytes, connect(): a connection to them)."""
+def arrivals():
+    """(Handshakes of 4 bytes, connect(): a connection to them)."""
     listener = listen("127.0.0.1")
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(
-            contextlib.closing(greetings.Greetings(listener, 4, lambda: b"who?"))
+            contextlib.closing(startup.Handshakes(listener, 4, lambda: b"who?"))
         )
         address = listener.getsockname()
         yield reader, lambda: stack.enter_context(socket.create_connection(address, timeout=HANG))
 
 
-def test_a_greeting_may_come_in_pieces(guests):
-    reader, connect = guests
+def test_a_greeting_may_come_in_pieces(arrivals):
+    reader, connect = arrivals
     slow, quick = connect(), connect()
     for byte in (b"a", b"b", b"c"):
         slow.sendall(byte)
@@ -145,8 +145,8 @@ def test_a_greeting_may_come_in_pieces(guests):
     slow.sendall(b"d")
     (second,) = collect(reader, 1)
     assert second.greeting == b"abcd"
-    for guest in (first, second):
-        guest.connection.close()
+    for arrival in (first, second):
+        arrival.connection.close()
 
 
 def collect(reader, count):
@@ -156,18 +156,18 @@ def collect(reader, count):
     return found
 
 
-def test_silent_connections_are_bounded_in_number(guests, monkeypatch):
-    reader, connect = guests
-    monkeypatch.setattr(greetings, "MOST_WAITING", 5)
+def test_silent_connections_are_bounded_in_number(arrivals, monkeypatch):
+    reader, connect = arrivals
+    monkeypatch.setattr(startup, "MOST_WAITING", 5)
     silent = [connect() for _ in range(8)]
     while not all(map(closed, silent[:3])):
         assert reader.read(0.05) == []
     assert not any(map(closed, silent[3:]))
 
 
-def test_silent_connections_are_bounded_in_time(guests, monkeypatch):
-    reader, connect = guests
-    monkeypatch.setattr(greetings, "GREETING_SECONDS", 0.1)
+def test_silent_connections_are_bounded_in_time(arrivals, monkeypatch):
+    reader, connect = arrivals
+    monkeypatch.setattr(startup, "GREETING_SECONDS", 0.1)
     silent = [connect(), connect()]
     silent[1].sendall(b"abc")
     while not all(map(closed, silent)):

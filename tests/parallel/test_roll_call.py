@@ -7,16 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 from support.paths import ROOT
 from support.waiting import HANG, until
 
-from distflow_jax.parallel import roll_call
-from distflow_jax.parallel.admission import Address, Gate, apply, open_listener, reserved_port
-from distflow_jax.parallel.roll_call import Answer, RollCall
+from distflow_jax.parallel import startup
+from distflow_jax.parallel.job import Job
+from distflow_jax.parallel.startup import (
+    Address,
+    Registrar,
+    StartMonitor,
+    open_listener,
+    register,
+    reserved_port,
+)
 
 ME = f"host {socket.gethostname()}, pid {os.getpid()}"
 
@@ -33,32 +39,36 @@ class Process:
 
 @pytest.fixture
 def job():
-    """(process 0, join(index) -> (process, its Answer), process 0's gate) of a job of 3."""
+    """(process 0, join(index) -> (process, its monitor), process 0's registrar) of a job of 3."""
     listener, first = open_listener("127.0.0.1:0"), Process()
     coordinator = str(Address(*listener.getsockname()))
-    gate = Gate(listener, "127.0.0.1:1", RollCall(3, 300.0, first.reasons.append), "")
+
+    def described(index):
+        return Job("flags", "in a test", coordinator, 3, index)
+
+    registrar = Registrar(described(0), first.reasons.append, listener, "127.0.0.1:1")
     with contextlib.ExitStack() as stack:
-        stack.callback(gate.close)
+        stack.callback(registrar.close)
 
         def join(index):
             process = Process()
-            _, connection = apply(coordinator, index, 3, "", seconds=0.0)
-            answer = Answer(connection, coordinator, process.reasons.append)
-            stack.callback(answer.close)
-            return process, answer
+            _, connection = register(described(index), seconds=0.0)
+            monitor = StartMonitor(described(index), process.reasons.append, connection)
+            stack.callback(monitor.close)
+            return process, monitor
 
-        join.coordinator = coordinator
-        yield first, join, gate
+        join.described = described
+        yield first, join, registrar
 
 
-def wait_for_beats(gate, *indices):
-    until(lambda: all(i in (m := gate._roll._members) and m[i].confirmed for i in indices))
+def wait_for_beats(registrar, *indices):
+    until(lambda: all(i in (m := registrar.members) and m[i].confirmed for i in indices))
 
 
 def test_an_end_is_named_by_all_others(job):
-    first, join, gate = job
+    first, join, registrar = job
     (_, dead), (alive, _) = join(1), join(2)
-    wait_for_beats(gate, 1, 2)
+    wait_for_beats(registrar, 1, 2)
     dead.close()
     wanted = f"process 1 ({ME}) ended while the job was starting"
     assert first.wait() == alive.wait() == wanted
@@ -66,44 +76,45 @@ def test_an_end_is_named_by_all_others(job):
 
 def test_an_application_without_a_sign_of_life_is_no_process(job):
     """Its process has applied again, since the answer came late."""
-    first, join, gate = job
-    _, connection = apply(join.coordinator, 1, 3, "", seconds=0.0)
+    first, join, registrar = job
+    _, connection = register(join.described(1), seconds=0.0)
     connection.close()
     second, _ = join(1)
     other, _ = join(2)
     time.sleep(1.5)  # longer than a look
     assert first.reasons == second.reasons == other.reasons == []
-    assert gate._roll.running(1) == ME
+    assert registrar.members[1].place == ME and not registrar.members[1].ended
 
 
 def test_an_end_of_process_0_is_named(job, monkeypatch):
-    _, join, gate = job
+    _, join, registrar = job
     process, _ = join(1)
-    monkeypatch.setattr(gate._roll, "_send", lambda line: None)  # it has no time to say anything
-    gate.close()
+    monkeypatch.setattr(registrar, "_send", lambda line: None)  # it has no time to say anything
+    registrar.close()
     assert re.match(r"process 0 at 127.0.0.1:\d+ ended while the job was starting", process.wait())
 
 
 def test_whoever_has_met_the_others_may_end(job):
-    first, join, gate = job
+    first, join, registrar = job
     (a, leaving), (b, staying) = join(1), join(2)
-    for one in (leaving, staying, gate):
+    for one in (leaving, staying, registrar):
         one.met()
-    until(lambda: gate._roll.done)
-    until(lambda: "roll call" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: registrar.done)
+    until(lambda: not any(one._thread.is_alive() for one in (leaving, staying)))
     leaving.close()
-    gate.close()
+    registrar.close()
     time.sleep(1.5)  # longer than a beat
     assert first.reasons == a.reasons == b.reasons == []
 
 
 def test_who_gives_no_sign_is_named_and_then_ends_the_job(job, monkeypatch, caplog):
-    monkeypatch.setattr(roll_call, "SILENT_SECONDS", 6.0)  # and none of the others is near it
-    monkeypatch.setattr(roll_call, "LOST_SECONDS", 8.0)
+    monkeypatch.setattr(startup, "SILENT_SECONDS", 6.0)  # and none of the others is near it
+    monkeypatch.setattr(startup, "LOST_SECONDS", 8.0)
     first, join, _ = job
-    silent, answer = join(1)
+    silent, monitor = join(1)
     other, _ = join(2)
-    monkeypatch.setattr(answer, "_receive", lambda: time.sleep(0.1) or (b"", False))
+    monkeypatch.setattr(monitor, "_send", lambda line: None)
+    monkeypatch.setattr(monitor.members[0], "read", lambda now: [])
     line = rf"process 1 \({re.escape(ME)}\) has given no sign of life for \d+ s"
     assert re.fullmatch(line, first.wait()) and re.fullmatch(line, other.wait())
     assert re.search(f"{line}: it is stopped, or its host is overloaded", caplog.text)
@@ -168,7 +179,7 @@ def test_processes_say_whom_they_wait_for_and_who_ended(tmp_path):
                 wait_for(tmp_path, everybody, index, f"{who} has given no sign of life for . s: it")
             peers[2].kill()
             for index in (0, 1):
-                assert everybody[index].wait(HANG) == roll_call.EXIT_LOST
+                assert everybody[index].wait(HANG) == startup.EXIT_LOST
                 log = (tmp_path / f"log.{index}").read_text()
                 assert re.search(f"{who} ended while the job was starting; this process", log)
                 assert "Traceback" not in log

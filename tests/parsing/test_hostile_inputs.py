@@ -190,22 +190,26 @@ def tensor(begin, end, shape=(4,), dtype="F32"):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"w": tensor(-16, 0)}, "w must be a tensor with shape, data_offsets (none negative)"),
-        ({"w": tensor(0, 16, dtype="F99")}, "w must be a tensor with shape"),
-        ({"w": tensor(0, 16, shape=[-2, -2])}, "w must be a tensor with shape"),
-        ({"w": tensor(0, 16, shape=[2**40, 2**40])}, "does not fill its 16 bytes"),
-        ({"w": tensor(0, 16, shape=[2**70])}, "w must be a tensor with shape"),
-        ({"w": tensor(0, 8, shape=[4])}, "tensor w [4] does not fill its 8 bytes"),
-        ({"w": tensor(0, 16), "v": tensor(0, 16)}, "no tensor, or two, begin at byte 0"),
-        ({"w": tensor(0, 8, shape=[2])}, "the tensors end at byte 8 of the data, which has 16"),
-        ({"w": tensor(0, 32, shape=[8])}, "the tensors end at byte 32 of the data, which has 16"),
-        ({"w\x1b[2J": 3}, "w\\x1b[2J must be a tensor"),
-        ([], "expected"),
+        ({"w": tensor(-16, 0)}, "expected usize"),
+        ({"w": tensor(0, 16, dtype="F99")}, "unknown variant `F99`"),
+        ({"w": tensor(0, 16, shape=[-2, -2])}, "expected usize"),
+        ({"w": tensor(0, 16, shape=[2**40, 2**40])}, "overflow computing buffer size"),
+        ({"w": tensor(0, 16, shape=[2**70])}, "expected usize"),
+        ({"w": tensor(0, 8, shape=[4])}, "invalid shape, data type, or offset"),
+        ({"w": tensor(0, 16), "v": tensor(0, 16)}, "invalid offset for tensor"),
+        ({"w": tensor(0, 8, shape=[2])}, "file not fully covered"),
+        ({"w": tensor(0, 32, shape=[8])}, "file not fully covered"),
+        ({"w\x1b[2J": 3}, "invalid type: integer `3`"),
+        ({"w\x1b[2J": tensor(0, 8)}, "invalid"),
+        ({"w\x1b[2J": tensor(0, 16), "v": tensor(0, 16)}, "invalid offset"),
+        ([], "is not a safetensors file"),
     ],
 )
 def test_headers_of_safetensors(tmp_path, header, message):
-    said = refusal(open_safetensors, safetensors(tmp_path / "w.safetensors", header))
-    assert message in said or said.endswith("is not a safetensors file")
+    path = safetensors(tmp_path / "w.safetensors", header)
+    said = refusal(open_safetensors, path)
+    assert message in said and str(path) in said
+    assert not header or said.endswith("fetch or export it again")
 
 
 def test_tensors_of_other_dtypes_lie_beside_weights(tmp_path):
@@ -213,10 +217,41 @@ def test_tensors_of_other_dtypes_lie_beside_weights(tmp_path):
         "w": tensor(0, 8, (2,)),
         "ids": tensor(8, 16, (1,), "I64"),
         "no": tensor(16, 16, (0,)),
+        "huge": tensor(16, 16, (0, 2**64 - 1)),
     }
     files = open_safetensors(safetensors(tmp_path / "w.safetensors", header))
     assert files.read("w").shape == (2,) and files.read("no").shape == (0,)
-    assert "ids has dtype I64" in refusal(files.read, "ids")
+    assert "ids has dtype I64, supported are BF16, F16" in refusal(files.read, "ids")
+    assert "Maximum allowed dimension exceeded" in refusal(files.read, "huge")
+
+
+def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
+    path = safetensors(tmp_path / "w.safetensors", {"w": tensor(0, 16)})
+    files = open_safetensors(path)
+    assert files.read("w").shape == (4,)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path} is not a valid safetensors file, truncated" in refusal(files.read, "w")
+    assert "fetch or export it again" in refusal(files.read, "w", slice(0, 1))
+
+
+def test_what_is_read_of_a_large_tensor_is_what_is_asked_for(tmp_path):
+    """2 TiB, a hole of the file system but for the last expert's last row."""
+    experts, rows, columns = 1 << 10, 1 << 10, 1 << 19
+    end = 4 * experts * rows * columns
+    header = {"w": tensor(0, end, (experts, rows, columns)), "x": tensor(end, end + 16)}
+    path = safetensors(tmp_path / "w.safetensors", header, b"")
+    start = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(start + end)
+        file.seek(start + end - 4)
+        file.write(np.float32(7).tobytes() + np.arange(4, dtype=np.float32).tobytes())
+    files = open_safetensors(path)
+    assert files.read("x").tolist() == [0, 1, 2, 3]
+    parts = files.tensors["w"].split(experts * rows)
+    assert len(parts) == experts * rows
+    files.tensors.update(first=parts[0], last=parts[-1])
+    assert files.read("last").shape == parts[-1].shape == (1, columns)
+    assert files.read("last")[0, -2:].tolist() == [0, 7] and not files.read("first").any()
 
 
 # -- chat templates --------------------------------------------------------------------------------

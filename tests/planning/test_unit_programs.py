@@ -16,7 +16,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.dag.graph import DATA, Graph, Node
-from distflow_jax.dag.load_graph import built_in
+from distflow_jax.dag.graph_yaml import built_in
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.observe.compilations import Compilations

@@ -5,14 +5,14 @@ import pytest
 
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import open_topology
-from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.traffic import CollectiveTraffic
 
 POD = open_topology("h100:2x8")
 NODE = np.arange(16).reshape(2, 8)
 
 
 def gather(size, *, overlapped, times=1):
-    return Traffic("all-gather", ("tensor",), overlapped, size, times, NODE)
+    return CollectiveTraffic("all-gather", ("tensor",), overlapped, size, times, NODE)
 
 
 def test_what_runs_at_once_takes_the_longest_and_the_rest_comes_on_top():
@@ -43,14 +43,14 @@ def test_every_collective_waits_for_its_latency():
 
 
 def test_the_slowest_group_counts():
-    mixed = Traffic("all-gather", ("x",), False, 1e9, 1, np.array([[0, 1], [7, 8]]))
-    alone = Traffic("all-gather", ("x",), False, 1e9, 1, np.array([[7, 8]]))
+    mixed = CollectiveTraffic("all-gather", ("x",), False, 1e9, 1, np.array([[0, 1], [7, 8]]))
+    alone = CollectiveTraffic("all-gather", ("x",), False, 1e9, 1, np.array([[7, 8]]))
     links = POD.interconnect
     assert collective_seconds(links, mixed) == collective_seconds(links, alone)
 
 
 def test_groups_that_are_no_box_go_round_everything():
-    odd = Traffic("all-gather", ("?",), False, 1e9, 1, np.array([[0, 1, 8], [9, 14, 15]]))
+    odd = CollectiveTraffic("all-gather", ("?",), False, 1e9, 1, np.array([[0, 1, 8], [9, 14, 15]]))
     whole = POD.interconnect.span(range(16))
     assert collective_seconds(POD.interconnect, odd) == whole.seconds("all-gather", 1e9)
 

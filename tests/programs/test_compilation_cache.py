@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.programs import compilation_cache
+from distflow_jax.programs import xla_options
 
 
 @pytest.fixture(autouse=True)
 def nothing_in_the_environment(monkeypatch):
-    monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(xla_options.VARIABLE, raising=False)
 
 
 def start(folder):
@@ -18,7 +18,7 @@ def start(folder):
     x = jnp.asarray(np.arange(7.0, dtype=np.float32))
     counter.take()
     jax.clear_caches()
-    with compilation_cache.kept_programs(str(folder)):
+    with xla_options.kept_programs(str(folder)):
         assert float(jax.jit(lambda x: (x * 3).sum())(x)) == 63
     counter.close()
     return counter.take(), counter.take_fetched()
@@ -33,9 +33,9 @@ def test_the_second_start_compiles_nothing(tmp_path):
 
 
 def test_jaxs_own_setting_wins(tmp_path, monkeypatch):
-    monkeypatch.setenv(compilation_cache.VARIABLE, str(tmp_path / "theirs"))
+    monkeypatch.setenv(xla_options.VARIABLE, str(tmp_path / "theirs"))
     before = jax.config.jax_compilation_cache_dir
-    with compilation_cache.kept_programs(str(tmp_path / "ours")):
+    with xla_options.kept_programs(str(tmp_path / "ours")):
         assert jax.config.jax_compilation_cache_dir == before
     assert not (tmp_path / "ours").exists()
 
@@ -45,5 +45,5 @@ def test_a_folder_that_cannot_be_is_said(tmp_path):
     with pytest.raises(
         ValueError, match="compilation_cache=.*below cannot be written: .*file is no folder"
     ):
-        with compilation_cache.kept_programs(str(tmp_path / "file" / "below")):
+        with xla_options.kept_programs(str(tmp_path / "file" / "below")):
             pass

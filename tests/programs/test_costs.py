@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
-from distflow_jax.programs.traffic import Traffic
+from distflow_jax.programs.traffic import CollectiveTraffic
 
 
 def update(state, weight):
@@ -64,8 +64,8 @@ def test_costs_are_plain_data(traced):
 def test_programs_one_after_the_other():
     """One of them three times: all adds up but temporaries."""
     pairs, other = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
-    gather = Traffic("all-gather", ("fsdp",), False, 100.0, 2, pairs)
-    permute = Traffic("collective-permute", ("tensor",), True, 30.0, 1, other)
+    gather = CollectiveTraffic("all-gather", ("fsdp",), False, 100.0, 2, pairs)
+    permute = CollectiveTraffic("collective-permute", ("tensor",), True, 30.0, 1, other)
     first = Costs(10.0, (), 50.0, {"all-gather": 100.0}, (gather,), temp_bytes=7)
     kinds = {"all-gather": 100.0, "collective-permute": 30.0}
     second = Costs(1.0, ("loop",), 5.0, kinds, (gather, permute), temp_bytes=9, unread=1)

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node, Region
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.report.drawing import Line, Rect, Text, to_svg

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from distflow_jax.planning.step_schedule import StepSchedule
-from distflow_jax.report.progress import Progress, TimeLeft, fitted, numbers, size_lines
+from distflow_jax.report.progress import RunProgress, TimeLeft, fitted, numbers, size_lines
 from distflow_jax.report.terminal import Terminal
 
 SHARED = {"response_length/mean": 9.5, "perf/throughput": 812.3, "perf/time_per_step": 2.0}
@@ -78,7 +78,7 @@ def test_a_line_fits_and_keeps_what_matters(graph, width):
 
 def test_plain_lines_where_there_is_no_terminal():
     terminal = Terminal(console=console())
-    progress = Progress(20, terminal=terminal)
+    progress = RunProgress(20, terminal=terminal)
     progress.evaluation({"val-core/gsm8k/reward/mean@1": 0.125})
     progress.update(1, SCORED | SHARED)
     progress.update(2, SCORED | SHARED)
@@ -92,7 +92,7 @@ def test_plain_lines_where_there_is_no_terminal():
 
 def test_a_terminal_shows_one_line():
     terminal = Terminal(console=console(force_terminal=True))
-    progress = Progress(20, terminal=terminal, done_steps=4)
+    progress = RunProgress(20, terminal=terminal, done_steps=4)
     progress.update(5, SCORED | SHARED | {"val-core/gsm8k/reward/mean@1": 0.125})
     progress.update(6, SCORED | SHARED)
     terminal.print("[eval] accuracy 0.5")
@@ -106,7 +106,7 @@ def test_a_terminal_shows_one_line():
 
 def test_other_processes_are_silent():
     terminal = Terminal(enabled=False, console=console())
-    progress = Progress(20, terminal=terminal)
+    progress = RunProgress(20, terminal=terminal)
     progress.evaluation({"val-core/gsm8k/reward/mean@1": 0.125})
     progress.update(1, SCORED | SHARED)
     with terminal.activity("build"):

@@ -29,7 +29,7 @@ from distflow_jax.parallel.mesh import (
     sampler_mesh,
 )
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.resharding.rows_across_submeshes import RowsAcrossSubmeshes
+from distflow_jax.resharding.rows_all_to_all import RowsAcrossSubmeshes
 from distflow_jax.resharding.weight_sync import WeightSync
 
 MINIS, ROWS = 2, 10

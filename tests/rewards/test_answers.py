@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from distflow_jax.rewards.exact import exact
-from distflow_jax.rewards.format import pattern_format, tagged_format
-from distflow_jax.rewards.gsm8k import gsm8k
 from distflow_jax.rewards.math_answer import math
-from distflow_jax.rewards.shaping import overlong_penalty
+from distflow_jax.rewards.text_rules import exact, gsm8k, pattern_format, tagged_format
+from distflow_jax.stages.reward import overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -113,5 +111,3 @@ def test_overlong_penalty_of_dapo():
     assert penalty.dtype == np.float32
     capped = overlong_penalty(lengths, max_response_length=100, buffer=20, factor=3.0, cap=True)
     np.testing.assert_allclose(capped, [0, 0, -1, -1, -1])
-    with pytest.raises(ValueError, match="overlong_buffer 200"):
-        overlong_penalty(lengths, max_response_length=100, buffer=200)

@@ -14,7 +14,7 @@ from support.paths import TESTS
 from support.programs import alive
 from support.waiting import HANG, until
 
-from distflow_jax.rewards.call import result_from
+from distflow_jax.rewards.function_calls import result_from
 from distflow_jax.rewards.pool import JobQueue, RewardConfig, RewardPool, Scoring, failures
 from distflow_jax.rewards.records import RewardRequest
 

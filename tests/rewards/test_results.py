@@ -6,7 +6,7 @@ import math
 import pytest
 
 from distflow_jax.observe.metrics import merge
-from distflow_jax.rewards.call import result_from, score_requests
+from distflow_jax.rewards.function_calls import result_from, score_requests
 from distflow_jax.rewards.math_answer import boxed_only, math_verify, math_verify_anchored
 from distflow_jax.rewards.math_answer import math as math_reward
 from distflow_jax.rewards.pool import RewardConfig, RewardPool, failures

@@ -16,7 +16,7 @@ from support.programs import train
 from support.run_folders import json_lines
 from support.trace_rules import check_trace
 
-from distflow_jax.dag.load_graph import built_in
+from distflow_jax.dag.graph_yaml import built_in
 
 STEPS = 20
 # graph -> metric, whether it rises, and by how much the last five steps differ from the first at

@@ -8,7 +8,7 @@ from support.documented import unexplained_metrics
 from support.programs import train
 from support.run_folders import json_lines
 
-from distflow_jax.dag.load_graph import built_in
+from distflow_jax.dag.graph_yaml import built_in
 from distflow_jax.report.run_writer import read_metrics
 
 SMALL = [

@@ -9,9 +9,9 @@ import pytest
 from support.tiny_config import tiny_config
 
 from distflow_jax import run
-from distflow_jax.models.model_flops import Work
+from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.planning.chips import peak_flops
-from distflow_jax.programs import compilation_cache
+from distflow_jax.programs import xla_options
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime import mfu
 
@@ -50,8 +50,8 @@ def test_no_peak_is_made_up(kind):
 
 
 def test_images_of_all_processes_count():
-    work = mfu.with_images(Work(10, 4, 55, 30), np.array([512, 3, 40, 600, 300]))
-    assert work == Work(10, 4, 55, 30, patches=40, patch_pairs=600, window_pairs=300)
+    work = mfu.with_images(BatchWork(10, 4, 55, 30), np.array([512, 3, 40, 600, 300]))
+    assert work == BatchWork(10, 4, 55, 30, patches=40, patch_pairs=600, window_pairs=300)
 
 
 def test_steps_that_never_come_cannot_be_profiled(tmp_path):
@@ -64,7 +64,7 @@ def test_steps_that_never_come_cannot_be_profiled(tmp_path):
 def test_a_run_of_devices_with_a_peak(tmp_path, monkeypatch):
     peak = 1e9
     monkeypatch.setattr(mfu, "peak_flops", lambda kind: peak)
-    monkeypatch.delenv(compilation_cache.VARIABLE)  # that of the tests
+    monkeypatch.delenv(xla_options.VARIABLE)  # that of the tests
     more = ["training.steps=2", "eval.dataset=", "algorithm.kl_coef=0.1", "training.epochs=2"]
     more += [f"compilation_cache={tmp_path / 'compiled'}", "observe.profile_steps=2"]
     config, steps = config_of(*more), {}

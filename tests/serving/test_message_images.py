@@ -14,7 +14,7 @@ from support.tiny_model import mesh_of, random_params
 
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.images.placing import SeeingTokenizer, read_image
-from distflow_jax.models.vision.patch_room import patch_room
+from distflow_jax.models.vision.chunks import patch_room
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.planning.plan_run import prompt_encoder

@@ -18,13 +18,12 @@ from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parsing.addresses import listen
-from distflow_jax.rollout.scheduling.sequences import Group
-from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import SamplerRpc
-from distflow_jax.serving.sampler_thread import Ended, Failed, SamplerService
+from distflow_jax.serving.sampler_thread import Failed, SamplerService, SamplerStopped
 from distflow_jax.serving.served_weights import Turns, Weights
 from distflow_jax.serving.server import ServerConfig, check_addresses
 
@@ -401,7 +400,7 @@ def test_weights_that_come_after_the_end_are_refused():
     """Reading them may take longer than the server lives."""
     with Serving() as other:
         pass
-    with pytest.raises(Ended, match="the server is stopping"):
+    with pytest.raises(SamplerStopped, match="the server is stopping"):
         other.server.sampler.load(None, 1)
 
 

@@ -8,10 +8,10 @@ import pytest
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import PROXIMAL
 from distflow_jax.config.run_config import Config
+from distflow_jax.dag.added_fields import AGE, ALPHA, NODE, with_ages
 from distflow_jax.dag.graph import Node
-from distflow_jax.dag.load_graph import load_graph
-from distflow_jax.dag.proximal_weights import AGE, ALPHA, NODE, with_ages
-from distflow_jax.stages.token_age import build_token_age
+from distflow_jax.dag.graph_yaml import load_graph
+from distflow_jax.stages.reward import build_token_age
 
 VERSIONS = [np.array([3, 3, 4, 6], np.int32), np.array([6], np.int32), np.zeros(2, np.int32)]
 

@@ -12,7 +12,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Parts

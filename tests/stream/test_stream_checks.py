@@ -5,7 +5,7 @@ import pytest
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.stream.checks import Surroundings, check_plan

@@ -9,7 +9,7 @@ from support.layouts import LAYOUTS
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.stream.batches.streamed_nodes import (
     STREAMS,

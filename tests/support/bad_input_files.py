@@ -5,7 +5,7 @@ import json
 import numpy as np
 import safetensors.numpy
 
-from distflow_jax.dag.load_graph import load_graph
+from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.models.tokenizer import Tokenizer
 from support.graph_text import write_graph
 

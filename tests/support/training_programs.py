@@ -11,7 +11,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.grouped_matmul import block_size
 from distflow_jax.parallel.rules import rows_spec
-from distflow_jax.training.batch_forward import make_logp, make_values
+from distflow_jax.stages.predictions import make_logp, make_values
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer

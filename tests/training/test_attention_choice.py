@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from distflow_jax.models.vision.chunks import patch_room
 from distflow_jax.models.vision.patch_attention import Form
-from distflow_jax.models.vision.patch_room import patch_room
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.training.attention_choice import (
     AttentionSizes,

@@ -21,7 +21,7 @@ from distflow_jax.batch import Rows, RowShape
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import rows_spec, use_mesh
 from distflow_jax.programs import hlo
-from distflow_jax.training.batch_forward import make_logp
+from distflow_jax.stages.predictions import make_logp
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
 from distflow_jax.training.state import sharded_params

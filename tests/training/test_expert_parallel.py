@@ -23,7 +23,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs import hlo
 from distflow_jax.rollout.rollout_config import RolloutConfig
-from distflow_jax.training.batch_forward import make_logp
+from distflow_jax.stages.predictions import make_logp
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.state import sharded_params
 from distflow_jax.training.update import UpdateShape

@@ -17,7 +17,7 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.training.batch_forward import make_logp, make_values
+from distflow_jax.stages.predictions import make_logp, make_values
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
 from distflow_jax.training.state import abstract_state, init_state

@@ -27,7 +27,7 @@ from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import token_field
 from distflow_jax.dag.graph import Node
-from distflow_jax.stages.token_age import build_token_age
+from distflow_jax.stages.reward import build_token_age
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import policy_objective as policy
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

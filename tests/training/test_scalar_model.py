@@ -44,7 +44,7 @@ from distflow_jax.models.parameters import (
 )
 from distflow_jax.models.transformer import bind
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.training.batch_forward import make_scores, make_values
+from distflow_jax.stages.predictions import make_scores, make_values
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
 from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer

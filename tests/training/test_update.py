@@ -22,7 +22,7 @@ from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.planning.run_models import optimizer_of
 from distflow_jax.programs.jaxpr_flops import matmul_flops
-from distflow_jax.training.batch_forward import make_logp
+from distflow_jax.stages.predictions import make_logp
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective

@@ -16,7 +16,7 @@ from distflow_jax.watchdog.gossip import (
     NOTE,
     OTHERS,
     PHASE_CHARS,
-    Limits,
+    GossipDeadlines,
     Peer,
     Record,
     Verdict,
@@ -32,7 +32,7 @@ from distflow_jax.watchdog.gossip import (
 )
 from distflow_jax.watchdog.target import STACK_LINES, arrange_stacks
 
-LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
+LIMITS = GossipDeadlines(heartbeat=1.0, dead=30.0, stuck=1800.0)
 
 
 # -- tables ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from distflow_jax.watchdog.controller import HealthConfig, Watchdog
 from distflow_jax.watchdog.gossip import (
     COLLECT_SECONDS,
     DIED,
-    Limits,
+    GossipDeadlines,
     Peer,
     Record,
     Verdict,
@@ -29,7 +29,7 @@ from distflow_jax.watchdog.gossip import (
 )
 from distflow_jax.watchdog.seals import Sealer
 
-LIMITS = Limits(heartbeat=1.0, dead=30.0, stuck=1800.0)
+LIMITS = GossipDeadlines(heartbeat=1.0, dead=30.0, stuck=1800.0)
 TOKEN = "a1b2"
 
 # Silence for which a process may be taken for dead: longer than a busy machine leaves one waiting.

@@ -40,7 +40,7 @@ class Chart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Charts(DrawnTask):
+class BarCharts(DrawnTask):
     """Bars of different colours and different whole values from 1 to 9."""
 
     KIND: ClassVar[str] = "charts"

@@ -17,7 +17,7 @@ import numpy as np
 from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example, instruction
 from distflow_jax.images import pillow
-from distflow_jax.images.picture_files import Drawing
+from distflow_jax.images.picture_files import DrawnPicture
 from distflow_jax.parsing.setting_checks import check_one_of
 
 COLOURS = {
@@ -133,7 +133,7 @@ class DrawnTask:
             ability="vision",
             chosen=scene.answer,
             rejected=wrong,
-            images=(Drawing(f"{self.place(row)}, image 1", height, width, draw),),
+            images=(DrawnPicture(f"{self.place(row)}, image 1", height, width, draw),),
         )
 
     def place(self, row: int) -> str:

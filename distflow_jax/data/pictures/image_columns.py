@@ -13,7 +13,7 @@ Without images a row's `<image>` is text.
 import dataclasses
 from typing import Any
 
-from distflow_jax.data.messages.message_forms import read_messages
+from distflow_jax.data.message_forms import read_messages
 from distflow_jax.data.pictures.image_paths import ImageFolders
 from distflow_jax.data.row_checks import bad_value
 from distflow_jax.images.picture_files import PictureFile

@@ -30,7 +30,7 @@ _TILE = "<row_{row}_col_{column}>"
 _MOST_TILES = 12  # of a side with a token of their own
 
 
-class Words(Protocol):
+class ImageTokenizer(Protocol):
     """The part of a tokenizer that a layout needs."""
 
     backend: Any  # with token_to_id
@@ -251,7 +251,9 @@ def cut_patches(pixels: np.ndarray, patch: int, merge: int) -> tuple[np.ndarray,
     return np.ascontiguousarray(patches), place.reshape(-1, 2).astype(np.int32)
 
 
-def image_layout(config: VisionConfig, words: Words, most_features: int = 0) -> FamilyLayout:
+def image_layout(
+    config: VisionConfig, words: ImageTokenizer, most_features: int = 0
+) -> FamilyLayout:
     """The layout of a model with this tower and tokenizer.
 
     `most_features` is `data.image_tokens`. Raises ValueError if no image can have so few.
@@ -293,7 +295,7 @@ def _tokens_of(marker: str) -> list[str]:
     return [f"{part}>" for part in marker.split(">") if part]
 
 
-def _ids(words: Words, token: str) -> tuple[int, ...]:
+def _ids(words: ImageTokenizer, token: str) -> tuple[int, ...]:
     """The id of a token, or nothing."""
     found = words.backend.token_to_id(token)
     return () if found is None else (found,)

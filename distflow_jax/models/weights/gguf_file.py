@@ -62,7 +62,7 @@ _MOST_NESTING = 4  # of arrays in arrays
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorInfo:
+class GgufTensorInfo:
     """Place of a tensor: shape in NumPy's order, offset in bytes from the file's start."""
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class GgufFile:
 
     path: Path
     fields: dict[str, Any]  # metadata: str, int, float, bool or a list of one of them
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, GgufTensorInfo]
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, in NumPy's order of dims."""
@@ -138,7 +138,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 def _tensor_info(
     name: str, shape: tuple[int, ...], kind: int, offset: int, file_size: int
-) -> TensorInfo:
+) -> GgufTensorInfo:
     tensor_type = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[tensor_type]
     count = math.prod(shape)
@@ -147,7 +147,7 @@ def _tensor_info(
     num_bytes = count // block * block_bytes
     if offset + num_bytes > file_size:
         raise ValueError(f"tensor {name} ends at byte {offset + num_bytes} of {file_size}")
-    return TensorInfo(shape, tensor_type, offset, num_bytes)
+    return GgufTensorInfo(shape, tensor_type, offset, num_bytes)
 
 
 class _Cursor:

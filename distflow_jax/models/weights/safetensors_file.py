@@ -1,55 +1,50 @@
-"""Hugging Face's safetensors checkpoints: one file, or shards with an index.
+"""Hugging Face's safetensors checkpoints, read by the safetensors package: one file, or shards.
 
-The header is JSON (huggingface.co/docs/safetensors); tensors are views of the mapped file. Parsing
-it here supports bfloat16 and float8 by ml_dtypes, with any release of the safetensors package.
+Headers are read when a model is opened, each tensor when it is needed: with pread, since the pages
+of a mapped file would count as this process's memory.
 """
 
 import dataclasses
-import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401, gives NumPy bfloat16 by its name
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from distflow_jax.parsing.checked_fields import OBJECT, TEXT, Kind, check_fields
-from distflow_jax.parsing.json_text import parse_json, read_json_object
+from distflow_jax.parsing.checked_fields import OBJECT, TEXT, check_fields
+from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.one_line import one_line, shown
 from distflow_jax.parsing.paths import names_file, reading
 
-_DTYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
-# dtypes of the format that no weight has, and their bytes: such tensors may lie beside weights
-_OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4}
-_OTHER_BYTES |= {"U64": 8, "I64": 8, "C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
-_ITEM_BYTES = _OTHER_BYTES | {name: dtype.itemsize for name, dtype in _DTYPES.items()}
-_MOST_OFFSET = 1 << 62
-_MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
+_DTYPES = ("BF16", "F16", "F32", "F64")  # of weights; tensors of others may lie beside them
+_MAX_HEADER = 100_000_000  # bytes; the limit of the package
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Place of a tensor: file, dtype as named there, offset in bytes from the file's start."""
+    """A tensor of a file, or a block of one: `shape` is the block's."""
 
     path: Path
-    dtype: str
+    name: str  # in the file
+    dtype: str  # as named there
     shape: tuple[int, ...]
-    offset: int
+    block: tuple[int, slice] | None = None  # index into the tensor; None: the whole
 
     def split(self, count: int) -> "list[TensorInfo]":
         """The tensor [E, rows, columns] as `count` tensors [E * rows / count, columns]."""
-        shape = (self.shape[0] * self.shape[1] // count, self.shape[2])
-        size = math.prod(shape) * _ITEM_BYTES[self.dtype]
-        offsets = [self.offset + n * size for n in range(count)]
-        return [dataclasses.replace(self, shape=shape, offset=offset) for offset in offsets]
+        experts, rows, columns = self.shape
+        size = experts * rows // count
+        return [
+            dataclasses.replace(
+                self, shape=(size, columns), block=(e, slice(n * size, (n + 1) * size))
+            )
+            for e in range(experts)
+            for n in range(count // experts)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +53,35 @@ class SafetensorsFiles:
 
     paths: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
+    _opened: dict[Path, safe_open] = dataclasses.field(default_factory=dict, repr=False)
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor in the dtype of its file: a read-only view of the mapped file."""
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor in the dtype of its file, or rows of one; no more is read than is returned.
+
+        Raises ValueError if the dtype is not one of weights, or the file cannot be read.
+        """
         info = self.tensors[name]
         if info.dtype not in _DTYPES:
             raise ValueError(
-                f"{info.path}: tensor {name} has dtype {info.dtype}, supported are "
-                f"{', '.join(sorted(_DTYPES))}"
+                f"{info.path}: tensor {one_line(name)} has dtype {info.dtype}, supported are "
+                f"{', '.join(_DTYPES)}: convert it to one of these"
             )
-        if 0 in info.shape:  # nothing to map
-            return np.zeros(info.shape, _DTYPES[info.dtype])
-        return np.memmap(info.path, _DTYPES[info.dtype], "r", info.offset, info.shape)
+        index = info.block if rows is None else rows
+        with _errors_of(info.path):
+            if index is not None:  # by a map: with pread, a slice reads the whole tensor first
+                return safe_open(info.path, "np").get_slice(info.name)[index]
+            return self._file(info.path).get_tensor(info.name)
+
+    def _file(self, path: Path) -> safe_open:
+        """The file, which stays open until another one is read."""
+        file = self._opened.get(path)
+        if file is None:
+            self._opened.clear()
+            file = self._opened[path] = safe_open(path, "np", backend="pread")
+        return file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": {}}
 
 
 def is_safetensors(path: Path) -> bool:
@@ -93,7 +105,7 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def open_safetensors(path: Path) -> SafetensorsFiles:
-    """Headers of one safetensors file."""
+    """Headers of one safetensors file. Raises ValueError if it is damaged, or is none."""
     return SafetensorsFiles((path,), _read_header(path))
 
 
@@ -124,71 +136,25 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    file_size = path.stat().st_size
     if not is_safetensors(path):
         raise ValueError(f"{path} is not a safetensors file")
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        raw = file.read(size)
-    if len(raw) != size:
+    with _errors_of(path), safe_open(path, "np") as file:
+        views = {name: file.get_slice(name) for name in file.offset_keys()}
+    return {
+        name: TensorInfo(path, name, view.get_dtype(), tuple(view.get_shape()))
+        for name, view in views.items()
+    }
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    """A block whose errors are those of one file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {one_line(str(error))}") from error
+    except (SafetensorError, ValueError) as error:  # ValueError: a shape that NumPy does not have
         raise ValueError(
-            f"{path} is truncated: its header of {size} bytes ends at byte {file_size}"
-        )
-    header = parse_json(raw, f"{path} is not a valid safetensors file, its header")
-    infos, place = {}, f"{path} is not a valid safetensors file, truncated or corrupt"
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        check_fields({name: entry}, {name: _ENTRY}, place)
-        begin, end = entry["data_offsets"]
-        infos[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), 8 + size + begin)
-        size_of = math.prod(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
-        if size_of != end - begin:
-            raise ValueError(
-                f"{place}: tensor {one_line(name)} {shown(entry['shape'])} does not fill its "
-                f"{end - begin} bytes"
-            )
-    _check_filled(
-        place,
-        [tuple(e["data_offsets"]) for n, e in header.items() if n in infos],
-        file_size - 8 - size,
-    )
-    return infos
-
-
-def _check_filled(place: str, spans: list[tuple[int, int]], size: int) -> None:
-    """Raises ValueError unless the spans cover `size` bytes, each once, as the format demands."""
-    at = 0
-    for begin, end in sorted(spans):
-        if begin != at:
-            raise ValueError(
-                f"{place}: no tensor, or two, begin at byte {min(at, begin)} of the data"
-            )
-        at = end
-    if at != size:
-        raise ValueError(f"{place}: the tensors end at byte {at} of the data, which has {size}")
-
-
-def _is_offset(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_OFFSET
-
-
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, Mapping):
-        return False
-    offsets, shape = entry.get("data_offsets"), entry.get("shape")
-    return (
-        isinstance(entry.get("dtype"), str)
-        and entry["dtype"] in _ITEM_BYTES
-        and isinstance(shape, list)
-        and isinstance(offsets, list)
-        and len(offsets) == 2
-        and all(map(_is_offset, [*shape, *offsets]))
-        and offsets[0] <= offsets[1]
-    )
-
-
-_ENTRY = Kind(
-    f"a tensor with shape, data_offsets (none negative) and a dtype of {', '.join(_ITEM_BYTES)}",
-    _is_entry,
-)
+            f"{path} is not a valid safetensors file, truncated or corrupt "
+            f"({one_line(str(error))}): fetch or export it again"
+        ) from error

@@ -492,24 +492,25 @@ def _with_head(files: SafetensorsFiles, family: ModuleType, config: DecoderConfi
     if not config.tie_embeddings or HF_HEAD not in files.tensors:
         return config
     (name,) = (w.source for w in family.hf_weights(config) if w.path == EMBEDDING)
-    if name in files.tensors and not _same_values(files.read(HF_HEAD), files.read(name)):
+    if name in files.tensors and not _same_values(files, HF_HEAD, name):
         return dataclasses.replace(config, tie_embeddings=False)
     head = files.tensors.pop(HF_HEAD)
     files.tensors.setdefault(name, head)
     return config
 
 
-def _same_values(a: np.ndarray, b: np.ndarray) -> bool:
+def _same_values(files: SafetensorsFiles, one: str, other: str) -> bool:
     """Whether both are [rows, columns] of equal values in the narrower of their dtypes."""
-    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-    return (
-        a.ndim == 2
-        and a.shape == b.shape
-        and all(
-            np.array_equal(a[n : n + _ROWS].astype(narrow), b[n : n + _ROWS].astype(narrow))
-            for n in range(0, len(a), _ROWS)
-        )
-    )
+    shape = files.tensors[one].shape
+    if len(shape) != 2 or 0 in shape or files.tensors[other].shape != shape:
+        return False
+    for start in range(0, shape[0], _ROWS):
+        rows = slice(start, min(start + _ROWS, shape[0]))
+        a, b = files.read(one, rows), files.read(other, rows)
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+        if not np.array_equal(a.astype(narrow), b.astype(narrow)):
+            return False
+    return True
 
 
 def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:

@@ -1,13 +1,15 @@
 """Before step 1: programs of the units that run on each partial batch, traced for its rows.
 
 A unit that trains adds its rows to accumulators in the model's state, between two small programs:
-`begin` makes the accumulators, `finish` makes the optimizer step. A *spec* is a pytree of
+`begin` makes the accumulators, `finish` makes the optimizer step. Fields that nodes read of the
+whole batch wait on the host. A *spec* is a pytree of
 jax.ShapeDtypeStruct with shardings.
 """
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.layout import Edge, Layout
 from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.unit_programs import Program, trace_plan
 from distflow_jax.programs.launch_log import launched
@@ -144,3 +147,42 @@ def check_stateless(unit: Unit, kept: Collection[str]) -> None:
                 f"node {task.node.id!r} keeps a state, and in partial batches it runs once for "
                 "each partial batch, not once in a step: give it scope batch"
             )
+
+
+def deferred(plan: Plan, units: Sequence[Unit]) -> list[Edge]:
+    """Edges of fields that `units` on meshes write in partial batches and others read of the whole
+    batch; one for each field, to the host."""
+    inside = {task.node.id for unit in units for task in unit.tasks if unit.layout.kind == "mesh"}
+    found = {
+        (edge.source, edge.field): edge
+        for unit in plan.units
+        if unit not in units
+        for edge in unit.inputs
+        if edge.source in inside
+    }
+    host = Layout("host")
+    return [dataclasses.replace(e, target_layout=host, move="unpack") for e in found.values()]
+
+
+def check_deferred(
+    plan: Plan, units: Sequence[Unit], programs: Iterable[Program], specs: FieldSpecs
+) -> None:
+    """Raises ValueError unless all fields that nodes wait for can be moved to the batch.
+
+    `programs` are those of `units`, `specs` describe fields of a partial batch.
+    """
+    known = {
+        value: spec
+        for program in programs
+        for value, spec in zip(program.unit.outputs, program.outputs, strict=True)
+    }
+    for edge in deferred(plan, units):
+        spec = known[edge.source, edge.field]
+        if isinstance(spec, jax.ShapeDtypeStruct) and specs.travels(spec, edge.source_layout):
+            continue
+        sizes = [math.prod(x.shape) for x in jax.tree.leaves(spec)]
+        raise ValueError(
+            f"node {edge.source!r}: writes {edge.field!r} as arrays of {sizes} numbers, and node "
+            f"{edge.target!r} waits for those of the whole batch, which have one number per token "
+            "or per sequence; use stream.partial_batches='off'"
+        )

@@ -40,7 +40,7 @@ class Box:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class WireSection:
     """A section of wires of one source and kind, from a column to the next.
 
     It ends at the box `target`, or, if that is None, at the wires' track in the next column.
@@ -63,7 +63,7 @@ class Arrangement:
 
     tops: Mapping[str, float]
     slots: Mapping[tuple[str, str, str], float]
-    links: Sequence[Link]
+    links: Sequence[WireSection]
     order: Sequence[Sequence[tuple[str | None, float]]]
 
 
@@ -112,7 +112,7 @@ def arrange(boxes: Sequence[Box], wires: Iterable[Wire]) -> Arrangement:
             if j.wire is not None
         },
         links=[
-            Link(
+            WireSection(
                 j.source,
                 j.kind,
                 j.left.column,

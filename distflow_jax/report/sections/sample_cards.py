@@ -39,7 +39,7 @@ _KNOWN = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ResponseCard:
     """A response; `more` are its other numbers by name."""
 
     text: Any
@@ -64,13 +64,13 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class PromptCard:
     """A prompt with its responses, the best first."""
 
     prompt: Any
     truth: Any
     source: str
-    answers: Sequence[Answer]
+    answers: Sequence[ResponseCard]
     pictures: Sequence[str] = ()  # data URIs of small copies
 
     @property
@@ -113,7 +113,7 @@ def sample_cards(run: RunFolder) -> str:
     )
 
 
-def _order_choice(files: Iterable[Mapping[str, Group]]) -> str:
+def _order_choice(files: Iterable[Mapping[str, PromptCard]]) -> str:
     """The list of numbers that responses can be sorted by; "" for one alone."""
     known = {
         name
@@ -130,7 +130,7 @@ def _order_choice(files: Iterable[Mapping[str, Group]]) -> str:
     return f"<select class='order' aria-label='order of responses'>{options}</select>"
 
 
-def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Group]:
+def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[str, PromptCard]:
     """{key of the prompt: its responses}; a training record is one response, see `answers`."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
@@ -155,13 +155,13 @@ def _at(record: Mapping[str, Any], name: str, place: int) -> Any:
     return values[place] if isinstance(values, list) and place < len(values) else ""
 
 
-def _group(records: Sequence[Mapping[str, Any]]) -> Group:
+def _group(records: Sequence[Mapping[str, Any]]) -> PromptCard:
     first, found = records[0], []
     for record in records:
         rest = {key: value for key, value in record.items() if key not in _KNOWN}
         if isinstance(record.get("responses"), list):
             found += [
-                Answer(
+                ResponseCard(
                     text,
                     _at(record, "scores", i),
                     _at(record, "lengths", i),
@@ -171,7 +171,7 @@ def _group(records: Sequence[Mapping[str, Any]]) -> Group:
             ]
         else:
             found.append(
-                Answer(
+                ResponseCard(
                     record.get("response", ""),
                     record.get("score", ""),
                     record.get("response_length", ""),
@@ -183,7 +183,9 @@ def _group(records: Sequence[Mapping[str, Any]]) -> Group:
     found.sort(key=lambda answer: -answer.number if not math.isnan(answer.number) else math.inf)
     source = str(first.get("data_source", ""))
     pictures = pictures_of(first)
-    return Group(first.get("prompt", ""), first.get("ground_truth", ""), source, found, pictures)
+    return PromptCard(
+        first.get("prompt", ""), first.get("ground_truth", ""), source, found, pictures
+    )
 
 
 def pictures_of(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -194,8 +196,8 @@ def pictures_of(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _before(
-    groups: Mapping[str, Mapping[str, Group]], name: str, key: str
-) -> tuple[str, Group] | None:
+    groups: Mapping[str, Mapping[str, PromptCard]], name: str, key: str
+) -> tuple[str, PromptCard] | None:
     """The same prompt in the newest earlier file of the same kind."""
     kind, step = _kind(name)
     places = [(_kind(other)[1], other) for other in groups if _kind(other)[0] == kind]
@@ -216,7 +218,7 @@ def _title(name: str) -> str:
     return f"{words[kind]} {step}" if kind in words else name
 
 
-def _card(group: Group, before: tuple[str, Group] | None, key: str) -> str:
+def _card(group: PromptCard, before: tuple[str, PromptCard] | None, key: str) -> str:
     count = len(group.answers)
     facts = [f"{count} response{'' if count == 1 else 's'}"]
     if not math.isnan(group.mean):
@@ -244,7 +246,7 @@ def _shown(pictures: Sequence[str]) -> str:
     return f"{PICTURES}{shown}</div>"
 
 
-def _earlier(before: tuple[str, Group] | None, now: Group, key: str) -> str:
+def _earlier(before: tuple[str, PromptCard] | None, now: PromptCard, key: str) -> str:
     if before is None:
         return ""
     name, group = before
@@ -261,7 +263,7 @@ def _earlier(before: tuple[str, Group] | None, now: Group, key: str) -> str:
     )
 
 
-def _response(answer: Answer, group: Group, most: int = 3000) -> str:
+def _response(answer: ResponseCard, group: PromptCard, most: int = 3000) -> str:
     chips = []
     if answer.score != "":
         score = format_value(answer.score) if _is_number(answer.score) else long_text(answer.score)
@@ -294,7 +296,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _share(answer: Answer, group: Group) -> float:
+def _share(answer: ResponseCard, group: PromptCard) -> float:
     """Place of a score between the least and the greatest of its prompt, 0 to 1."""
     numbers = [a.number for a in group.answers if not math.isnan(a.number)]
     if math.isnan(answer.number) or not numbers or max(numbers) == min(numbers):

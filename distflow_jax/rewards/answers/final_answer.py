@@ -82,7 +82,7 @@ _CLOSING_WORDS = 3  # words that may follow the formula with which a response cl
 _TEXT_WORDS = 12  # words of an answer that is text
 
 
-class _Place(NamedTuple):
+class _AnswerPlace(NamedTuple):
     """An answer at characters [start, end) of a text."""
 
     start: int
@@ -141,13 +141,13 @@ def is_expression(text: str) -> bool:
     return "\n" not in rest and len(rest.split()) <= 2
 
 
-def _boxes(text: str) -> list[_Place]:
+def _boxes(text: str) -> list[_AnswerPlace]:
     """Whole boxes in order, in linear time; of boxes in each other the outermost one."""
     opened: list[tuple[int, int]] = []  # (start of the box or -1, start of the content)
-    found: list[_Place] = []
+    found: list[_AnswerPlace] = []
     for brace in _BOX_OR_BRACE.finditer(text):
         if brace["bare"]:
-            found.append(_Place(brace.start(), brace.end(), _stripped(brace["bare"])))
+            found.append(_AnswerPlace(brace.start(), brace.end(), _stripped(brace["bare"])))
         elif brace["box"]:
             opened.append((brace.start(), brace.end()))
         elif brace[0] == "{":
@@ -157,31 +157,33 @@ def _boxes(text: str) -> list[_Place]:
             if start >= 0:
                 while found and found[-1].start > start:
                     found.pop()
-                found.append(_Place(start, brace.end(), text[begin : brace.start()].strip()))
+                found.append(_AnswerPlace(start, brace.end(), text[begin : brace.start()].strip()))
     return found
 
 
-def _joined(text: str, places: list[_Place]) -> list[_Place]:
+def _joined(text: str, places: list[_AnswerPlace]) -> list[_AnswerPlace]:
     """Places with those that a conjunction or a comma joins as one list."""
-    joined: list[_Place] = []
+    joined: list[_AnswerPlace] = []
     for place in places:
         before = joined[-1] if joined else None
         if before and place.start - before.end < _NEAR and 0 < len(before.answer) < 4000:
             between = _DELIMITERS.sub(" ", text[before.end : place.start]).strip()
             if _JOIN.fullmatch(between):
-                joined[-1] = _Place(before.start, place.end, f"{before.answer}, {place.answer}")
+                joined[-1] = _AnswerPlace(
+                    before.start, place.end, f"{before.answer}, {place.answer}"
+                )
                 continue
         joined.append(place)
     return joined
 
 
-def _tagged(text: str) -> Iterator[_Place]:
+def _tagged(text: str) -> Iterator[_AnswerPlace]:
     """Whole answer tags."""
     opened = None
     for tag in _ANSWER_TAG.finditer(text):
         if tag[1] and opened is not None:
             content = text[opened.end() : tag.start()].strip()
-            yield _Place(opened.start(), tag.end(), content)
+            yield _AnswerPlace(opened.start(), tag.end(), content)
         opened = None if tag[1] else tag
 
 
@@ -192,19 +194,19 @@ def _inside(content: str) -> str:
     return _without_a_mark(content) or content
 
 
-def _after_hashes(text: str) -> Iterator[_Place]:
+def _after_hashes(text: str) -> Iterator[_AnswerPlace]:
     """Lines after `####` that hold an expression; the last line of a text may hold any text."""
     for found in _HASHES.finditer(text):
         if is_expression(found[1]) or not text[found.end() :].strip():
-            yield _Place(found.start(), found.end(), _stripped(found[1]))
+            yield _AnswerPlace(found.start(), found.end(), _stripped(found[1]))
 
 
-def _phrases(text: str) -> Iterator[_Place]:
+def _phrases(text: str) -> Iterator[_AnswerPlace]:
     """Anchored phrases that an expression follows, which is no question."""
     for phrase in _PHRASE.finditer(text):
         found = None if phrase["doubt"] else _expression(text, phrase.end())
         if found is not None and text[found.end : found.end + 1] != "?":
-            yield _Place(phrase.start(), found.end, found.answer)
+            yield _AnswerPlace(phrase.start(), found.end, found.answer)
 
 
 def _without_a_mark(text: str) -> str:
@@ -226,7 +228,7 @@ def _without_a_mark(text: str) -> str:
 def _closing_formula(text: str) -> str:
     """The formulas with which a text ends, apart from punctuation and a few words; "" if none."""
     text = _END_OF_PROOF.sub("", text)
-    found = [_Place(*f.span(), f[f.lastgroup or 0].strip()) for f in _FORMULA.finditer(text)]
+    found = [_AnswerPlace(*f.span(), f[f.lastgroup or 0].strip()) for f in _FORMULA.finditer(text)]
     if not (formulas := _joined(text, found)):
         return ""
     start, end, answer = formulas[-1]
@@ -240,7 +242,7 @@ def _closing_formula(text: str) -> str:
     return answer + ("%" if percent else "")
 
 
-def _expression(text: str, at: int) -> _Place | None:
+def _expression(text: str, at: int) -> _AnswerPlace | None:
     """The expression behind white space and markup at a place; None without a whole one."""
     start = _MARKUP.match(text, at).end()
     found = _formula(text, start) or _plain(text, start)
@@ -248,13 +250,13 @@ def _expression(text: str, at: int) -> _Place | None:
     return found if found and found.answer and braces.count("{") == braces.count("}") else None
 
 
-def _formula(text: str, start: int) -> _Place | None:
+def _formula(text: str, start: int) -> _AnswerPlace | None:
     """The formula that begins at a place, with those that are joined to it."""
-    found: list[_Place] = []
+    found: list[_AnswerPlace] = []
     formula = _FORMULA.match(text, start)
     while formula:
         content = formula[formula.lastgroup or 0].strip()
-        found = _joined(text, [*found, _Place(formula.start(), formula.end(), content)])
+        found = _joined(text, [*found, _AnswerPlace(formula.start(), formula.end(), content)])
         if len(found) > 1:  # it is not joined to the first one
             break
         formula = _FORMULA.search(text, formula.end(), formula.end() + _NEAR)
@@ -264,7 +266,7 @@ def _formula(text: str, start: int) -> _Place | None:
     return found[0]._replace(answer=found[0].answer + ("%" if percent else ""))
 
 
-def _plain(text: str, start: int) -> _Place | None:
+def _plain(text: str, start: int) -> _AnswerPlace | None:
     """The expression without delimiters that begins at a place; None without one."""
     end = start
     while (token := _TOKEN.match(text, end)) and not ("\n" in token[0] and end > start):
@@ -281,7 +283,7 @@ def _plain(text: str, start: int) -> _Place | None:
         bare = answer == letter
         if bare and follows and (letter in "AaIi" or letter.islower()):
             return None  # an article or a variable in a sentence
-    return _Place(start, start + len(run.rstrip(_TRAILING)), answer)
+    return _AnswerPlace(start, start + len(run.rstrip(_TRAILING)), answer)
 
 
 def _stripped(text: str) -> str:

@@ -25,15 +25,14 @@ from distflow_jax.rollout.decode_state import (
     longest_read,
 )
 from distflow_jax.rollout.engine.engine_programs import EnginePrograms
-from distflow_jax.rollout.engine.jetstream_tokenizer import JetStreamTokenizer
-from distflow_jax.rollout.engine.result_tokens import RolloutTokens
-from distflow_jax.rollout.engine.slot_commands import (
+from distflow_jax.rollout.engine.result_tokens import JetStreamTokenizer, RolloutTokens
+from distflow_jax.rollout.engine.slot_updates import (
     Injection,
     SlotRequest,
     change_columns,
     insert_columns,
+    prompt_end,
 )
-from distflow_jax.rollout.engine.slot_updates import prompt_end
 from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api, tokenizer_pb2
 from distflow_jax.rollout.prefill.image_programs import PromptSight
 from distflow_jax.rollout.prefill.prefill import Prefix

@@ -1,4 +1,4 @@
-"""The result of a generate call, as JetStream has it and with log-probs.
+"""The faces that JetStream expects: results of a generate call, with log-probs, and a tokenizer.
 
 B slots, k tokens at most of a slot and call.
 """
@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from flax import struct
 
+from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig, result_tokens
-from distflow_jax.rollout.jetstream_api import engine_api
+from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
 
 
 @struct.dataclass
@@ -68,3 +69,49 @@ class RolloutTokens(engine_api.ResultTokens):
     def free_pages(self) -> np.ndarray:
         """Free pages of each slot's data rank, int [B]."""
         return self.data[:, -1]
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """Text to ids and back. `stop_ids` are the engine's, so that both end alike."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...]):
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+
+    def encode(
+        self, s: str, *, max_prefill_length: int | None = None, **kwargs
+    ) -> tuple[jax.Array | np.ndarray, int]:
+        """(ids, their number), the last `max_prefill_length` of them as JetStream cuts.
+
+        Not padded: the engine pads to its own lengths. `is_bos` does nothing: a text holds the
+        special tokens that it should, as in training.
+        """
+        ids = self._tokenizer.encode(s)
+        if max_prefill_length is not None:
+            ids = ids[-max_prefill_length:]
+        return ids, len(ids)
+
+    def decode(self, token_ids: list[int], **kwargs) -> str:
+        """Ids -> text, special tokens left out."""
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def pad_id(self) -> int:
+        """Fills up a prompt of JetStream's; never looked at."""
+        return self._tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        """The first of the tokens that end a response."""
+        return self._stop_ids[0]
+
+    @property
+    def bos_id(self) -> int:
+        """Start of a text; the end token for a model that has no other mark between texts."""
+        bos = self._tokenizer.bos_id
+        return self.eos_id if bos is None else bos
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """Ids that end a response. Not the pad id: the model may well write it."""
+        return set(self._stop_ids)

@@ -1,16 +1,25 @@
-"""The protocol of engines that answer requests: token ids in, ids and log-probs out.
+"""The protocol of engines that answer requests, threads that wait for answers, and their checks.
 
-An adapter speaks to one engine. It neither repeats a request nor checks an answer: both is the
-work of ForeignScheduler, alike for all engines. T tokens.
+Token ids go in, ids and log-probs come out. An adapter speaks to one engine. It neither repeats a
+request nor checks an answer: both is the work of ForeignScheduler, alike for all engines. T tokens.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
 from distflow_jax.rollout.requests import SamplingParams
+from distflow_jax.rollout.response_checks import (
+    RefusedAnswer,
+    ResponseLimits,
+    check_logp,
+    check_tokens,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,3 +105,112 @@ class ForeignEngine(Protocol):
 
     def close(self) -> None:
         """Drops what runs, and ends threads and connections."""
+
+
+class AnswerThreads:
+    """Runs calls of a server, each in a thread. Every request of a call ends exactly once.
+
+    Attributes:
+      closing: set when nobody waits any more.
+    """
+
+    def __init__(self, threads: int):
+        self.closing = threading.Event()
+        self._ended: queue.SimpleQueue[Answer | Failure] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(threads, "engine")
+
+    def start(self, numbers: Iterable[int], call: Callable[[], Iterator[Answer | Failure]]) -> None:
+        """Starts a call that answers these requests.
+
+        Those that it does not answer have failed, by its own error if it raises one.
+        """
+        left = set(numbers)
+
+        def run() -> None:
+            if self.closing.is_set():
+                return
+            for entry in call():
+                if entry.id in left:
+                    left.discard(entry.id)
+                    self._ended.put(entry)
+
+        def end(future: Future) -> None:
+            error = None if future.cancelled() else future.exception()
+            reason = "the server ended the call before this response"
+            if error is not None:  # whatever it is, nobody must wait for ever
+                reason = f"{type(error).__name__}: {error}"
+            for number in sorted(left):
+                self._ended.put(Failure(number, reason))
+
+        self._threads.submit(run).add_done_callback(end)
+
+    def results(self, seconds: float) -> list[Answer | Failure]:
+        """Answers and failures since the last call; waits so long for a first one."""
+        found = []
+        try:
+            found.append(self._ended.get(timeout=seconds))
+            while True:
+                found.append(self._ended.get_nowait())
+        except queue.Empty:
+            return found
+
+    def close(self) -> None:
+        """Starts no other call; the threads end with those that run."""
+        self.closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def checked_columns(
+    answer: Answer, *, vocab_size: int, limit: int, stops: Collection[int], held: int, known: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens int32, log-probs float32, versions int32) of an answer, [T] each.
+
+    `limit`: tokens at most; `stops`: ids that end a response; `held`: version when it was
+    requested; `known`: version that the engine was given last. Raises RefusedAnswer.
+    """
+    tokens = _tokens(answer, ResponseLimits(vocab_size, stops), limit)
+    logp = _logp(answer, len(tokens))
+    if answer.version is None:
+        return tokens, logp, np.full(len(tokens), known, np.int32)
+    if len(answer.version) != len(tokens):
+        raise RefusedAnswer(f"{len(tokens)} tokens with {len(answer.version)} versions")
+    version = np.array(answer.version, np.int64)
+    # the first token may be drawn from logits that the weights before had computed
+    wrong = version[(version < held) | (version > known)]
+    if len(wrong):
+        raise RefusedAnswer(
+            f"a token of version {wrong[0]}, where this run loaded {held} to {known}: another "
+            "client loads weights into this engine, or it was started again"
+        )
+    return tokens, logp, version.astype(np.int32)
+
+
+def _tokens(answer: Answer, limits: ResponseLimits, limit: int) -> np.ndarray:
+    """The ids, int32 [T]."""
+    if not all(type(token) is int for token in answer.tokens):
+        raise RefusedAnswer("token ids that are no integers")
+    try:
+        tokens = np.array(answer.tokens, np.int64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer("a token id that no vocabulary has") from error
+    ends = bool(len(tokens)) and answer.tokens[-1] in limits.stops
+    check_tokens(tokens, limits, limit, ended=answer.ended or ends)
+    return tokens.astype(np.int32)
+
+
+def _logp(answer: Answer, count: int) -> np.ndarray:
+    """The log-probs, float32 [T]."""
+    if answer.logp is None:
+        raise RefusedAnswer("no log-probs")
+    if len(answer.logp) != count:
+        raise RefusedAnswer(f"{count} tokens with {len(answer.logp)} log-probs")
+    if not all(type(value) in (int, float) for value in answer.logp):
+        raise RefusedAnswer("a token without log-prob")
+    try:
+        logp = np.array(answer.logp, np.float64)
+    except OverflowError as error:  # JSON has integers of any size
+        raise RefusedAnswer("a log-prob that no float holds") from error
+    with np.errstate(over="ignore"):
+        logp = logp.astype(np.float32)
+    check_logp(logp)
+    return np.minimum(logp, np.float32(0))

@@ -13,19 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.foreign.answer_checks import checked_columns
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     EngineError,
     EngineRequest,
     Failure,
     ForeignEngine,
+    checked_columns,
 )
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.rollout.scheduling.sequences import Group
-from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
 
 FIRST_PAUSE, LAST_PAUSE = 0.2, 5.0  # seconds between two looks at an engine that is away
 log = logging.getLogger("distflow_jax")

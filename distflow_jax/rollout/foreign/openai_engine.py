@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.rollout.foreign.answer_threads import AnswerThreads
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
+    AnswerThreads,
     EngineError,
     EngineRequest,
     Failure,

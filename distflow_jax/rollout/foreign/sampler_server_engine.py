@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from distflow_jax.rollout.foreign.answer_threads import AnswerThreads
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
+    AnswerThreads,
     EngineError,
     EngineRequest,
     Failure,

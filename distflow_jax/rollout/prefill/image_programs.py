@@ -80,7 +80,7 @@ def joined_sight(images: PromptImages, parts: Sequence[PromptSight]) -> PromptSi
     )
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """The part of a row that reads a prompt's tokens from `first` on."""
 
     at: int  # its first token in the row
@@ -144,7 +144,7 @@ class ImagePrograms:
         chunks = self.sizes.empty()
         return self._encode.trace(params, chunks.patches, chunks.positions, chunks.segments)
 
-    def sight(self, length: int, pieces: Sequence[Piece]) -> Sight:
+    def sight(self, length: int, pieces: Sequence[PromptPiece]) -> Sight:
         """The images in a row of `length` tokens."""
         model, patch = self._shapes.model, np.full(length, -1, np.int32)
         rotary = np.zeros((length, 3), np.int32) if model.rope_sections else None
@@ -208,7 +208,7 @@ def shift_of(sight: PromptSight | None) -> np.ndarray:
     return np.int32(0 if sight is None else sight.images.shift)
 
 
-def _rotary(piece: Piece) -> np.ndarray:
+def _rotary(piece: PromptPiece) -> np.ndarray:
     """Positions of a piece's tokens by time, row and column, int32 [count, 3]."""
     place = np.arange(piece.first, piece.first + piece.count, dtype=np.int32)
     if piece.sight is None:

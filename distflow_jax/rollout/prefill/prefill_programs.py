@@ -12,7 +12,7 @@ from distflow_jax.rollout.decode_state import StateShapes, check_length
 from distflow_jax.rollout.prefill import prefill
 from distflow_jax.rollout.prefill.image_programs import (
     ImagePrograms,
-    Piece,
+    PromptPiece,
     PromptSight,
     Sight,
     shift_of,
@@ -76,7 +76,9 @@ class PrefillPrograms:
         packed = row.tokens, row.segment, row.position, row.last
         sights = sights or [None] * len(prompts)
         both = zip(row.offsets, prompts, sights, strict=True)
-        pieces = [Piece(at, before, len(prompt) - before, sight) for at, prompt, sight in both]
+        pieces = [
+            PromptPiece(at, before, len(prompt) - before, sight) for at, prompt, sight in both
+        ]
         sight = self._sight(len(row.tokens), pieces)
         if after is None:
             shared = None
@@ -100,7 +102,7 @@ class PrefillPrograms:
             for i, (prompt, offset) in enumerate(zip(prompts, row.offsets, strict=True))
         ]
 
-    def _sight(self, length: int, pieces: Sequence[Piece]) -> Sight | None:
+    def _sight(self, length: int, pieces: Sequence[PromptPiece]) -> Sight | None:
         return None if self.images is None else self.images.sight(length, pieces)
 
     def _shift(self, sight: PromptSight | None) -> np.ndarray | None:
@@ -196,7 +198,7 @@ class PrefillPrograms:
             kept = self._widen(kept, existing.offset, existing.shared, room)
         for chunk in self._cut(tokens, before, sight):
             padded = np.pad(chunk, (0, size - len(chunk)))
-            here = self._sight(size, [Piece(0, before, len(chunk), sight)])
+            here = self._sight(size, [PromptPiece(0, before, len(chunk), sight)])
             count = np.int32(len(chunk))
             kept, logits = self._chunk(params, padded, count, kept, np.int32(before), here)
             before += len(chunk)

@@ -8,9 +8,9 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
+from distflow_jax.rollout.engine.slot_updates import Injection, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
-from distflow_jax.rollout.scheduling.sequences import CachedPrompt, Call, SlotSequence
+from distflow_jax.rollout.scheduling.sequences import CachedPrompt, DecodeCall, SlotSequence
 
 
 class DecodeCalls:
@@ -23,7 +23,7 @@ class DecodeCalls:
     def __init__(self, engine: RolloutEngine, state: DecodeState):
         """`state`: all slots free. It is donated."""
         self.engine = engine
-        self.in_flight: Call | None = None
+        self.in_flight: DecodeCall | None = None
         self._state = state
         self._drop: list[int] = []
         self._unhold: list[tuple[int, int]] = []
@@ -95,7 +95,7 @@ class DecodeCalls:
         few = max(of_rank) <= self.engine.few_slots
         self._state, result = self.engine.generate(params, self._state, few=few)
         result.copy_to_host_async()
-        self.in_flight = Call(result, version, running)
+        self.in_flight = DecodeCall(result, version, running)
 
     def collect(self, slots: Sequence[int], ends: Collection[int]) -> tuple[jax.Array, list[int]]:
         """Begins to send the experts recorded of up to `width` slots to the host; frees `ends`.

@@ -14,7 +14,7 @@ import numpy as np
 from distflow_jax.images.turn_images import TurnImages, joined
 from distflow_jax.rollout.decode_state import DecodeState, check_length, longest_read
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Injection
+from distflow_jax.rollout.engine.slot_updates import Injection
 from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.sequences import Group, SlotSequence

@@ -7,16 +7,16 @@ import numpy as np
 
 from distflow_jax.rollout.decode_state import DecodeState, pages_of
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import Injection, SlotRequest
+from distflow_jax.rollout.engine.slot_updates import Injection, SlotRequest
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import GroupRequest, Partial
 from distflow_jax.rollout.scheduling.cached_prompts import CachedPrompts
 from distflow_jax.rollout.scheduling.decode_calls import DecodeCalls
 from distflow_jax.rollout.scheduling.sequences import (
     CachedPrompt,
-    Call,
+    DecodeCall,
     Group,
-    Recorded,
+    RecordedExperts,
     SlotSequence,
 )
 
@@ -201,7 +201,7 @@ class Slots:
 
     # -- the call in flight -----------------------------------------------------------------------
 
-    def await_call(self) -> tuple[Call, list[int]] | None:
+    def await_call(self) -> tuple[DecodeCall, list[int]] | None:
         """Waits for the call in flight and frees slots and pages of sequences that ended in it.
 
         Returns the call, without sequences that were aborted meanwhile, and the slots to be
@@ -234,7 +234,7 @@ class Slots:
             waits = [(s.order, i) for i, s in self.running().items() if s.prompt.rank == rank]
             if waits and self.prompts.pages[rank] == 0:
                 stuck.append(max(waits)[1])
-        return Call(result, call.version, there), sorted(stuck)
+        return DecodeCall(result, call.version, there), sorted(stuck)
 
     def _records(self, request: GroupRequest) -> bool:
         return request.sampling.record and self._engine.config.record_experts
@@ -246,7 +246,7 @@ class Slots:
             some = ended[at : at + self._engine.width]
             experts, self.prompts.pages = self.calls.collect(some, ends)
             for row, slot in enumerate(some):
-                self.sequences[slot].recorded = Recorded(experts, row)
+                self.sequences[slot].recorded = RecordedExperts(experts, row)
 
 
 def _slot_request(partial: Partial, keep: bool) -> SlotRequest:

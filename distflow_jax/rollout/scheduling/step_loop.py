@@ -15,9 +15,8 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
-from distflow_jax.rollout.scheduling.sequences import Call, Group, SlotSequence
+from distflow_jax.rollout.scheduling.sequences import DecodeCall, Group, SlotSequence, WaitingQueue
 from distflow_jax.rollout.scheduling.slots import Slots
-from distflow_jax.rollout.scheduling.waiting_queue import WaitingQueue
 
 
 class StepLoop:
@@ -208,7 +207,7 @@ class StepLoop:
             self.look()
             self.stats.generate_calls += 1
 
-    def _await_call(self) -> Call | None:
+    def _await_call(self) -> DecodeCall | None:
         """The call in flight when it is done. Preempts sequences that wait for a page in vain."""
         if (done := self.slots.await_call()) is None:
             return None
@@ -219,7 +218,7 @@ class StepLoop:
                 self.preempt(slot)
         return call
 
-    def _deliver(self, call: Call | None) -> None:
+    def _deliver(self, call: DecodeCall | None) -> None:
         """Adds the tokens of a call to their responses, and delivers those that have ended."""
         if call is None:
             return

@@ -26,7 +26,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes
-from distflow_jax.programs.compilation_cache import kept_programs
+from distflow_jax.programs.xla_options import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.whole_batch import advantage_waits, update_waits
+from distflow_jax.dag.added_fields import NODE as TOKEN_AGE
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit
-from distflow_jax.dag.proximal_weights import NODE as TOKEN_AGE
 from distflow_jax.layout import KEEP
 from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.stages.advantage import build_advantage

@@ -16,9 +16,8 @@ from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
-from distflow_jax.algorithms.off_policy import off_policy_terms
 from distflow_jax.algorithms.packed import counted, per_token
-from distflow_jax.algorithms.policy_tokens import cleaned_logp, policy_tokens
+from distflow_jax.algorithms.policy_tokens import cleaned_logp, off_policy_terms, policy_tokens
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -46,7 +45,7 @@ class PolicyBatch(NamedTuple):
     budgeted: jax.Array | None = None  # bool, set by `prepare`: tokens that fixed-budget counts
 
 
-class Counts(NamedTuple):
+class PolicyCounts(NamedTuple):
     """Global counts of rows, int32 scalars, and a mean over a whole optimizer step."""
 
     tokens: jax.Array  # masked-in response tokens
@@ -101,8 +100,8 @@ def _preview(model: DecoderConfig, algorithm: AlgorithmConfig, forward: ForwardC
 
 
 def prepare(
-    batch: PolicyBatch, before: Counts | None = None, *, algorithm: AlgorithmConfig
-) -> tuple[PolicyBatch, Counts]:
+    batch: PolicyBatch, before: PolicyCounts | None = None, *, algorithm: AlgorithmConfig
+) -> tuple[PolicyBatch, PolicyCounts]:
     """Counts of an optimizer step or of a partial batch, and selections among all of its tokens."""
     rows = batch.rows
     tokens = rows.response_mask.sum(dtype=jnp.int32)
@@ -116,11 +115,11 @@ def prepare(
         logp = batch.current_logp
         chosen = policy_tokens(logp, proximal_logp(logp, batch, algorithm), batch.advantage, rows)
         batch = batch._replace(selected=select(chosen, **algorithm.select_options))
-    return batch, Counts(tokens, sequences, _mean_weight(batch, algorithm))
+    return batch, PolicyCounts(tokens, sequences, _mean_weight(batch, algorithm))
 
 
 def denominators_of(
-    counts: Counts, *, algorithm: AlgorithmConfig, max_response: int
+    counts: PolicyCounts, *, algorithm: AlgorithmConfig, max_response: int
 ) -> Denominators:
     """Denominators of an optimizer step with these counts."""
     tokens, sequences, weight = counts

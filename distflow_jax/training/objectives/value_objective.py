@@ -27,14 +27,14 @@ class ValueBatch(NamedTuple):
     value: jax.Array  # the critic's prediction before the step's updates
 
 
-class Counts(NamedTuple):
+class ValueCounts(NamedTuple):
     """Global counts of rows, int32 scalars."""
 
     tokens: jax.Array  # masked-in response tokens
     sequences: jax.Array  # with at least one such token
 
 
-class Denominators(NamedTuple):
+class ValueDenominators(NamedTuple):
     """Global counts of one optimizer step, float32 scalars."""
 
     loss: jax.Array  # of the aggregation
@@ -54,24 +54,26 @@ def value_objective(
     )
 
 
-def prepare(batch: ValueBatch, before: Any = None) -> tuple[ValueBatch, Counts]:
+def prepare(batch: ValueBatch, before: Any = None) -> tuple[ValueBatch, ValueCounts]:
     """The unchanged batch, and the counts of its rows."""
     tokens = batch.rows.response_mask.sum(dtype=jnp.int32)
-    return batch, Counts(tokens, (batch.rows.length > 0).sum(dtype=jnp.int32))
+    return batch, ValueCounts(tokens, (batch.rows.length > 0).sum(dtype=jnp.int32))
 
 
-def denominators_of(counts: Counts, *, config: ValueConfig, max_response: int) -> Denominators:
+def denominators_of(
+    counts: ValueCounts, *, config: ValueConfig, max_response: int
+) -> ValueDenominators:
     """Denominators of an optimizer step with these counts."""
     tokens, sequences = counts
     norm = float(max_response)
     total = denominator(config.aggregation, tokens, sequences, norm=norm, budget=0)
-    return Denominators(*at_least_one((total, tokens)))
+    return ValueDenominators(*at_least_one((total, tokens)))
 
 
 def evaluate(
     params: Any,
     batch: ValueBatch,
-    denominators: Denominators,
+    denominators: ValueDenominators,
     temperature: jax.Array,
     *,
     model: ScalarModel,

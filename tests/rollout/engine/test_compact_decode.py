@@ -19,7 +19,7 @@ from support.tiny_sampler import (
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import DecodeState
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 

@@ -21,7 +21,7 @@ from support.tiny_sampler import (
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.jetstream_api import engine_api, token_utils, tokenizer_api
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 

@@ -15,7 +15,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine import ngram_speculation
-from distflow_jax.rollout.engine.slot_commands import SlotRequest
+from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler

@@ -9,7 +9,7 @@ from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes
 from distflow_jax.rollout.engine.engine import weight_layout
 from distflow_jax.rollout.prefill.prefill_programs import PrefillPrograms
-from distflow_jax.rollout.prefill.prompt_sizing import reading_bytes
+from distflow_jax.rollout.prefill.prefix_cache import reading_bytes
 
 CONFIG = EngineConfig(slots=2, max_prompt=48, max_response=4, page_size=16, prefill_tokens=16)
 

@@ -1,1 +1,0 @@
-"""Messages of rows: their forms, and the prompts of pairs without one."""

@@ -1,1 +1,0 @@
-"""Rows of a data set as tokens, and those that are short enough."""
