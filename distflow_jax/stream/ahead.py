@@ -115,7 +115,7 @@ class Ahead:
             _peers(producer, spreads=policy.spreads),
             self.publications,
             config,
-            judges=nodes.until is not None and not by_rounds,
+            judges=not by_rounds,
             missing=lambda: self.drive.sampling.missing_workers,
         )
         self.drive = Driver(

@@ -31,9 +31,6 @@ class Surroundings:
 _COMBINATIONS = {
     "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
     "gives samplers devices: take that out, or use workers=False",
-    "workers region boundary": "the region of dag {plan.name!r} has rounds with "
-    "stream.weight_update='boundary', which workers do not make: use weight_update='in_flight', or "
-    "workers=False",
     "workers impatient": "stream.no_workers_seconds={stream.no_workers_seconds:g} must be less "
     "than health.stuck_seconds={run.stuck_seconds:g}, after which a run that waits is ended",
     "ahead !samples": "{staleness} needs a node that samples, and dag {plan.name!r} trains on the "
@@ -55,9 +52,6 @@ _COMBINATIONS = {
     "policy's log-probs beside the sampler's, and dag {plan.name!r} has none; use 0",
     "ahead late": "{staleness} judges each group of the region by itself, but node {late!r} needs "
     "a whole batch: give it scope group, or use max_staleness=0",
-    "budget apart": "{budget} ends rollouts on the trainer's devices, and samplers with devices of "
-    "their own have none that end: give mesh.roles.ROLLOUT.devices those of mesh.devices, or use "
-    "round_tokens=0",
     "budget region": "{budget} trains what is complete, and the region of dag {plan.name!r} cuts "
     "steps by the filter decisions of all groups before; use round_tokens=0, or a dag without a "
     "region",

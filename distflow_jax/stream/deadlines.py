@@ -92,6 +92,12 @@ class Deadlines(Admission):
         if counter in self._versions:
             self._complete.add(counter)
 
+    def judge(self, counter: int, keep: bool) -> None:
+        """Notes that a group was given up, as all processes know; another one may begin."""
+        if not keep and self._versions.pop(counter, None) is not None:
+            self._begin()
+            self.position = next(iter(self._versions), self._next)
+
     @property
     def lacking(self) -> int:
         """Complete groups that a full step lacks: it has B, or all that may begin."""

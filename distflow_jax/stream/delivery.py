@@ -1,45 +1,20 @@
 """Delivery: how new weights reach what samples for one process, and what that is."""
 
-import contextlib
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.peers import Peers
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.stream.evaluations import Evaluations
-from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.sampling_base import Sampling
+from distflow_jax.stream.sampling_base import Hooks, Sampling
 from distflow_jax.stream.stream_config import StreamConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Hooks:
-    """Calls of what samples to the training, from its own thread.
-
-    Attributes:
-      hand_on: takes complete groups on.
-      arrive: a block with weights on the sampler's devices, of those that have left the trainer.
-      span: times a decode call.
-      idle: is called under the producer's lock where nothing is under way or may begin.
-      evaluations: that samplers make.
-      order: of the work, with weight updates at boundaries.
-    """
-
-    hand_on: Callable[[], None]
-    arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
-    span: Callable[[], contextlib.AbstractContextManager[Any]]
-    idle: Callable[[], None]
-    evaluations: Evaluations
-    order: ExactOrder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +23,8 @@ class Delivery:
 
     sync: WeightSync
     rule: PublishRule
+    peers: Peers | None  # of publications that the rule may leave out
     start: Callable[[Hooks], Sampling]  # starts what samples
-    peers: Peers | None = None  # of publications that the rule may leave out
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
@@ -66,18 +41,25 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
+    start = functools.partial(_start_thread if own_devices else _start_inline, config, sampler)
+    return Delivery(sync, *publishing(config, producer), functools.partial(start, producer))
+
+
+def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
+    """The rule of a run's publications, and the connections of one that may leave some out.
+
+    Collective.
+    """
     rule = PublishRule(config.divergence, config.max_staleness)
-    peers = None
-    if rule.skips:
+    if not rule.skips:
+        return rule, None
 
-        def heard() -> None:
-            with producer.lock:
-                producer.lock.notify_all()
+    def heard() -> None:
+        with producer.lock:
+            producer.lock.notify_all()
 
-        index, count = processes.process_index(), processes.process_count()
-        peers = Peers(processes.second_exchange(), index, count, heard)
-    start = _start_thread if own_devices else _start_inline
-    return Delivery(sync, rule, functools.partial(start, config, sampler, producer), peers=peers)
+    index, count = processes.process_index(), processes.process_count()
+    return rule, Peers(processes.second_exchange(), index, count, heard)
 
 
 def _start_inline(

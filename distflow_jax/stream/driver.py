@@ -11,12 +11,13 @@ from typing import Any
 import jax
 
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.delivery import Delivery, Hooks
+from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations, Evaluator
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.resume import SampleSaver
+from distflow_jax.stream.sampling_base import Hooks
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.weight_update_times import WeightUpdateTimes
 from distflow_jax.watchdog.gossip import OTHERS
@@ -80,7 +81,7 @@ class Driver:
             order = ExactOrder(producer.admission, held=held, known=known, due=due)
         span = functools.partial(trainer.span, producer.name)
         self.sampling = delivery.start(
-            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, order)
+            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, known, order)
         )
 
     def __call__(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:

@@ -32,6 +32,7 @@ class Group:
     metrics: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     done: bool = False  # all nodes that run ahead have run
     keep: bool = True  # the filter decision of a region, once it is done
+    given_up: bool = False  # no worker can answer it: it is done, without responses, and not kept
     running: Future[None] | None = None  # of the nodes that run ahead, once samples are complete
     node: str = ""  # the last of them that has begun
     workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of

@@ -15,9 +15,8 @@ import numpy as np
 
 from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sampling_base import Sampling, SamplingThread
+from distflow_jax.stream.sampling_base import Hooks, Sampling, SamplingThread
 from distflow_jax.stream.tasks import EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
@@ -36,22 +35,20 @@ class LeaseMonitor(Sampling):
     def __init__(
         self,
         producer: Producer,
-        hand_on: Callable[[], None],
+        hooks: Hooks,
         store: Callable[[Any, int, Collection[int]], None],
-        evaluations: Evaluations,
         *,
         open_evaluations: int,
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
     ):
-        """`hand_on()`: takes complete groups on. `store(params, version, evaluated)`: copies
-        weights to where workers get them, and keeps versions that are evaluated. At most
-        `open_evaluations` are. `how`: to start a worker, for the log. `leave()`: closes the server
-        at the end. The thread begins at once."""
-        self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
+        """`store(params, version, evaluated)`: copies weights to where workers get them, and keeps
+        versions that are evaluated, at most `open_evaluations`. `how`: to start a worker, for the
+        log. `leave()`: closes the server at the end. The thread begins at once."""
+        self._producer, self._hooks, self._store, self._leave = producer, hooks, store, leave
         self._lock, self._buffer = producer.lock, producer.buffer
-        self._evaluations, self._open_evaluations = evaluations, open_evaluations
+        self._evaluations, self._open_evaluations = hooks.evaluations, open_evaluations
         self._no_workers_seconds, self._how = no_workers_seconds, how
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
@@ -114,13 +111,14 @@ class LeaseMonitor(Sampling):
                 with self._lock:
                     stalled = self._buffer.expire(time.monotonic())
                     news = self._producer.requests.has_news
+                    self._tell()
                     evaluated = self._buffer.take_evaluations()
                 for version, tasks in evaluated.items():
                     self._evaluations.answered(version, tasks)
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)
                 if news:
-                    self._hand_on()
+                    self._hooks.hand_on()
             self._look_for_workers()
             with self._lock:
                 if not self._producer.requests.has_news and not self._closing:
@@ -130,6 +128,13 @@ class LeaseMonitor(Sampling):
         """Begins the evaluation of a version that workers can get, if it is due; under the lock."""
         if self._evaluations.due(version):
             self._producer.evaluate(version, self._evaluations.begin(version))
+
+    def _tell(self) -> None:
+        """Tells the others of starving workers, and of a round that has ended; under the lock."""
+        self._hooks.idle()
+        producer = self._producer
+        if producer.begun_up_to(end := producer.admission.end(producer.version)):
+            self._hooks.known(end)
 
     def _unserved(self) -> list[str]:
         """Nodes that groups wait for, and no worker at work runs; under the lock.

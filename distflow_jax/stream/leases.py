@@ -21,6 +21,7 @@ class KnownWorker:
 
     heartbeat: float = 0.0  # when it was heard of last
     serves: set[str] = dataclasses.field(default_factory=set)  # ids of nodes, and SAMPLER
+    idle: int | None = None  # version with which it found nothing to sample; None: it has work
 
 
 class Leases:

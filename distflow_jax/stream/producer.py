@@ -39,8 +39,8 @@ class SamplingNode:
 class Producer:
     """The groups of one process: begun, sampled, and complete.
 
-    A prompt that workers cannot answer is given up once all processes have heard of it. Until then
-    its group is there and never done. `admission` and the groups are shared with the thread that
+    A prompt that workers cannot answer is given up: its group is done without responses, and its
+    filter decision is to leave it out. `admission` and the groups are shared with the thread that
     trains, under `lock`.
     """
 
@@ -69,8 +69,7 @@ class Producer:
         self._drawn = admission.position // batch * batch  # counters of all batches that are drawn
         self._waiting: collections.deque[Prompt] = collections.deque()  # drawn, not begun
         self.groups: dict[int, Group] = {}  # begun and not trained on, by counter
-        self._given_up: set[int] = set()  # not known to all processes
-        self._lost = set(saved.given_up)  # known to all
+        self._lost = set(saved.given_up)  # given up, as all processes know
         for counter in sorted(self._lost):
             admission.judge(counter, False)
 
@@ -119,11 +118,11 @@ class Producer:
 
     @property
     def starving(self) -> bool:
-        """Whether nothing is under way after `admit`, and the run has groups that newer weights may
-        begin."""
-        if self.requests.busy:
-            return False
+        """Whether a sampler has nothing to do after `admit`, and the run has groups that newer
+        weights may begin."""
         with self.lock:
+            if self.requests.busy and not self.buffer.starving:
+                return False
             newest = self.admission.rule.newest_step(self.version)
             return self.admission.has_step(max(newest, self.admission.finished) + 1)
 
@@ -132,7 +131,7 @@ class Producer:
         with self.lock:
             for counter, why in self.requests.give_up().items():
                 log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
-                self._given_up.add(counter)
+                self._give_up(self.groups[counter])
         ended = []
         for (counter, node_id), episodes, workers in self.requests.round():
             self.groups[counter].workers |= workers
@@ -191,32 +190,26 @@ class Producer:
         }
         return {f"perf/workers/{name}": float(n) for name, n in found.items()}
 
-    def given_up(self) -> list[int]:
-        """Prompts that were given up here, of which not all processes have heard; under `lock`."""
-        return sorted(self._given_up)
-
-    def judge(self, counter: int, keep: bool) -> bool:
-        """Notes a decision of any process on a group; whether the next prompt takes the place of
-        one that was given up. Under `lock`."""
+    def judge(self, counter: int, keep: bool) -> None:
+        """Notes a decision of any process on a group; without a region the next prompt takes the
+        place of one that is left out. Under `lock`."""
         self.admission.judge(counter, keep)
-        refills = not (keep or self.admission.judged)
-        if refills:
+        if not (keep or self.admission.judged):
             self._lost.add(counter)
-        if counter in self._given_up:
-            self._given_up.remove(counter)
-            self._drop(self.groups.pop(counter))
-        return refills
+            self.groups.pop(counter, None)
 
     def forget(self, counters: Sequence[int]) -> list[Group]:
-        """Takes groups out, those of a finished step; under `lock`."""
+        """Takes groups out, those of a finished step, and returns them without those that were
+        given up; under `lock`."""
         self.buffer.forget(counters)
-        return [self.groups.pop(counter) for counter in counters if counter in self.groups]
+        found = [self.groups.pop(counter) for counter in counters if counter in self.groups]
+        return [group for group in found if not group.given_up]
 
-    def _drop(self, group: Group) -> None:
-        """Takes a group that was given up out of the account; no checkpoint waits for it."""
+    def _give_up(self, group: Group) -> None:
+        """Ends a group that no worker can answer, and takes it out of the account."""
         self.requests.forget(group.tokens)
         group.samples.clear()
-        group.done = True
+        group.keep, group.given_up, group.done = False, True, True
 
     def _begin(self, prompt: Prompt) -> None:
         """Makes the group of a prompt, and its requests."""

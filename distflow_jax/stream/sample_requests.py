@@ -143,10 +143,11 @@ class SampleRequests:
 
     # -- the workers' side ------------------------------------------------------------------------
 
-    def lease(self, worker: str, held: int, capacity: int, slots: int = 0) -> list[GroupTask]:
-        """Leases requests for so many responses to a worker that holds a version, see
-        TaskBuffer.lease."""
-        leased = self.buffer.lease(worker, held, capacity, time.monotonic(), slots)
+    def lease(
+        self, worker: str, held: int, capacity: int, slots: int = 0, *, idle: bool = False
+    ) -> list[GroupTask]:
+        """Leases requests to a worker that holds a version, see TaskBuffer.lease."""
+        leased = self.buffer.lease(worker, held, capacity, time.monotonic(), slots, idle=idle)
         if worker == HERE:  # its sampler counts them from now on
             self._restored -= sum(task.tokens for task in leased)
         return leased

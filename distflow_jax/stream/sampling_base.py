@@ -1,14 +1,40 @@
 """Calls to what samples for a process, whoever does, as the training makes them."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
+from distflow_jax.stream.evaluations import Evaluations
+from distflow_jax.stream.exact_order import ExactOrder
 
 JOIN_SECONDS = 60.0  # for a decode call to end
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Calls of what samples to the training, from its own thread.
+
+    Attributes:
+      hand_on: takes complete groups on.
+      arrive: a block with weights on the sampler's devices, of those that have left the trainer.
+      span: times a decode call.
+      idle: is called under the producer's lock where nothing is under way or may begin.
+      evaluations: that samplers make.
+      known: whether all processes know the filter decisions below a counter, see RegionRounds.
+      order: of the work, with weight updates at boundaries.
+    """
+
+    hand_on: Callable[[], None]
+    arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
+    span: Callable[[], contextlib.AbstractContextManager[Any]]
+    idle: Callable[[], None]
+    evaluations: Evaluations
+    known: Callable[[int], bool]
+    order: ExactOrder | None = None
 
 
 class Sampling:

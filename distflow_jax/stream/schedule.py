@@ -90,6 +90,7 @@ class Admission:
       steps: the last step of the run, beyond which nothing begins; None: there is none.
       judged: whether groups get filter decisions, as in a region; otherwise all are kept but those
         that are given up.
+      exact: whether one version answers each step: a group begins once its step is certain.
     """
 
     def __init__(
@@ -101,9 +102,10 @@ class Admission:
         last: int | None = None,
         steps: int | None = None,
         judged: bool = False,
+        exact: bool = False,
     ):
         self.rule, self.finished, self.position = rule, step, counter
-        self._last, self._steps, self.judged = last, steps, judged
+        self._last, self._steps, self.judged, self._exact = last, steps, judged, exact
         self._decisions: dict[int, bool] = {}  # of counters from `position` on
 
     @property
@@ -114,7 +116,7 @@ class Admission:
     def judge(self, counter: int, keep: bool) -> None:
         """Notes a filter decision. One that is known already must be the same; ValueError
         otherwise."""
-        if counter < self.position:
+        if counter < self.position or (keep and not self.judged):
             return
         if self._decisions.setdefault(counter, keep) != keep:
             raise ValueError(f"the group of prompt {counter} was judged twice, and differently")
@@ -145,7 +147,9 @@ class Admission:
         """The first counter that may not begin with the weights of `held` finished steps."""
         step = self.rule.newest_step(held)
         step = step if self._steps is None else min(step, self._steps)
-        return self.position if step <= self.finished else self.cut(step).end
+        if step <= self.finished:
+            return self.position
+        return next(c.end for c in self._cuts() if c.step == step or (self._exact and not c.final))
 
     def end_of(self, step: int) -> int | None:
         """The first counter after those of a step, or of the run's last; None: not known yet."""

@@ -36,7 +36,7 @@ class StepGroups:
             ends = producer.begun_up_to(producer.admission.end(step - 1))
         if any(counter in groups for counter in counters):
             return True
-        done = [group for group in groups.values() if group.done]
+        done = [group for group in groups.values() if group.done and not group.given_up]
         if done:
             self._template = done[0].store
             self._note(step_metrics(done[:1]))

@@ -12,11 +12,6 @@ WEIGHT_UPDATES = ("in_flight", "boundary")
 CACHES = ("keep", "recompute")
 PARTIAL_BATCHES = ("off", "counter", "ready")
 _NEED_STALENESS = ("weight_update", "cache", "partial_batches", "order", "divergence")
-_OWN_SAMPLERS = {
-    "partial": "partial_batches",
-    "budget": "round_tokens",
-    "divergence": "divergence",
-}
 _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
     "boundary recompute": "stream.cache='recompute' has no effect with "
     "stream.weight_update='boundary': no response is under way when the weights change; use "
@@ -32,6 +27,12 @@ _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one 
     "budget !ahead": "stream.round_tokens={stream.round_tokens} lets max_staleness x "
     "prompts_per_step groups begin, none with stream.max_staleness=0: raise that, or use "
     "round_tokens=0",
+    "budget boundary": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
+    "step has, and stream.weight_update='boundary' fixes their version before they begin; use "
+    "weight_update='in_flight', or round_tokens=0",
+    "budget partial": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
+    "step has, and stream.partial_batches={stream.partial_batches!r} trains on them before; use "
+    "partial_batches='off', or round_tokens=0",
     "record !partial": "stream.record=True keeps the groups of partial batches, and "
     "stream.partial_batches='off' makes none; use another one, or take it out",
     "hasty": "stream.lease_seconds={stream.lease_seconds:g} would end between two words of a "
@@ -41,10 +42,6 @@ _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one 
     "workers !ahead": "stream.workers=True samples beside the training, and with "
     "stream.max_staleness=0 neither could begin before the other ends: use at least 1, or "
     "workers=False",
-} | {
-    f"workers {word}": f"stream.{name}={{stream.{name}!r}} is for samplers of the trainers' own "
-    "processes; take it out, or use stream.workers=False"
-    for word, name in _OWN_SAMPLERS.items()
 }
 
 
@@ -75,9 +72,10 @@ class StreamConfig:
     # which of the groups that may begin take slots first: longest expected response, counter, or
     # informative, those whose last scores differed most. Never changes what a step trains on
     order: str = "longest"
-    # on the trainer's devices: a rollout ends once that many tokens were sampled in it, over all
-    # processes, or prompts_per_step groups are complete, whichever these are, and those that the
-    # step must train are among them; steps then differ in size. 0: it ends with its step's groups
+    # a rollout ends once that many tokens were sampled in it, over all processes, or
+    # prompts_per_step groups are complete, whichever these are, and those that the step must train
+    # are among them; steps then differ in size. Samplers with devices of their own, and workers, go
+    # on meanwhile. 0: it ends with its step's groups
     round_tokens: int = 0
     # keep the groups of each partial batch in the run's folder, with which train --replay=FOLDER
     # repeats the training without a sampler

@@ -136,6 +136,13 @@ class TaskBuffer(EvaluationLeases):
         self._done = {key for key in self._done if key[0] not in gone}
         self._results = [found for found in self._results if found[0].key[0] not in gone]
 
+    @property
+    def starving(self) -> bool:
+        """Whether a worker that holds the newest weights has nothing to sample, and no group waits
+        for one."""
+        idle = any(worker.idle == self.newest for worker in self.workers.values())
+        return idle and all(task.worker for task in self._trained())
+
     def unserved(self) -> list[str]:
         """Nodes that tasks wait for and no worker at work serves."""
         nodes = {task.node for task in self.of(NodeTask)}
@@ -148,15 +155,23 @@ class TaskBuffer(EvaluationLeases):
     # -- the workers' side ------------------------------------------------------------------------
 
     def lease(
-        self, worker: str, held: int, capacity: int, now: float, slots: int = 0
+        self,
+        worker: str,
+        held: int,
+        capacity: int,
+        now: float,
+        slots: int = 0,
+        *,
+        idle: bool = False,
     ) -> list[GroupTask]:
         """Leases groups to a worker that holds a version, until there is no capacity for a
-        response.
+        response; `idle`: nothing is under way there, and no task buffer had anything for it.
 
         Further ones wait for the next question where they are too large for one answer, or where
         the worker holds enough by the number of its slots; 0: by its capacity.
         """
         self.heartbeat(worker, now)
+        self.workers[worker].idle = None
         groups, stalled = self.of(GroupTask), worker in self.stalled
         most = 1 if stalled else QUOTA * slots if slots else capacity
         holds = sum(task.lacks for task in groups if task.worker == worker)
@@ -178,6 +193,8 @@ class TaskBuffer(EvaluationLeases):
             task.lease(worker, now, self.seconds, self._environment_seconds)
             leased.append(task)
         self.counts.leased += len(leased)
+        if idle and not leased:
+            self.workers[worker].idle = held
         return leased
 
     def lease_node(self, worker: str, nodes: Collection[str], now: float) -> NodeTask | None:

@@ -7,12 +7,11 @@ import re
 import compare_checkouts
 import pytest
 from support.programs import LATE, Process, training
-from support.run_folders import await_step, json_lines
+from support.replayed import check_equal, partial_batches_of
+from support.run_folders import await_step
 from support.tiny_config import tiny_config
 
 from distflow_jax import run
-from distflow_jax.observe.spans import read_trace
-from distflow_jax.report.run_writer import read_metrics
 
 SMALL = (
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
@@ -31,28 +30,6 @@ FREE = ("rollout.num_slots=16", "stream.order=counter", "checkpoint.every=3", "c
 
 def config_of(*assignments):
     return tiny_config(*SMALL, *assignments)
-
-
-def partial_batches_of(folder):
-    rows = json_lines(folder / "partial_batches.jsonl")
-    return [{name: value for name, value in row.items() if name != "waited"} for row in rows]
-
-
-def check_equal(recorded, replayed, steps):
-    """The same partial batches, metrics, samples and parameters; nothing was sampled."""
-    assert not list(compare_checkouts.differences(recorded, replayed, 0))
-    assert [row["step"] for row in read_metrics(replayed / "metrics.jsonl")] == [
-        *range(1, steps + 1)
-    ]
-    assert partial_batches_of(recorded) == partial_batches_of(replayed)
-    names = {event["name"] for event in read_trace(replayed / "trace.json")}
-    assert "actor_train" in names
-    assert not names & {"rollout", "reward", "compile_sampler", "update_weights"}
-    memory = (replayed / "memory.json").read_text()
-    assert '"sampler_weights": 0' in memory and not re.search('"sampler_weights": [1-9]', memory)
-    for row in read_metrics(replayed / "metrics.jsonl"):
-        assert not any(name.startswith(("perf/tokens", "perf/weight_update")) for name in row)
-        assert row["step"] == 1 or not row["perf/compilations"]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ SMALL = (
     f"stream.max_staleness={STALENESS}",
     f"stream.round_tokens={TOKENS}",
 )
+APART = ("mesh.devices=0:1", "mesh.roles={'ROLLOUT': {'devices': '1:2'}}")
 SHARED = ("mesh.devices=0:2", "mesh.roles={'ROLLOUT': {'devices': '0:2'}}")
 
 
@@ -99,12 +100,13 @@ def test_a_run_goes_on_from_its_middle(tmp_path, before):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "flags",
-    [(), ("dag=ppo", "training.mini_batches=2")],
-    ids=["grpo", "ppo"],
+    [(), ("dag=ppo", "training.mini_batches=2"), APART],
+    ids=["grpo", "ppo", "apart"],
 )
 def test_two_processes(tmp_path, flags):
     """Samplers and trainers are late at random: both processes train the same groups."""
-    train_late(tmp_path, [*SMALL, *flags], "1", processes=2)
+    devices = 2 if flags == APART else 1
+    train_late(tmp_path, [*SMALL, *flags], "1", processes=2, devices=devices)
     rows = rows_of(tmp_path)
     check_budgets(rows, check(tmp_path, rows))
 

@@ -43,7 +43,7 @@ class Job:
         self.rule = Rule(size * self.minis, draw.randint(1, 2), 5 if self.judged else 1)
         self.kind = draw.choice(["ready", "counter", "whole"])
         self.prompts, self.rows = draw.randint(1, 4), draw.randint(2, 6)
-        self.longest = draw.randint(1, 8)
+        self.longest, self.lost = draw.randint(1, 8), draw.choice([0, 0, 0.1, 0.5])
         # of weights that are not published after each step
         self.publishing = PublishRule(draw.choice([0.0, 0.5, 2.0]), self.rule.max_staleness)
 
@@ -56,10 +56,18 @@ class Job:
 
     def length(self, counter):
         """Tokens of a group."""
+        if self.gives_up(counter):
+            return 0
         return random.Random(f"{self.salt}{counter}l").randint(1, self.longest)
+
+    def gives_up(self, counter):
+        """Whether no worker can answer a prompt."""
+        return random.Random(f"{self.salt}{counter}g").random() < self.lost
 
     def keeps(self, counter):
         """The filter decision on a group."""
+        if self.gives_up(counter):
+            return False
         return not self.judged or random.Random(f"{self.salt}{counter}k").random() < self.share
 
     def facts(self, group, process):
@@ -98,7 +106,7 @@ class BudgetJob(Job):
         return Deadlines(self.rule, steps=self.steps)
 
     def policy(self, process):
-        return RolloutBudget(process.admission, process.admit, tokens=self.tokens)
+        return RolloutBudget(process.admission, tokens=self.tokens)
 
 
 class Process:
@@ -112,10 +120,11 @@ class Process:
         self.groups, self.seen, self.tokens, self.begun = {}, set(), 0, 0
         self.publications = Publications(job.publishing, self, news, self.publish)
         self.published, self.partial_batches, self.cuts, self.sampled = [], [], [], []
+        self.lost = []  # (finished steps, counter) of prompts that were given up
         self.policy = job.policy(self)
         parts = make_parts()
         self.agreement = Agreement(
-            self.policy, self, *parts, self.publications, CONFIG, judges=job.judged
+            self.policy, self, *parts, self.publications, CONFIG, judges=True
         )
 
     # -- what a producer has ----------------------------------------------------------------------
@@ -126,11 +135,11 @@ class Process:
     def begun_up_to(self, end):
         return self.begun >= end
 
-    def given_up(self):
-        return []
-
     def judge(self, counter, keep):
         self.admission.judge(counter, keep)
+        if not (keep or self.job.judged):
+            self.lost.append((self.admission.finished, counter))
+            self.groups.pop(counter, None)
 
     def admit(self, held=None):
         """Begins what the rule allows."""
@@ -141,6 +150,7 @@ class Process:
                 self.groups[counter] = types.SimpleNamespace(
                     counter=counter,
                     done=False,
+                    given_up=False,
                     keep=self.job.keeps(counter),
                     left=self.job.length(counter),
                 )
@@ -164,7 +174,7 @@ class Process:
         if group.left:
             group.left, self.tokens = group.left - 1, self.tokens + 1
         else:
-            group.done = True
+            group.done, group.given_up = True, self.job.gives_up(group.counter)
         return True
 
     def publish(self, version):
@@ -239,7 +249,7 @@ class Modelled(Process):
         held = min(newest, draw.randint(0, self.job.steps))
         if not self.ended and self.until():
             yield self.go_on, ()
-        if self.job.kind != "budget" and self.begun < self.admission.end(newest):
+        if self.begun < self.admission.end(newest):
             yield self.admit, (held,)
         if self.late:
             yield self.sample, (draw,)
@@ -271,7 +281,7 @@ def check_rollouts(world, job):
         assert sum(process.sampled) == process.tokens == sum(map(job.length, process.seen))
     cuts = world[0].cuts
     assert len(cuts) == job.steps
-    counters = sorted(c for cut in cuts for c in cut.kept)
+    counters = sorted([c for cut in cuts for c in cut.kept] + [c for _, c in world[0].lost])
     assert counters == list(range(len(counters)))
     rule, sampled, trained = job.admission(), 0, 0
     for number, cut in enumerate(cuts):
@@ -280,6 +290,9 @@ def check_rollouts(world, job):
         tokens, beyond = (metrics[f"training/rollout_tokens{end}"] for end in ("", "_beyond"))
         assert beyond == max(0, tokens - job.tokens)
         sampled += tokens
+        for finished, counter in world[0].lost:
+            if finished == cut.step - 1:
+                rule.judge(counter, False)
         if tokens < job.tokens and len(cut.kept) < job.rule.groups:  # nothing was left to sample
             waiting = [counter for counter, _ in rule.begun["waiting"]]
             assert sampled == trained + sum(map(job.length, waiting))
@@ -317,12 +330,12 @@ def check_gathers(gathers, world, job):
     """Each tells something, or nobody would have begun it; what was told is not told again."""
     counters = []
     for told in gathers:
-        counted = job.kind == "budget" and any(tokens for *_, tokens, _ in told.values())
+        counted = job.kind == "budget" and any(tokens for _, _, tokens, _ in told.values())
         assert counted or any(asked or rows for asked, *_, rows in told.values())
         counters += [row[0] for *_, rows in told.values() for row in rows]
     assert len(counters) == len(set(counters))
     for process in world:
-        tokens = sum(told[process.index][3] for told in gathers if process.index in told)
+        tokens = sum(told[process.index][2] for told in gathers if process.index in told)
         assert tokens <= process.tokens
 
 

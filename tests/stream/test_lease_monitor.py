@@ -19,6 +19,7 @@ from distflow_jax.stream.host_nodes import HostThread, NodesAhead
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
+from distflow_jax.stream.sampling_base import Hooks
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -49,6 +50,18 @@ class Counting(Producer):
         super().admit()
 
 
+def hooks(evaluations, idle=lambda: None):
+    """Calls of the monitor to the training, of which only `idle` is looked at."""
+    return Hooks(
+        lambda: None,
+        contextlib.nullcontext,
+        contextlib.nullcontext,
+        idle,
+        evaluations,
+        known=lambda end: True,
+    )
+
+
 @pytest.fixture
 def waiting(monkeypatch, caplog):
     """(task buffer, thread, after): two steps of two groups wait; `after(seconds)` is the log
@@ -67,16 +80,6 @@ def waiting(monkeypatch, caplog):
         num_samples=2,
         saved=SavedSamples(),
     )
-    thread = LeaseMonitor(
-        producer,
-        lambda: None,
-        lambda params, version, evaluated: None,
-        Evaluations(NOTHING_EVALUATED, None, held=0),
-        open_evaluations=2,
-        no_workers_seconds=NO_WORKERS,
-        how="distflow worker --join=x",
-        leave=lambda: None,
-    )
 
     def after(seconds):
         clock.now += seconds
@@ -85,7 +88,19 @@ def waiting(monkeypatch, caplog):
         thread.raise_error()
         return [record.getMessage() for record in caplog.records]
 
-    after.clock = clock
+    after.clock, after.starving = clock, []
+    thread = LeaseMonitor(
+        producer,
+        hooks(
+            Evaluations(NOTHING_EVALUATED, None, held=0),
+            idle=lambda: after.starving.append(producer.starving),
+        ),
+        lambda params, version, evaluated: None,
+        open_evaluations=2,
+        no_workers_seconds=NO_WORKERS,
+        how="distflow worker --join=x",
+        leave=lambda: None,
+    )
     with contextlib.closing(thread):
         yield buffer, thread, after
 
@@ -137,6 +152,15 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     assert thread.missing_workers == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
     assert len(told) == 2 and len(lines) == 3
+
+
+def test_a_worker_without_work_is_told_of_while_others_sample_if_newer_weights_help(waiting):
+    buffer, _, after = waiting
+    after(0.0)
+    assert len(buffer.lease("a", 0, 100, 0.0)) == 4
+    assert after(0.0) == [] and not after.starving[-1]
+    buffer.lease("b", 0, 100, 0.0, idle=True)
+    assert after(0.0) == [] and after.starving[-1]
 
 
 def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
@@ -195,9 +219,8 @@ def evaluating():
 
     thread = LeaseMonitor(
         producer,
-        lambda: None,
+        hooks(evaluations),
         store,
-        evaluations,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
         how="",

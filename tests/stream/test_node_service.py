@@ -23,6 +23,7 @@ from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.response_checks import ResponseLimits
+from distflow_jax.stream.batches.group_facts import facts_of
 from distflow_jax.stream.border import Border
 from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.frames.frames import Frame
@@ -240,12 +241,14 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
     assert buffer.lease_node("w", ["score"], 0.0).key == (0, "score")
     buffer.fail("w", (0, "score"), "no")
     producer.round()
-    assert "prompt 0 is given up" in caplog.text and producer.given_up() == [0]
-    assert producer.judge(0, False)
-    assert producer.counts()[1:3] == (18, 18) and producer.given_up() == []
-    producer.round()
+    assert "prompt 0 is given up" in caplog.text and producer.groups[0].given_up
     assert producer.counts()[1:3] == (18, 18)
     assert groups[0].done and not groups[0].samples  # a checkpoint does not wait for it
+    assert not facts_of(groups[0], 0).keep  # what the other processes hear
+    producer.judge(0, False)
+    assert 0 not in producer.groups and producer.facts() == {"given_up": [0]}
+    producer.round()
+    assert producer.counts()[1:3] == (18, 18)
     assert producer.admission.cut(1).kept == (1, 2)
     nodes.close()
 

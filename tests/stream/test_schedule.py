@@ -4,6 +4,7 @@ A million random events are the nightly tier's, fifty thousand the default one's
 """
 
 import dataclasses
+import random
 
 import pytest
 
@@ -244,3 +245,21 @@ class World(rule_worlds.World):
 @pytest.mark.parametrize("count", [50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_no_event_loses_doubles_splits_or_ages_a_group(count):
     rule_worlds.play(World, count)
+
+
+def test_with_exact_versions_a_group_that_begins_stays_in_its_step():
+    """Filter decisions come in any order, and steps of which some are missing hold up later
+    ones."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        rule = Rule(draw.randint(1, 4), draw.randint(1, 3), draw.randint(1, 3))
+        admission, begun, late = Admission(rule, judged=True, exact=True), {}, []
+        while admission.finished < 8:
+            for counter in range(len(begun), admission.end(admission.finished)):
+                begun[counter] = admission.step_of(counter)
+                late.append(counter)
+            if late and draw.random() < 0.8:
+                admission.judge(late.pop(draw.randrange(len(late))), draw.random() < 0.5)
+            elif admission.cut(admission.finished + 1).final:
+                cut = admission.finish(admission.finished + 1)
+                assert {begun[counter] for counter in cut.counters} == {cut.step}

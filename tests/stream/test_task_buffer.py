@@ -77,6 +77,31 @@ def test_a_group_begins_by_the_version_that_its_worker_holds():
     assert counters(buffer.lease("a", 1, 8, 0.0)) == [4]
 
 
+def test_a_worker_starves_that_finds_nothing_by_the_newest_weights():
+    buffer = buffer_of()
+    buffer.begin(group(0), {})
+    buffer.lease("b", 0, 8, 0.0)
+    assert not buffer.starving
+    buffer.lease("a", 0, 8, 0.0)
+    assert not buffer.starving  # another task buffer may have something for it
+    buffer.lease("a", 0, 8, 0.0, idle=True)
+    assert buffer.starving
+    buffer.publish(1)
+    assert not buffer.starving
+    buffer.lease("a", 0, 8, 0.0, idle=True)  # it has not taken them yet
+    assert not buffer.starving
+    buffer.lease("a", 1, 8, 0.0, idle=True)
+    assert buffer.starving
+    buffer.begin(group(1), {})
+    assert not buffer.starving
+    assert counters(buffer.lease("a", 1, 8, 0.0, idle=True)) == [1]
+    assert not buffer.starving
+    buffer.lease("c", 1, 8, 0.0, idle=True)
+    assert buffer.starving
+    buffer.expire(LEASE + 1)  # it is gone
+    assert not buffer.starving
+
+
 def test_with_exact_versions_only_one_version_answers():
     buffer = buffer_of(exact=True)
     buffer.publish(1)

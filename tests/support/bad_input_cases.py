@@ -293,10 +293,6 @@ SIZES = [
         _WORKERS,
         [
             (
-                "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
-                "of the trainers' own processes",
-            ),
-            (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
                 "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
                 "gives",
@@ -307,10 +303,6 @@ SIZES = [
         f"{_WORKERS} ; eval.dataset=",
         [
             ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
-            (
-                "dag=dapo ; stream.weight_update=boundary",
-                "workers do not make: use weight_update='in_flight'",
-            ),
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
             ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
             ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),

@@ -16,6 +16,8 @@ FREE_KEYS = frozenset(
         *("rollout.num_slots", "rollout.cache_fraction", "rollout.cache_tokens"),
         *("rollout.page_size", "rollout.prefill_tokens", "rollout.prefix_tokens"),
         "rollout.max_trajectories",
+        *("stream.worker_nodes", "stream.listen", "stream.save_seconds", "stream.lease_seconds"),
+        *("stream.no_workers_seconds", "stream.max_tries"),
         *("rollout.tokens_per_call", "rollout.speculative_tokens", "rollout.speculative_ngram"),
     )
 )

@@ -244,6 +244,7 @@ def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
         last=None if batches is None else batches * config.data.prompts_per_step,
         steps=config.training.steps,
         judged=prepared.plan.region is not None,
+        exact=config.stream.weight_update == "boundary",
     )
 
 

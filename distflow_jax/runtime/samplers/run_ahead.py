@@ -88,7 +88,7 @@ def make_policy(prepared: PreparedRun, producer: Producer, admission: Admission)
     config = prepared.config.stream
     if config.round_tokens:
         assert isinstance(producer.admission, Deadlines), "as make_source has it"
-        return RolloutBudget(producer.admission, producer.admit, tokens=config.round_tokens)
+        return RolloutBudget(producer.admission, tokens=config.round_tokens)
     return PartialBatchPlanner(admission, **PLANNED[config.partial_batches](prepared))
 
 

@@ -17,7 +17,7 @@ from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.border import Border
-from distflow_jax.stream.delivery import Delivery, Hooks
+from distflow_jax.stream.delivery import Delivery, publishing
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.leased_nodes import LeasedNodes
@@ -31,7 +31,7 @@ from distflow_jax.stream.links.buffer_addresses import (
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.sampling_base import Hooks
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
 
@@ -103,18 +103,16 @@ def deliver_to_workers(
     def start(hooks: Hooks) -> LeaseMonitor:
         return LeaseMonitor(
             producer,
-            hooks.hand_on,
+            hooks,
             store,
-            hooks.evaluations,
             open_evaluations=config.stream.open_evaluations,
             no_workers_seconds=config.stream.no_workers_seconds,
             how=f"distflow worker --config=... --join={workdir}",
             leave=leave,
         )
 
-    rule = PublishRule(0.0, config.stream.max_staleness)
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
-    return Delivery(sync, rule, start, nodes=nodes)
+    return Delivery(sync, *publishing(config.stream, producer), start, nodes=nodes)
 
 
 def _limits(prepared: PreparedRun) -> ResponseLimits:

@@ -109,8 +109,8 @@ class Agreement:
         with self._producer.lock:
             groups = list(self._producer.groups.values())
             begun = self._producer.begun_up_to(end)
-            if self._producer.given_up():
-                return True
+        if any(group.given_up and group.counter not in self._told for group in groups):
+            return True  # others may begin in their place
         if self._peers.seen(GATHERS) > self._gathers:
             return True
         news = self._news(groups)
@@ -122,30 +122,23 @@ class Agreement:
         self._peers.raise_to(GATHERS, self._gathers)
         with self._producer.lock:
             groups = list(self._producer.groups.values())
-            given_up = self._producer.given_up()
         news, tokens = self._news(groups), self._new_tokens()
         self._told |= {facts.counter for facts in news}
         self._told_tokens += tokens
         rows = [facts.to_json() for facts in news]
-        told = self._gather.begin(
-            [self._asked_for_weights(), self._missing(), given_up, tokens, rows]
-        )
+        told = self._gather.begin([self._asked_for_weights(), self._missing(), tokens, rows])
         told.add_done_callback(lambda _: self._wake())
         return told
 
     def _learn(self, of_all: Sequence[Any]) -> None:
-        asked, missing, given_up, tokens, tables = zip(*of_all, strict=True)
+        asked, missing, tokens, tables = zip(*of_all, strict=True)
         if nodes := {node for theirs in missing for node in theirs}:
             raise no_workers(self._config, sorted(nodes))
         facts = [GroupFacts.from_json(i, row) for i, rows in enumerate(tables) for row in rows]
-        lost = [counter for theirs in given_up for counter in theirs]
-        decisions = [(counter, False) for counter in lost]
-        if self._judges:
-            decisions += [(group.counter, group.keep) for group in facts]
         with self._producer.lock:
-            self.policy.learn(facts, sum(tokens), lost)
-            for counter, keep in decisions:  # more groups of the step may begin at once
-                self._producer.judge(counter, keep)
+            self.policy.learn(facts, sum(tokens))
+            for group in facts if self._judges else ():  # more of the step may begin at once
+                self._producer.judge(group.counter, group.keep)
             self._producer.lock.notify_all()
         self._publications.agree(self.policy.step - 1, asked)
 

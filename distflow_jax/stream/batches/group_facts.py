@@ -23,7 +23,7 @@ class GroupFacts:
     responses: tuple[int, ...]
     first: int  # lowest version of the weights that sampled one of its tokens
     last: int  # highest
-    keep: bool = True  # the filter decision of a region
+    keep: bool = True  # the filter decision; False of a group that was given up
 
     def to_json(self) -> list[Any]:
         """The facts as a list; the process that reads it knows the task buffer."""
@@ -47,7 +47,7 @@ FactsOf = Callable[[Group, int], GroupFacts]  # of a group that is done, and its
 def facts_of(group: Group, buffer: int) -> GroupFacts:
     """The facts of a group whose nodes that run ahead have run, all responses that were kept."""
     columns = group.store.columns
-    prompts, responses = columns["prompt"], columns["response"]
+    prompts, responses = columns["prompt"], columns.get("response", ())  # of one given up: none
     versions = _of_sampled_tokens(columns)
     return GroupFacts(
         counter=group.counter,

@@ -203,13 +203,8 @@ class PartialBatchPlanner:
         sizes = zip(self._room.size(news), missing, strict=True)
         return any(size * mine.processes >= most for size, most in sizes)
 
-    def learn(
-        self, facts: Iterable[GroupFacts], tokens: int = 0, given_up: Iterable[int] = ()
-    ) -> None:
-        """Notes facts and prompts that were given up, in any order; facts of a group that is known
-        must be the same."""
-        for counter in given_up:
-            self._admission.judge(counter, False)
+    def learn(self, facts: Iterable[GroupFacts], tokens: int = 0) -> None:
+        """Notes facts, in any order; those of a group that is known must be the same."""
         for group in facts:
             if group.counter < self._admission.position:
                 continue

@@ -8,7 +8,7 @@ then whenever a group ends that the step waits for. Samplers decode meanwhile.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stream.batches.group_facts import GroupFacts, decision_of
@@ -24,10 +24,9 @@ class RolloutBudget:
     facts_of = staticmethod(decision_of)
     spreads, mini_batch = True, 0
 
-    def __init__(self, admission: Deadlines, admit: Callable[[], object], *, tokens: int):
-        """`admission`: the producer's; `admit()`: begins all groups that may begin; `tokens`: of a
-        rollout, over all processes."""
-        self._admission, self._admit, self._budget = admission, admit, tokens
+    def __init__(self, admission: Deadlines, *, tokens: int):
+        """`admission`: the producer's; `tokens`: of a rollout, over all processes."""
+        self._admission, self._budget = admission, tokens
         self._facts: dict[int, GroupFacts] = {}  # of complete groups that are not trained on
         self._known = 0  # tokens of the rollout that all processes know
 
@@ -47,16 +46,13 @@ class RolloutBudget:
     end = needs
 
     def begin(self, step: int) -> bool:
-        """Begins the rollout of a step: all that may begin is under way before anything is due."""
-        has_step = self._admission.has_step(step)
-        if has_step:
-            self._admit()
-        return has_step
+        """Begins the rollout of a step; whether there is a group for it."""
+        return self._admission.has_step(step)
 
     def due(self, mine: View) -> bool:
         """Whether a process could end the rollout, if all processes have as much."""
         tokens = mine.tokens()
-        if all(group.done for group in mine.groups):  # nothing is under way here
+        if mine.begun and all(group.done for group in mine.groups):  # nothing is under way here
             return bool(mine.news or tokens)
         missing, lacking = self._budget - self._known, self._admission.lacking
         if missing > 0 and lacking:
@@ -65,12 +61,15 @@ class RolloutBudget:
         awaited = self._admission.awaited()
         return awaited is not None and any(facts.counter < awaited for facts in mine.news)
 
-    def learn(self, facts: Iterable[GroupFacts], tokens: int, given_up: Iterable[int] = ()) -> None:
-        """Notes complete groups, and tokens that were sampled; no prompt is given up."""
+    def learn(self, facts: Iterable[GroupFacts], tokens: int) -> None:
+        """Notes complete groups, those that were given up, and tokens that were sampled."""
         self._known += tokens
         for group in facts:
-            self._facts[group.counter] = group
-            self._admission.complete(group.counter)
+            if group.keep:
+                self._facts[group.counter] = group
+                self._admission.complete(group.counter)
+            else:
+                self._admission.judge(group.counter, False)
 
     def next(self) -> PartialBatch | None:
         """The step's groups, once its rollout has ended by what all processes know."""

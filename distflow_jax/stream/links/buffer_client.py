@@ -209,9 +209,10 @@ class BufferClient:
             with state.lock:
                 capacity, held = state.capacity, state.version
                 drains = state.evaluates is not None and state.evaluates < held
+                idle = capacity == state.slots and state.asked >= len(state.links.clients)
             if state.over or held < 0 or drains:
                 capacity = 0
-            told = {"version": held, "capacity": capacity, "slots": state.slots}
+            told = {"version": held, "capacity": capacity, "slots": state.slots, "idle": idle}
             answer = self._call(client, "lease", Frame(told))
             if answer is None:
                 return False

@@ -133,10 +133,11 @@ class BufferService:
     def _lease(self, worker: str, frame: Frame) -> Frame:
         held, capacity = (fact_of(frame, name, int) for name in ("version", "capacity"))
         slots = fact_of(frame, "slots", int) if "slots" in frame.facts else 0
+        idle = frame.facts.get("idle") is True
         with self._lock:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
-            leased = self._requests.lease(worker, held, capacity, slots)
+            leased = self._requests.lease(worker, held, capacity, slots, idle=idle)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
             return work_frame(self._state(worker), work, rows=self._border.limits.max_turns > 0)
 
