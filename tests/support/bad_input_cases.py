@@ -230,7 +230,15 @@ SIZES = [
         _OWN,
         [
             ("flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place: "),
-            ("stream.round_tokens=4096", "stream.round_tokens=4096 ends rollouts on the trainer's"),
+            (
+                "stream.round_tokens=4096 ; stream.partial_batches=ready ; "
+                "stream.partial_batch_rows=4",
+                "which groups a step has, and stream.partial_batches='ready' trains on them before",
+            ),
+            (
+                "stream.round_tokens=4096 ; stream.weight_update=boundary",
+                "stream.weight_update='boundary' fixes their version before they begin",
+            ),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=99",
                 "above the 16 groups of a mini-batch",
