@@ -15,10 +15,12 @@ the batch between them. With the built-in graph grpo (configs/dags/grpo.yaml) th
     batch |= advantage(batch)                             # advantage
     policy, metrics = update(policy, batch)
 
-Runs differ in their source (runtime/sample_source.py). Synchronous: `begin` brings the policy's
-weights to the sampler, the batch is the next prompts, all nodes run, and `offer` does nothing.
-Asynchronous: samplers ran the nodes before `advantage` while other steps trained, the batch is the
-groups that are due, at once or partial batch by partial batch, and `offer` publishes the weights.
+A node on a mesh runs as a compiled Program (planning/unit_programs.py), one on the host as a
+function. Runs differ in their source (runtime/sample_source.py). Synchronous: `begin` brings the
+policy's weights to the sampler, the batch is the next prompts, all nodes run, rewards already while
+`rollout` samples, and `offer` does nothing. Asynchronous: `rollout` ran elsewhere while other steps
+trained, host nodes that need one group alone ran on a thread of the trainers, or on workers, and
+all others run now; the batch is the groups that are due, and `offer` publishes the weights.
 """
 
 import contextlib

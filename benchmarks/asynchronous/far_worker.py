@@ -29,11 +29,11 @@ from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import read_addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links
 from distflow_jax.stream.links.remote_link import RemoteLink, WorkerState
+from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.worker import Worker

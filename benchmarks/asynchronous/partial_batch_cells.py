@@ -187,7 +187,7 @@ class CostedRun(MarkedRun):
         """One step, once all groups that may begin are complete on all processes."""
         if not self._publishes:
             self._end_with_weights(run)
-        run.source.drive(functools.partial(_settled, run))
+        run.source.drive.wait_until(functools.partial(_settled, run))
         processes.barrier(f"step {run.state.step}")
         with contextlib.ExitStack() as parts:
             for owner, name, part in PARTS:

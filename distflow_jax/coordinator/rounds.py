@@ -48,7 +48,7 @@ class Ended(Exception):
     """A run makes no further step, for a reason that its record names."""
 
     def __init__(self, reason: str, *, more: str = "", fix: str = ""):
-        """`reason`: DATA_ENDED, PREEMPTED or STARVED; `more`: of it, and `fix`, for the log."""
+        """`reason`: DATA_ENDED, PREEMPTED or NO_WORKERS; `more`: of it, and `fix`, for the log."""
         fix = fix or _GO_ON.get(reason, "")
         super().__init__(f"{reason}{more}; {fix}")
         self.reason, self._what, self._fix = reason, f"{reason}{more}", fix

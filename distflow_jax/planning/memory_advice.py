@@ -111,7 +111,7 @@ def _changes(
     ) and not config.stream.in_partial_batches
     if config.training.offload == "none" and moves and planned.machine.platform != "cpu":
         apart = planned.samples_apart
-        residencies = plan_residency(planned.plan, planned.samplers, apart=apart)
+        residencies = plan_residency(planned.plan, planned.own_samplers, apart=apart)
         waiting = plan_memory(planned, programs, costs, residencies)
         yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)
@@ -154,7 +154,7 @@ def _smaller_cache(
     planned: RunPlan, memory: MemoryPlan, change: Callable[..., Change]
 ) -> Iterator[Change]:
     """A cache that is smaller by the missing memory, but at least an eighth of its size."""
-    if not planned.samplers:
+    if not planned.own_samplers:
         return
     config, sizes, machine = planned.config, planned.sizes, planned.machine
     ranks, samplers = sizes.sampler_ranks, machine.processes // sizes.sampler_hosts
@@ -189,7 +189,7 @@ def _fewer_trajectories(
 ) -> Iterator[Change]:
     """So many fewer trajectories that the missing memory is there, but one for each slot."""
     engine, ranks = planned.sizes.engine, planned.sizes.sampler_ranks
-    if not (planned.samplers and engine.lanes) or planned.config.rollout.cache_tokens:
+    if not (planned.own_samplers and engine.lanes) or planned.config.rollout.cache_tokens:
         return
     missing, whole = memory.fullest.total - memory.device, _cache_bytes(planned, engine)
     for slots in range(engine.slots - ranks, engine.lanes - 1, -ranks):

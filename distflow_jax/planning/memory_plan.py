@@ -162,7 +162,7 @@ def plan_memory(
     reading = _reading(planned)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
-    samplers = planned.samplers
+    samplers = planned.own_samplers
     names = [UPDATE_WEIGHTS] if samplers else []
     names += [n for n, u in units.items() if n in programs or u.tasks[0].state_key in samplers]
     segments = []
@@ -212,14 +212,14 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
         if trained:
             moments = device_bytes((spec.opt_state, spec.count))
             found[key, "moments"] = Held("optimizer", moments, layout)
-    if planned.samplers:
+    if planned.own_samplers:
         model, sizes = planned.source.config, planned.sizes
         weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
         mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices, sizes.sampler_submesh)
         slots = device_bytes(StateShapes(model, sizes.engine, mesh).specs())
         slots += feature_bytes(model, sizes.engine)
         slots += shared_bytes(model, sizes.engine, sizes.rollout_tensor)
-        for key in planned.samplers:
+        for key in planned.own_samplers:
             found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))
             found[key, "cache"] = Held("cache", slots, _samplers_layout(planned))
     return found
@@ -227,7 +227,7 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
 
 def _reading(planned: RunPlan) -> list[Held]:
     """Long prompts that samplers read; they are there only while responses are sampled."""
-    if not planned.samplers:
+    if not planned.own_samplers:
         return []
     sizes = planned.sizes
     size = reading_bytes(planned.source.config, sizes.engine, sizes.rollout_tensor)

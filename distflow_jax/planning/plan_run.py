@@ -222,7 +222,7 @@ class RunPlan:
         return waiting_groups(self.config, self.plan, self.sizes, self.source.config, self.machine)
 
     @property
-    def samplers(self) -> dict[str, str]:
+    def own_samplers(self) -> dict[str, str]:
         """State key of each sampler of the trainers -> that of the policy whose weights it has.
 
         Evaluation samples too: of the one policy that is trained, if there is one.
@@ -231,7 +231,7 @@ class RunPlan:
 
     @property
     def sampled(self) -> dict[str, str]:
-        """As `samplers`, whoever samples."""
+        """As `own_samplers`, whoever samples."""
         keys, policies = samplers_of(self.plan), self.policies
         if not keys and self.config.eval.dataset and policies:
             keys["rollout"] = "actor" if "actor" in policies else policies[0]

@@ -53,7 +53,7 @@ def compile_sync(planned: RunPlan, programs: Mapping[str, Program], pod: Pod) ->
 
 def sampled_params(planned: RunPlan, programs: Mapping[str, Program]) -> Any:
     """Specs of the parameters of the first sampled policy."""
-    (key, *_) = planned.samplers.values()
+    (key, *_) = planned.own_samplers.values()
     state = next(p.given_states[key] for p in programs.values() if key in p.given_states)
     return state.params if isinstance(state, TrainState) else state
 

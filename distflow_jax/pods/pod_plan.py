@@ -251,7 +251,7 @@ def plan_on(
     load = _load(pod, planned, mean_response)
     programs = trace(planned) if programs is None else programs
     of_sampler = _of_sampler(planned)
-    names = (*of_sampler, UPDATE_WEIGHTS) if planned.samplers else ()
+    names = (*of_sampler, UPDATE_WEIGHTS) if planned.own_samplers else ()
     left_out = _left_out((*names, *programs), only)
     if compiled:
         costs, refused = _compiled(pod, planned, programs, left_out)
@@ -270,7 +270,7 @@ def plan_on(
         programs,
         costs,
         chips,
-        _generation(pod, planned, load) if planned.samplers else None,
+        _generation(pod, planned, load) if planned.own_samplers else None,
         tuple(_reshards(planned, programs)),
         memory,
         refused,
@@ -281,7 +281,7 @@ def plan_on(
 
 def _of_sampler(planned: RunPlan) -> tuple[str, ...]:
     """The programs of a sampler that are compiled."""
-    if not planned.samplers:
+    if not planned.own_samplers:
         return ()
     return sampler_programs(planned.source.config, planned.sizes.engine)
 
@@ -302,7 +302,7 @@ def _compiled(
 ) -> tuple[dict[str, Costs], dict[str, str]]:
     """(costs by the segment's name, reasons of programs that are too large)."""
     work: dict[str, Callable[[], Costs]] = {}
-    if planned.samplers:
+    if planned.own_samplers:
         for name in _of_sampler(planned):
             work[name] = functools.partial(compile_sampler, planned, pod, name)
         work[UPDATE_WEIGHTS] = lambda: compile_sync(planned, programs, pod)
@@ -322,7 +322,7 @@ def _compiled(
 
 def _by_formulas(pod: Pod, planned: RunPlan, programs: Mapping[str, Program]) -> dict[str, Costs]:
     costs = {}
-    if planned.samplers:
+    if planned.own_samplers:
         mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
         costs[UPDATE_WEIGHTS] = formulas.sync_costs(planned, mesh, pod.numbers(mesh))
     for name, program in programs.items():

@@ -231,7 +231,7 @@ def price(
                 reasons.append(str(error))
                 continue
             candidates.append(Candidate(guess))
-            if not planned.samplers:
+            if not planned.own_samplers:
                 break
     if not candidates:
         raise ValueError(f"no layout of {pod.name} suits this run: {(reasons or unlike)[0]}")

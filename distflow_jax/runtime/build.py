@@ -78,7 +78,7 @@ def build(
     sizes = run.sizes
     meshes = make_meshes(sizes)
     engine, sync = sampler or (None, None)
-    if sampler is None and run.samplers:
+    if sampler is None and run.own_samplers:
         engine = make_engine(run.source, run.config, sizes)
         sync = make_sync(run.source, run.config, sizes)
     member = processes.process_index() % sizes.sampler_hosts

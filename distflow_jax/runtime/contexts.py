@@ -20,7 +20,7 @@ from distflow_jax.stages.registry import context_of, first_state_of, resolve
 from distflow_jax.stages.stage_context import (
     ModelContext,
     NodeContext,
-    ResponseListener,
+    ResponseHooks,
     RewardContext,
     SamplingContext,
     TrainContext,
@@ -48,7 +48,7 @@ class ContextFactory:
         self._run, self._meshes, self._engine = run, meshes, engine
         self._environments, self._rewards = environments, rewards
         self._member, self._waiting = member, waiting
-        self._on_response = ResponseListener()
+        self._on_response = ResponseHooks()
         self._counts = collections.Counter(_stage_name(t.node) for t in run.plan.tasks)
         self._makers: dict[type[NodeContext], Callable[[Task], NodeContext]] = {
             SamplingContext: self._sampling,

@@ -26,7 +26,7 @@ class Evaluating(Protocol):
     def after(self, step: int) -> Metrics:
         """Evaluates what is due after a step, or records what samplers have evaluated."""
 
-    def record(self, up_to: int, *, end: float = math.inf) -> None:
+    def record_evaluations(self, up_to: int, *, end: float = math.inf) -> None:
         """Records evaluations of versions up to one that are not recorded yet."""
 
 
@@ -58,7 +58,7 @@ class EvaluateNow:
         self._source.update_weights(step)
         return self._evaluate(step)
 
-    def record(self, up_to: int, *, end: float = math.inf) -> None:
+    def record_evaluations(self, up_to: int, *, end: float = math.inf) -> None:
         """Nothing is left to be recorded by then."""
 
     def _evaluate(self, step: int) -> Metrics:
@@ -89,10 +89,10 @@ class EvaluateAhead:
         """Brings weights that are due to samplers, and records what these have evaluated."""
         if self._schedule.evaluates(step):
             self._source.update_weights(step)
-        self.record(self._source.evaluated_by(step))
+        self.record_evaluations(self._source.evaluated_by(step))
         return {}
 
-    def record(self, up_to: int, *, end: float = math.inf) -> None:
+    def record_evaluations(self, up_to: int, *, end: float = math.inf) -> None:
         """Records evaluations of versions up to one that are not recorded, and waits for them: with
         an `end`, a time of time.monotonic(), until then, and without, unless workers are missing.
 

@@ -117,7 +117,7 @@ def measure(run: OpenRun, metrics: Metrics) -> None:
         loader.observe_scores(place.batches, table.counter, table.score)
         metrics["training/global_step"] = step
         metrics["training/epoch"] = loader.epoch(place.loader_position)
-        metrics |= run.source.observe(samples, step, take_gaps(metrics, table))
+        metrics |= run.source.account_for(samples, step, take_gaps(metrics, table))
     run.state.count_lost(metrics)
 
 
@@ -197,10 +197,10 @@ def end_early(run: OpenRun, ended: Ended, stop: StopSignal) -> int:
     if step and goes_on:
         preempted = ended.reason == PREEMPTED
         end = stop.deadline() if preempted else time.monotonic() + SAVING_SECONDS
-        run.evaluating.record(step - 1, end=end)
-        run.source.settle(step, end)
+        run.evaluating.record_evaluations(step - 1, end=end)
+        run.source.finish_saving(step, end)
     elif step:
-        run.evaluating.record(step)
+        run.evaluating.record_evaluations(step)
     log.warning("%s", ended.told(step, run.prepared.config.training.steps))
     return EXIT_PREEMPTED if goes_on else EXIT_DONE
 
@@ -212,7 +212,7 @@ def _save(run: OpenRun, *, goes_on: bool) -> None:
     more = goes_on and step < run.prepared.config.training.steps
     with_samples = source.saves_samples and more
     if not with_samples:
-        run.evaluating.record(step)
+        run.evaluating.record_evaluations(step)
     with run.recorder.timed("checkpoint", step), run.instruments.phases.span("save_checkpoint"):
         source.before_save(with_samples=with_samples)
         save_state(run.prepared, state, source.place, run.checkpointer, added_to=with_samples)

@@ -51,7 +51,7 @@ def introduce(prepared: PreparedRun, terminal: Terminal) -> None:
     hosts = f" in {machine.processes} processes" if machine.processes > 1 else ""
     meshes = f"{machine.devices} {machine.platform}{hosts}: training {sizes.mesh.describe()[0]}"
     samplers = ""
-    if prepared.samplers:
+    if prepared.own_samplers:
         each = machine.processes // sizes.sampler_hosts
         samplers = f", {each} {'sampler' if each == 1 else 'samplers'}"
         samplers += f" of tensor {sizes.rollout_tensor}" if sizes.rollout_tensor > 1 else ""

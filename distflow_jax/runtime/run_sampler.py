@@ -21,7 +21,7 @@ def start_samplers(
     if engine is None:
         return
     with runtime.offload.staying(UPDATE_WEIGHTS, state.models):
-        for key, policy in prepared.samplers.items():
+        for key, policy in prepared.own_samplers.items():
             params = state.policy_params(policy)
             with phases.span("update_weights"):
                 weights = runtime.sync(params)
@@ -40,7 +40,7 @@ def sync_weights(
     prepared: PreparedRun, runtime: Runtime, state: RunState, version: int, phases: Phases
 ) -> None:
     """Brings its policy's weights after `version` steps to each sampler. Collective."""
-    samplers, models = prepared.samplers, state.models
+    samplers, models = prepared.own_samplers, state.models
     if all(models[key].version == version for key in samplers):
         return
     with phases.span("update_weights"), runtime.offload.staying(UPDATE_WEIGHTS, models):
@@ -52,7 +52,7 @@ def sync_weights(
 
 def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -> list[Scored]:
     """Scored responses to this process's evaluation prompts, from the sampler's weights."""
-    sampler, evaluation = next(iter(prepared.samplers)), evaluation_of(prepared, runtime)
+    sampler, evaluation = next(iter(prepared.own_samplers)), evaluation_of(prepared, runtime)
     with runtime.offload.staying(EVALUATE, state.models):
         state.models[sampler], episodes = evaluation.answer(state.models[sampler])
         return evaluation.score(episodes)

@@ -166,6 +166,6 @@ def node_states(prepared: PreparedRun, state: RunState) -> dict[str, Any]:
 
     ValueError for one that checkpoints cannot keep.
     """
-    others = prepared.models.keys() | prepared.samplers.keys()
+    others = prepared.models.keys() | prepared.own_samplers.keys()
     own = {key: x for key, x in state.models.items() if key not in others}
     return {key: encoded(key.removeprefix("node:"), x) for key, x in own.items()}

@@ -59,7 +59,7 @@ class SampleSource(Protocol):
     def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
         """Publishes the weights of a step that has finished with these metrics, or not."""
 
-    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
+    def account_for(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Accounts for what a step has trained on; returns metrics of it. `gaps`: as
         far as they are measured."""
 
@@ -75,7 +75,7 @@ class SampleSource(Protocol):
     def save(self, step: int) -> None:
         """Adds samples to the checkpoint of a step."""
 
-    def settle(self, step: int, end: float) -> None:
+    def finish_saving(self, step: int, end: float) -> None:
         """Waits for these samples, at most until `end`, a time of time.monotonic()."""
 
 
@@ -115,7 +115,7 @@ class Still:
     def save(self, step: int) -> None:
         """Adds nothing: no samples outlive their step."""
 
-    def settle(self, step: int, end: float) -> None:
+    def finish_saving(self, step: int, end: float) -> None:
         """Returns at once."""
 
 
@@ -171,7 +171,7 @@ class Synchronous(Still):
         """Metrics of a region's rounds."""
         return self._rounds.metrics() if self._rounds else {}
 
-    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
+    def account_for(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Nothing: all samples are of the step's own weights."""
         return {}
 

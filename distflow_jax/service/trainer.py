@@ -35,9 +35,9 @@ from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
-from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import read_addresses
 from distflow_jax.stream.links.buffer_links import Joining
+from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 

@@ -23,7 +23,7 @@ from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape
 
 
-class ResponseListener:
+class ResponseHooks:
     """Passes finished responses on to a stage that can begin with them."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ class SamplingContext(NodeContext):
     environments: Environments | None  # None: a response is one turn
     member: int  # this process's number among the hosts of its sampler
     hosts: int  # processes that share the sampler
-    on_response: ResponseListener  # is handed each response as soon as it ends
+    on_response: ResponseHooks  # is handed each response as soon as it ends
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class RewardContext(NodeContext):
     tokenizer: Tokenizer
     reward: RewardConfig
     rewards: RewardPool
-    on_response: ResponseListener  # hands on each response as soon as it ends
+    on_response: ResponseHooks  # hands on each response as soon as it ends
     early_rewards: bool  # whether responses may be scored before the rollout has ended
     waiting: Callable[[str], Callable[[], None]]  # starts a time, by name; the result ends it
 
@@ -111,7 +111,7 @@ class TrainContext(ModelContext):
     mini_batches: int  # optimizer steps per pass over a batch
     epochs: int  # passes over a batch
     balance_coef: float  # of the load balance of experts in every objective's loss
-    max_staleness: int  # flow's: the oldest age of a token, in steps
+    max_staleness: int  # stream's: the oldest age of a token, in steps
     num_groups: int  # of a step, whose gaps to their samplers are told apart; 0: none
     algorithm: AlgorithmConfig
     value: ValueConfig

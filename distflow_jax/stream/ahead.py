@@ -27,7 +27,7 @@ from distflow_jax.stream.batches.agreement import Agreement, Policy
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.delivery import Delivery
-from distflow_jax.stream.driver import ALL, Driver, Trainer
+from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
 from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
@@ -58,7 +58,7 @@ class KeptGroups:
 
     place: Place
     saver: SampleSaver
-    records: RecordWriter
+    recording: RecordWriter
     check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint
 
 
@@ -85,7 +85,7 @@ class Ahead:
         policy: Policy,
         config: StreamConfig,
         *,
-        trainer: Trainer,
+        trainer: TrainerCalls,
         kept: KeptGroups,
         numbered: bool = False,
     ):
@@ -175,12 +175,13 @@ class Ahead:
     def record(self, partial_batch: PartialBatch, *, rows: int, room: int) -> None:
         """Records a partial batch that was taken last, whose groups lie in so many rows of so
         many."""
-        records, mine = self._kept.records, self._groups
-        records.write(partial_batch, mine, rows=rows, room=room, waited=self._waited)
+        recording, mine = self._kept.recording, self._groups
+        recording.write(partial_batch, mine, rows=rows, room=room, waited=self._waited)
 
     def fill(self, coordinator: Coordinator, step: int) -> NextRound:
         """Hands the coordinator the groups of a step, all of whose rounds were sampled, and ends
-        it. Collective; raises what `partial_batches` does."""
+        it; with partial_batches=off a step is one partial batch. Collective; raises what
+        `partial_batches` does."""
         with self._trainer.phase("wait_for_samples"):
             store, metrics = self.take(step)
         coordinator.use(store)
@@ -201,7 +202,7 @@ class Ahead:
             self._next(step)
         cut = self._policy.cut
         with self._times.block("wait"):
-            self.drive(decided, needs=cut.end)
+            self.drive.wait_until(decided, needs=cut.end)
         self._sampling.rest()  # devices that it shares are the trainer's from here on
         store, metrics = self._joined(cut)
         return store, metrics | self._policy.metrics(self._agreement.sampled())
@@ -213,9 +214,11 @@ class Ahead:
             raise Ended(DATA_ENDED)
         begun = time.monotonic()
         with self._times.block("wait"):
-            partial_batch = self._agreement.next(self.drive)
+            partial_batch = self._agreement.next(self.drive.wait_until)
             counters = partial_batch.counters
-            self.drive(lambda: self._steps.knows(self.producer, step, counters), needs=ALL)
+            self.drive.wait_until(
+                lambda: self._steps.knows(self.producer, step, counters), needs=ALL
+            )
         self._waited = time.monotonic() - begun
         with self._lock:
             mine = [self.producer.groups[c] for c in counters if c in self.producer.groups]
@@ -226,7 +229,7 @@ class Ahead:
     def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
         """The fields of this process's groups of a step, which is decided, and metrics of the nodes
         that ran on them. The groups are the step's from then on."""
-        self.saver.settle()  # while the groups are there
+        self.saver.add_complete()  # while the groups are there
         with self._lock:
             groups = self.producer.forget(cut.counters)
             account = self.saver.took(cut, groups)
@@ -241,7 +244,7 @@ class Ahead:
         self.place.look_at(end)
         self.place.begun = self.producer.admission.begun
         self._partial_batches = []
-        self._kept.records.finish(step, end, self._measured)
+        self._kept.recording.finish(step, end, self._measured)
 
     # -- what a step leaves behind ----------------------------------------------------------------
 
@@ -256,9 +259,9 @@ class Ahead:
         found, self._measured = self._measured, {}
         return found | {"perf/generate_calls": calls} | occupancy.metrics() | more
 
-    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
+    def account_for(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Accounts for the samples of a step; returns their ages."""
-        self._quarantine.look(self.saver.record(samples, gaps))
+        self._quarantine.look(self.saver.write_groups_line(samples, gaps))
         return staleness_metrics(samples, step, self._config.max_staleness)
 
     def evaluated(self, version: int, *, end: float = math.inf) -> list[Evaluated]:
@@ -281,7 +284,7 @@ class Ahead:
                 there = due not in evaluations.missing(due)
                 return there or time.monotonic() > end or bool(self._sampling.missing_workers)
 
-            self.drive(ended, needs=ALL, waits_for=f"evaluation of step {due}")
+            self.drive.wait_until(ended, needs=ALL, waits_for=f"evaluation of step {due}")
         late = itertools.chain(*processes.all_gather_json(evaluations.missing(version)))
         return evaluations.take(min(late, default=version + 1) - 1)
 
@@ -316,7 +319,7 @@ class Ahead:
 
     def before_save(self, *, with_samples: bool) -> None:
         """Waits for records of steps; accounts for tokens where no samples are saved that do."""
-        self._kept.records.wait()
+        self._kept.recording.wait()
         account = None if with_samples else self.saver.total_account().to_dict()
         self.place.account = account
 
@@ -324,7 +327,7 @@ class Ahead:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
         self.saver.save(step, self.at_rest())
 
-    def settle(self, step: int, end: float) -> None:
+    def finish_saving(self, step: int, end: float) -> None:
         """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
         time.monotonic(); warns if it lacks some. Collective."""
         with self._trainer.phase("wait_for_samples"):
@@ -334,7 +337,7 @@ class Ahead:
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
         a time of time.monotonic()."""
-        self.drive(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
+        self.drive.wait_until(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
         self.saver.wait(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
@@ -345,7 +348,7 @@ class Ahead:
         if self._rounds is not None:
             self._rounds.close()
         self.publications.close()
-        self._kept.records.close()
+        self._kept.recording.close()
 
 
 def _gather() -> BackgroundGather:

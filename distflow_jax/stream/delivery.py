@@ -13,7 +13,7 @@ from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.sampling_base import Hooks, Sampling
+from distflow_jax.stream.sampling_side import Hooks, SamplingSide
 from distflow_jax.stream.stream_config import StreamConfig
 
 
@@ -24,7 +24,7 @@ class Delivery:
     sync: WeightSync
     rule: PublishRule
     peers: Peers | None  # of publications that the rule may leave out
-    start: Callable[[Hooks], Sampling]  # starts what samples
+    start: Callable[[Hooks], SamplingSide]  # starts what samples
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
 
@@ -67,7 +67,7 @@ def _start_inline(
     sampler: EpisodeSampler,
     producer: Producer,
     hooks: Hooks,
-) -> Sampling:
+) -> SamplingSide:
     return InlineLink(
         sampler,
         producer,
@@ -83,7 +83,7 @@ def _start_thread(
     sampler: EpisodeSampler,
     producer: Producer,
     hooks: Hooks,
-) -> Sampling:
+) -> SamplingSide:
     return ThreadLink(
         sampler,
         producer,

@@ -17,7 +17,7 @@ from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.resume import SampleSaver
-from distflow_jax.stream.sampling_base import Hooks
+from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.weight_update_times import WeightUpdateTimes
 from distflow_jax.watchdog.gossip import OTHERS
@@ -32,7 +32,7 @@ def _span(name: str, **labels: Any) -> contextlib.AbstractContextManager:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
+class TrainerCalls:
     """The calls by which a source reaches the training beside it, and what observes both."""
 
     span: Span = _span  # times a block under a name, in any thread
@@ -61,7 +61,7 @@ class Driver:
         nodes: NodesAhead,
         delivery: Delivery,
         config: StreamConfig,
-        trainer: Trainer,
+        trainer: TrainerCalls,
         saver: SampleSaver,
         *,
         idle: Callable[[], None],
@@ -84,7 +84,7 @@ class Driver:
             Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, known, order)
         )
 
-    def __call__(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
+    def wait_until(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
         """Samples until something is true, for which groups below a counter are needed.
 
         Raises what a sampler or a node that ran ahead has raised for one of these groups.
@@ -104,7 +104,7 @@ class Driver:
     def hand_on(self) -> None:
         """Hands complete groups on."""
         for group in self._producer.round():
-            self._host.submit(group, self._saver.settle)
+            self._host.submit(group, self._saver.add_complete)
 
     @contextlib.contextmanager
     def _arrive(self, left: Any) -> Iterator[Any]:

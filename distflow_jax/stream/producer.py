@@ -84,7 +84,8 @@ class Producer:
         return self.buffer.newest
 
     def admit(self, up_to: int | None = None) -> bool:
-        """Begins all groups that may begin with the newest weights.
+        """Begins all groups that may begin with the newest weights, and draws the batches of their
+        prompts, which nothing else draws.
 
         `up_to`: none of later steps. Returns whether any began.
         """

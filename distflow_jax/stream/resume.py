@@ -216,7 +216,7 @@ class SampleSaver:
         self._taken["workers"] = {name: sorted(workers[name]) for name in sorted(workers)}
         return account
 
-    def record(self, samples: Samples, gaps: Gaps) -> dict[str, list[Gap]]:
+    def write_groups_line(self, samples: Samples, gaps: Gaps) -> dict[str, list[Gap]]:
         """Records this process's samples that the step trained on, which was taken last; returns
         the gaps of the prompts of each worker."""
         found = {
@@ -258,9 +258,9 @@ class SampleSaver:
         with producer.lock:
             start = producer.admission.position
             self._pending.append(_Pending(step, self.account(), start, addition))
-        self.settle()
+        self.add_complete()
 
-    def settle(self) -> None:
+    def add_complete(self) -> None:
         """Adds the samples that are complete now. From any thread."""
         complete: list[tuple[_Pending, Sequence[Group]]] = []
         with self._producer.lock:
@@ -299,7 +299,7 @@ class SampleSaver:
         makes none of a version before it."""
         with self._producer.lock:
             self._recorded = max(self._recorded, version)
-        self.settle()
+        self.add_complete()
 
     def check(self) -> None:
         """Raises the error of a disk that could not take samples."""

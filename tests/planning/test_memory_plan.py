@@ -175,7 +175,7 @@ def test_long_prompts_are_in_the_plan():
 
 def test_what_waits_on_the_host_is_not_there(compiled):
     planned = compiled.planned
-    residencies = plan_residency(planned.plan, planned.samplers)
+    residencies = plan_residency(planned.plan, planned.own_samplers)
     segments = {s.name: s for s in compiled.memory(residencies).segments}
     with_all = {s.name: s for s in compiled.memory().segments}
     rollout, update = segments["rollout"], segments["actor_train"]

@@ -61,7 +61,7 @@ def test_readers_of_all_arrays_find_the_sampler_at_rest(
     def opened(*parts):
         with open_run(*parts) as made:
             runs.append(made)
-            assert not made.state.models.keys() & made.prepared.samplers.keys()  # its thread's
+            assert not made.state.models.keys() & made.prepared.own_samplers.keys()  # its thread's
             yield made
 
     def round(self):

@@ -14,7 +14,7 @@ from distflow_jax import run
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, open_configured, plan_run, prepare
 from distflow_jax.runtime.run_files import recorded_date
-from distflow_jax.stream.links.agreement import shared_tables
+from distflow_jax.stream.links.shared_tables import shared_tables
 
 SAID = [
     {"role": "user", "content": "What is 2 + 3?"},

@@ -14,7 +14,7 @@ from distflow_jax.rewards.pool import RewardConfig, RewardPool
 from distflow_jax.rollout.requests import Response
 from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.stages.reward import build_reward
-from distflow_jax.stages.stage_context import ResponseListener
+from distflow_jax.stages.stage_context import ResponseHooks
 
 TOKENIZER = Tokenizer.byte_level(300)
 REWARDS = """
@@ -33,7 +33,7 @@ def scores_of(config, responses, *, early=False):
     With `early` it is told of each as it ends, the last first; `early` may be the numbers of some.
     """
     prompt = Prompt(0, 0, np.zeros(3, np.int32), "?", "source", "47", {})
-    listener = ResponseListener()
+    listener = ResponseHooks()
     with RewardPool(config) as pool:
         stage = build_reward(
             types.SimpleNamespace(

@@ -13,8 +13,8 @@ from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream, tr
 from support.waiting import HANG
 
 from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.stream import driver, sampling_base
-from distflow_jax.stream.driver import ALL, Trainer
+from distflow_jax.stream import driver, sampling_side
+from distflow_jax.stream.driver import ALL, TrainerCalls
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluator
 from distflow_jax.stream.links.local_link import ThreadLink
 from distflow_jax.stream.producer import Producer
@@ -80,7 +80,7 @@ def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
 def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
     stream, whole = plain_stream(tmp_path, owned(), steps=9), BATCH * SAMPLES * TOKENS
     train(stream, 1)
-    stream.drive(lambda: stream.producer.counts().tokens == 2 * whole)
+    stream.drive.wait_until(lambda: stream.producer.counts().tokens == 2 * whole)
     saved = stream.saver.total_account()
     assert saved == TokenAccount(sampled=2 * whole, trained=whole)
     found = TokenAccount.restored([saved.to_dict()], known=0)
@@ -92,7 +92,9 @@ def owing(folder, evaluator=NOTHING_EVALUATED, until=None):
     """A source with weight updates at boundaries that has trained step 1; its checkpoint waits for
     step 2."""
     how = {"weight_update": "boundary", "own_devices": True, "until": until}
-    stream = plain_stream(folder, owned(), steps=9, trainer=Trainer(evaluator=evaluator), **how)
+    stream = plain_stream(
+        folder, owned(), steps=9, trainer=TrainerCalls(evaluator=evaluator), **how
+    )
     train(stream, 1)
     stream.publish(np.zeros(1), 1)
     stream.save(1)
@@ -170,7 +172,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     (found,) = stream.evaluated(0, end=time.monotonic() + HANG)
     assert found.version == 0
     stream.saver.recorded(0)
-    stream.drive(lambda: stream.saver.settled, needs=ALL)
+    stream.drive.wait_until(lambda: stream.saver.settled, needs=ALL)
     stream.close()
     stream.saver._writer.close()  # its thread waits for the checkpoint, which nobody writes here
     assert len(made) == 1
@@ -179,7 +181,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
 @pytest.mark.parametrize("made", [True, False])
 def test_samples_wait_for_evaluations_of_older_weights_until_the_run_ends(tmp_path, made):
     """In flight, where others evaluate: a restart has the checkpoint's weights alone."""
-    trainer = Trainer(evaluator=evaluator(None))
+    trainer = TrainerCalls(evaluator=evaluator(None))
     stream = plain_stream(tmp_path, owned(), steps=9, trainer=trainer)
     train(stream, 1)
     stream.publish(np.zeros(1), 1)
@@ -214,7 +216,7 @@ def test_what_a_wait_for_evaluations_is_told_of(tmp_path, monkeypatch):
         owned(),
         weight_update="boundary",
         own_devices=True,
-        trainer=Trainer(note=note, evaluator=made),
+        trainer=TrainerCalls(note=note, evaluator=made),
     )
     assert scoring.wait(HANG)
     stream.evaluated(0)
@@ -269,13 +271,13 @@ def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
         return whole(self)
 
     monkeypatch.setattr(Producer, "round", round)
-    monkeypatch.setattr(sampling_base, "JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(sampling_side, "JOIN_SECONDS", 0.0)
     stream = plain_stream(tmp_path, owned(), own_devices=True)
     monkeypatch.setattr(stream._sampling._worker.sampler, "close", lambda: closed.append(True))
     assert begun.wait(HANG)
     stream.close()
     assert not closed
     goes_on.set()
-    monkeypatch.setattr(sampling_base, "JOIN_SECONDS", 60.0)
+    monkeypatch.setattr(sampling_side, "JOIN_SECONDS", 60.0)
     stream.close()
     assert closed

@@ -30,7 +30,6 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.stream.frames.frames import Frame, samples_frame, samples_of, work_frame, work_of
 from distflow_jax.stream.links import buffer_links
-from distflow_jax.stream.links.agreement import shared_tables
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     addresses,
@@ -40,6 +39,7 @@ from distflow_jax.stream.links.buffer_addresses import (
 from distflow_jax.stream.links.buffer_links import JOIN_SECONDS, Joining, deregister
 from distflow_jax.stream.links.buffer_service import BufferService, difference
 from distflow_jax.stream.links.run_token import make_run_token
+from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.sample_requests import Difference, SampleRequests, differs
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer

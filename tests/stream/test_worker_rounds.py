@@ -17,7 +17,7 @@ from distflow_jax.stream.frames.frames import Frame, samples_of, work_frame
 from distflow_jax.stream.links import buffer_client, remote_link
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Links
-from distflow_jax.stream.links.remote_link import Assignment, RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import LeasedGroup, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import progress_bytes
 from distflow_jax.stream.worker import Worker
@@ -56,7 +56,7 @@ class Rounds:
 
     def come(self, counter, progress=None):
         progress = progress or Progress()
-        came = Assignment(self.state.version, (counter, NODE), request_of(counter), progress)
+        came = LeasedGroup(self.state.version, (counter, NODE), request_of(counter), progress)
         self.state.assigned.append(came)
 
     def until(self, done):

@@ -19,7 +19,7 @@ from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.delivery import make_delivery
-from distflow_jax.stream.driver import Trainer
+from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
@@ -140,7 +140,7 @@ def plain_stream(
     own_devices=False,
     weight_update="in_flight",
     staleness=1,
-    trainer=Trainer(),  # noqa: B008
+    trainer=TrainerCalls(),  # noqa: B008
     **bounds,
 ):
     """A source of a run in `folder`; `bounds`: of its Admission, whose `judged` follows `until`."""

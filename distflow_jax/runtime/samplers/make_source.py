@@ -24,7 +24,7 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_ahead import (
-    make_policy,
+    make_planner,
     make_trainer,
     warn_if_incomplete,
 )
@@ -34,7 +34,7 @@ from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
-from distflow_jax.stream.driver import Trainer
+from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.frames.prompt_frames import request_bytes
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -106,7 +106,7 @@ def _make_ahead(
     runtime: Runtime,
     state: RunState,
     place: Place,
-    trainer: Trainer,
+    trainer: TrainerCalls,
     checkpointer: Checkpointer,
     added: Sequence[Addition],
     evaluates: Callable[[int], bool],
@@ -142,7 +142,7 @@ def _make_ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
-        make_policy(prepared, producer, admission),
+        make_planner(prepared, producer, admission),
         config.stream,
         trainer=trainer,
         kept=KeptGroups(

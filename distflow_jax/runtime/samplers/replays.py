@@ -94,7 +94,7 @@ class Recorded(Still):
         found, self._measured = self._measured, {}
         return found
 
-    def observe(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
+    def account_for(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Ages of the samples of a step."""
         return staleness_metrics(samples, step, self._max_staleness)
 

@@ -24,7 +24,7 @@ from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.deadlines import Deadlines
-from distflow_jax.stream.driver import Trainer
+from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.evaluations import Evaluator
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.schedule import Admission
@@ -39,7 +39,7 @@ def make_trainer(
     instruments: Instruments,
     schedule: StepSchedule,
     evaluates: Callable[[int], bool],
-) -> Trainer:
+) -> TrainerCalls:
     """The training beside a source; `evaluates` as of make_source."""
     phases = instruments.phases
     (policy, *_) = prepared.sampled.values()
@@ -52,7 +52,7 @@ def make_trainer(
     def lend(of_sampler: SamplerState) -> None:
         state.models[_sampler(prepared)] = of_sampler
 
-    return Trainer(
+    return TrainerCalls(
         span=instruments.spans.span,
         note=phases.note,
         phase=phases.span,
@@ -67,7 +67,7 @@ def make_trainer(
 
 def _sampler(prepared: PreparedRun) -> str:
     """The key of the sampler of this process, which trainers of workers do not have."""
-    return next(iter(prepared.samplers))
+    return next(iter(prepared.own_samplers))
 
 
 def _evaluator(
@@ -82,7 +82,7 @@ def _evaluator(
 # -- how a step takes its groups ------------------------------------------------------------------
 
 
-def make_policy(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
+def make_planner(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
     """The partial batches of a run's steps; `admission`: the producer's rule once more, for what
     all processes know."""
     config = prepared.config.stream

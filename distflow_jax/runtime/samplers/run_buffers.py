@@ -17,11 +17,10 @@ from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.border import Border
+from distflow_jax.stream.buffer_thread import BufferThread
 from distflow_jax.stream.delivery import Delivery, publishing
 from distflow_jax.stream.frames.frames import FRAME_BYTES
-from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.leased_nodes import LeasedNodes
-from distflow_jax.stream.links.agreement import node_table, shared_tables
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     announced,
@@ -30,8 +29,9 @@ from distflow_jax.stream.links.buffer_addresses import (
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
+from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sampling_base import Hooks
+from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
 
@@ -100,8 +100,8 @@ def deliver_to_workers(
             answers.end(END_SECONDS)
         server.close()
 
-    def start(hooks: Hooks) -> LeaseMonitor:
-        return LeaseMonitor(
+    def start(hooks: Hooks) -> BufferThread:
+        return BufferThread(
             producer,
             hooks,
             store,

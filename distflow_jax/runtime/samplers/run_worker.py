@@ -40,12 +40,12 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.run_nodes import own_sizes, read_nodes
-from distflow_jax.stream.links.agreement import node_table, shared_tables
 from distflow_jax.stream.links.buffer_addresses import addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
 from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
+from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.wire.calls import Refused, Unreachable

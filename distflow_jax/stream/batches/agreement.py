@@ -60,8 +60,8 @@ class Agreement:
     def next(self, drive: Callable[..., None]) -> PartialBatch:
         """The next partial batch of the step, once it is decided. Collective.
 
-        `drive(until, needs=)`: as of Driver. Raises Ended where a process has waited for workers in
-        vain.
+        `drive(until, needs=)`: as of Driver.wait_until. Raises Ended where a process has waited for
+        workers in vain.
         """
         waits = self.waits()
         while True:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Joining, deregister
-from distflow_jax.stream.links.remote_link import Assignment, RemoteLink, WorkerState
+from distflow_jax.stream.links.remote_link import LeasedGroup, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import Key, progress_bytes
 from distflow_jax.stream.wire.calls import Refused, Unreachable
@@ -216,7 +216,7 @@ class BufferClient:
             answer = self._call(client, "lease", Frame(told))
             if answer is None:
                 return False
-            work = [Assignment(held, *one) for one in work_of(answer)]
+            work = [LeasedGroup(held, *one) for one in work_of(answer)]
             self._told |= {one.key: set(one.progress.episodes) for one in work}
             wanted.append(int(answer.facts["wanted"][0]))
             newest.append(int(answer.facts["newest"]))

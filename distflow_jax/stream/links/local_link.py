@@ -20,14 +20,14 @@ from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_requests import HERE
-from distflow_jax.stream.sampling_base import Sampling, SamplingThread
+from distflow_jax.stream.sampling_side import SamplingSide, SamplingThread
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.worker import Worker
 
 IDLE_SECONDS = 0.05  # between two looks at what other threads have done
 
 
-class LocalLink(Sampling):
+class LocalLink(SamplingSide):
     """The link of a worker to the task buffer of its own process."""
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalLink(Sampling):
 
     @contextlib.contextmanager
     def suspended(self, version: int) -> Iterator[list[SamplerState]]:
-        """See Sampling."""
+        """See SamplingSide."""
         with self.hold(version), self._worker.suspended() as held:
             yield held
 

@@ -31,7 +31,7 @@ Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices o
 
 
 @dataclasses.dataclass(frozen=True)
-class Assignment:
+class LeasedGroup:
     """A group that a task buffer leased to a worker which held a version."""
 
     held: int
@@ -57,7 +57,7 @@ class WorkerState:
     newest: int = -1  # that all task buffers have
     wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
     evaluates: int | None = None  # version that it should hold for an evaluation
-    assigned: collections.deque[Assignment] = dataclasses.field(default_factory=collections.deque)
+    assigned: collections.deque[LeasedGroup] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
     whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
     partial: dict[Key, Progress] | None = None
@@ -179,7 +179,7 @@ class RemoteLink:
         """Ends the pulls."""
         self._puller.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, worker: Worker, assigned: collections.deque[Assignment]) -> None:
+    def _take(self, worker: Worker, assigned: collections.deque[LeasedGroup]) -> None:
         """Begins groups, unless other weights came in between and theirs are exact."""
         mine = []
         for entry in assigned:

@@ -37,7 +37,7 @@ class Hooks:
     order: ExactOrder | None = None
 
 
-class Sampling:
+class SamplingSide:
     """Calls that the training makes; a call that is not overridden has nothing to do.
 
     Attributes:

@@ -13,13 +13,13 @@ from support.waiting import until
 from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.stream import lease_monitor
+from distflow_jax.stream import buffer_thread
+from distflow_jax.stream.buffer_thread import BufferThread
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
-from distflow_jax.stream.lease_monitor import LeaseMonitor
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.sampling_base import Hooks
+from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -67,7 +67,7 @@ def waiting(monkeypatch, caplog):
     """(task buffer, thread, after): two steps of two groups wait; `after(seconds)` is the log
     then."""
     clock, lock = Clock(), threading.Condition()
-    monkeypatch.setattr(lease_monitor, "time", clock)
+    monkeypatch.setattr(buffer_thread, "time", clock)
     buffer = TaskBuffer(Rule(2, 1), exact=False, version=0, lease_seconds=LEASE, max_tries=2)
     prompts = [dataclasses.replace(prompt_of(c + 1, [1, 2]), counter=c) for c in range(4)]
     batches = [prompts[:2], prompts[2:]]
@@ -89,7 +89,7 @@ def waiting(monkeypatch, caplog):
         return [record.getMessage() for record in caplog.records]
 
     after.clock, after.starving = clock, []
-    thread = LeaseMonitor(
+    thread = BufferThread(
         producer,
         hooks(
             Evaluations(NOTHING_EVALUATED, None, held=0),
@@ -217,7 +217,7 @@ def evaluating():
         weights.put(version, {"w": left})
         weights.keep(version - 1, evaluated)
 
-    thread = LeaseMonitor(
+    thread = BufferThread(
         producer,
         hooks(evaluations),
         store,

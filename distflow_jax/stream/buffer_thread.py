@@ -16,7 +16,7 @@ import numpy as np
 from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.sampling_base import Hooks, Sampling, SamplingThread
+from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
 from distflow_jax.stream.tasks import EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
@@ -29,7 +29,7 @@ STALLED = (
 log = logging.getLogger("distflow_jax")
 
 
-class LeaseMonitor(Sampling):
+class BufferThread(SamplingSide):
     """Watches over leases until it is closed."""
 
     def __init__(
