@@ -180,12 +180,14 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
         if rated:
             texts, votes, scores = ([x[i] for i in rated] for x in (s.texts, s.votes, s.scores))
             majority = vote(texts, scores, votes)
-            local[s.prompt.data_source].append((float(np.mean(scores)), max(scores), majority))
+            found = (s.prompt.counter, float(np.mean(scores)), max(scores), majority)
+            local[s.prompt.data_source].append(found)
     names = sorted(filter(None, set().union(*processes.all_gather_json(list(local)))))
     metrics: dict[str, float] = {}
     for name in names:
-        rows = np.array(local.get(name, []), np.float64).reshape(-1, 3)
+        rows = np.array(local.get(name, []), np.float64).reshape(-1, 4)
         values = np.concatenate(processes.all_gather_ragged(rows))
+        values = values[np.argsort(values[:, 0]), 1:]  # no bit depends on who has which
         mean, best, majority = values.mean(axis=0)
         prefix = f"val-core/{name}/reward"
         metrics |= {

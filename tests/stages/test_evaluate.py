@@ -36,7 +36,7 @@ def test_texts_vote_by_their_final_answers(texts, scores, score):
 def test_responses_without_a_score_do_not_count():
     def of(source, scores):
         texts = [f"text {i}" for i in range(len(scores))]
-        prompt = types.SimpleNamespace(data_source=source)
+        prompt = types.SimpleNamespace(data_source=source, counter=0)
         return Scored(prompt, texts, [1, 2, 2], scores, [1] * 3, [True] * 3)
 
     nan = math.nan
