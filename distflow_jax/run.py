@@ -15,12 +15,10 @@ the batch between them. With the built-in graph grpo (configs/dags/grpo.yaml) th
     batch |= advantage(batch)                             # advantage
     policy, metrics = update(policy, batch)
 
-A node on a mesh runs as a compiled Program (planning/unit_programs.py), one on the host as a
-function. Runs differ in their source (runtime/sample_source.py). Synchronous: `begin` brings the
-policy's weights to the sampler, the batch is the next prompts, all nodes run, rewards already while
-`rollout` samples, and `offer` does nothing. Asynchronous: `rollout` ran elsewhere while other steps
-trained, host nodes that need one group alone ran on a thread of the trainers, or on workers, and
-all others run now; the batch is the groups that are due, and `offer` publishes the weights.
+A node on a mesh is a compiled Program. Runs differ in their source (runtime/sample_source.py).
+Synchronous: `begin` brings weights to the sampler, all nodes run, rewards while `rollout` samples.
+Asynchronous: `rollout` ran elsewhere while other steps trained, host nodes of one group on a thread
+or on workers, the rest runs now; the batch is the groups that are due; `offer` publishes weights.
 """
 
 import contextlib
@@ -156,9 +154,7 @@ def open_run(
         times = StepTimes(prepared.plan, instruments)
         with terminal.activity("first_state"), changes_named(folder, prepared.config):
             state, place = first_or_restored_state(prepared, runtime, saved)
-        # of the trainers, or of workers
-        has_sampler = bool(prepared.sampled) and prepared.recording is None
-        schedule = StepSchedule.of(prepared.config, has_sampler=has_sampler)
+        schedule = StepSchedule.of(prepared.config, has_sampler=prepared.has_sampler)
         recorder = Recorder(prepared, state, schedule, folder, terminal)
         record.enter_context(recorder)  # closed last: its report reads what the others leave
         recorder.begin(runtime)

@@ -265,6 +265,11 @@ class PreparedRun(RunPlan):
     environments: Environments | None  # None: a response is one turn
     recording: Recording | None = None  # whose training the run repeats
 
+    @property
+    def has_sampler(self) -> bool:
+        """Whether anybody samples: the trainers, or workers."""
+        return bool(self.sampled) and self.recording is None
+
     def close(self) -> None:
         """Ends the processes of rewards and the threads of environments. May be called twice."""
         self.rewards.close()
