@@ -268,7 +268,7 @@ class PreparedRun(RunPlan):
     @property
     def has_sampler(self) -> bool:
         """Whether anybody samples: the trainers, or workers."""
-        return bool(self.sampled) and self.recording is None
+        return bool(self.sampled) and not self.recording
 
     def close(self) -> None:
         """Ends the processes of rewards and the threads of environments. May be called twice."""
@@ -330,6 +330,7 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         sampler_part=SAMPLERS in config.mesh.roles,
         own_devices=sizes.samplers_have_own_devices,
         offload=config.training.offload,
+        evaluates_in_turns=bool(config.eval.dataset and config.rollout.environment),
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
         stuck_seconds=config.health.stuck_seconds,

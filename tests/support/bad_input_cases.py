@@ -305,6 +305,10 @@ SIZES = [
                 "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
                 "gives",
             ),
+            (
+                "rollout.environment=calculator",
+                "stream.workers=True evaluates without an environment, and rollo",
+            ),
         ],
     ),
     *_under(
