@@ -32,8 +32,8 @@ class Surroundings:
 _COMBINATIONS = {
     "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
     "gives samplers devices: take that out, or use workers=False",
-    "workers turns": "stream.workers=True evaluates without an environment, and rollout.environment "
-    "answers in turns: set eval.dataset='', and use `distflow evaluate`",
+    "workers turns": "stream.workers=True evaluates without an environment, and "
+    "rollout.environment answers in turns: set eval.dataset='', and use `distflow evaluate`",
     "workers impatient": "stream.no_workers_seconds={stream.no_workers_seconds:g} must be less "
     "than health.stuck_seconds={run.stuck_seconds:g}, after which a run that waits is ended",
     "ahead !samples": "{staleness} needs a node that samples, and dag {plan.name!r} trains on the "
