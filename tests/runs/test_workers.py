@@ -372,45 +372,33 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     check_trained(folder, exact=False)
 
 
+LIES = {"ids": "refused: .* token id 1000000000,", "log-probs": "quarantined: its log-probs are "}
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_workers_that_lie_are_ended_and_others_answer_their_prompts(tmp_path, started):
-    """One makes up ids, and one log-probs: both are named, and every prompt is trained once."""
-    folder, steps = tmp_path / "run", 60
-    flags = (f"training.steps={steps}", "checkpoint.every=60")
+@pytest.mark.parametrize("lie", LIES)
+def test_a_worker_that_lies_is_ended_and_others_answer_its_prompts(lie, tmp_path, started):
+    """It makes up ids, or log-probs: it is named, and every prompt is trained once."""
+    folder, steps = tmp_path / "run", 200
+    flags = (f"training.steps={steps}", "checkpoint.every=200")
     job = trainers(started, folder, flags, processes=2)
-
-    def liar(lie):
-        found = worker(
-            started,
-            folder,
-            flags,
-            environment={"LIE": lie},
-            program="tests/support/lying_worker.py",
-        )
-        await_ready(found)
-        return found
-
     honest = [worker(started, folder, flags) for _ in range(2)]
-    liars = [liar("log-probs"), liar("ids")]  # nobody may join after the latter is ended
+    for one in honest:  # none may join from the host of one that was ended
+        await_ready(one)
+    own = {"environment": {"LIE": lie}, "program": "tests/support/lying_worker.py"}
+    liar = worker(started, folder, flags, **own)
     assert job.end() == 0, job.output() + honest[0].output()
     assert [one.end() for one in honest] == [0, 0], honest[0].output()
-    for one in liars:
-        assert one.end() == 2 and " is ended: " in one.output(), one.output()
+    assert liar.end() == 2 and " is ended: " in liar.output(), liar.output()
     check_trained(folder, steps, exact=False)
     check_account(folder)
-    told = job.log.read_text()
-    made_up, ids = (
-        set(re.findall(f"worker (\\S+) is {what}", told))
-        for what in ("quarantined: its log-probs are ", "refused: .* token id 1000000000,")
-    )
-    assert len(made_up) == len(ids) == 1 and made_up != ids
+    (name,) = set(re.findall(f"worker (\\S+) is {LIES[lie]}", job.log.read_text()))
     gaps = [line["gaps"] for lines in records(folder).values() for line in lines]
-    assert not any(ids & one.keys() for one in gaps)
-    (liar_name,) = made_up
-    of_liar = [one.pop(liar_name) for one in gaps if liar_name in one]
+    of_liar = [one.pop(name) for one in gaps if name in one]
     of_others = [gap for one in gaps for gap in one.values()]
-    assert np.median(of_liar) > 1.0 > 10 * np.median(of_others)
+    assert bool(of_liar) == (lie == "log-probs")  # nothing of made-up ids was trained
+    assert not of_liar or np.median(of_liar) > 1.0 > 10 * np.median(of_others)
 
 
 @pytest.mark.slow
