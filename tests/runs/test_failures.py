@@ -481,8 +481,9 @@ def test_a_stopped_process_is_named(tmp_path):
     settings = ("--config.health.dead_seconds=10", "--config.training.steps=100000")
     with Job(tmp_path, tmp_path / "run", *settings, processes=2, stopped_seconds=HANG) as job:
         job.wait_until(lambda: job.step() >= 2)
-        # else "nothing is left" would say little: a controller, a watchdog and a reward worker each
-        assert len(job.pids()) == 3 * 2
+        # else "nothing is left" would say little: a controller, a watchdog and a reward worker
+        # each, and the first one's tracker
+        assert len(job.pids()) == 3 * 2 + 1
         os.kill(job.controller(1), signal.SIGSTOP)
         assert job.end() != 0
         decision = r"watchdog \d+: process 1 is alive but does not respond.*stopped by a signal"
