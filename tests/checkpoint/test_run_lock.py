@@ -87,7 +87,9 @@ def test_a_released_folder_is_free_at_once(tmp_path, holder):
 def test_a_killed_holder_on_this_host_is_dead_at_once(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    RunLock(tmp_path, lease=1e6).release()
+    lock = RunLock(tmp_path, lease=1e6)  # it does not wait for so long
+    assert json.loads((tmp_path / NAME).read_text())
+    lock.release()
 
 
 def test_a_stopped_holder_on_this_host_keeps_its_folder(tmp_path, holder):
@@ -188,3 +190,4 @@ def test_a_holder_that_lost_its_folder_ends(tmp_path):
 def test_a_damaged_file_locks_nobody_out(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     RunLock(tmp_path, **BEATS).release()
+    assert not (tmp_path / NAME).exists()

@@ -3,8 +3,6 @@
 Trainers and workers are real processes. All is read from the files that trainers write.
 """
 
-import signal
-
 import pytest
 from support.programs import finished, training
 from support.replayed import check_equal
@@ -31,17 +29,6 @@ READY = (
     *("stream.partial_batches=ready", "stream.partial_batch_rows=2", SLOTS),
     *("data.max_prompt_length=64", "training.row_tokens=160"),
 )
-
-
-@pytest.fixture
-def started():
-    """Processes that end with the test."""
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill(signal.SIGTERM)
-    for process in processes:
-        process.end()
 
 
 def train(started, folder, flags, *, processes=1, environment=None):

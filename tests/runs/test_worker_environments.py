@@ -4,7 +4,6 @@ Workers are real processes of scripts/worker.py. All is read from the files that
 """
 
 import json
-import signal
 
 import numpy as np
 import pytest
@@ -82,17 +81,6 @@ SHOWN = (
     "training.steps=4",
     "checkpoint.every=2",
 )
-
-
-@pytest.fixture
-def started():
-    """Processes that end with the test."""
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill(signal.SIGTERM)
-    for process in processes:
-        process.end()
 
 
 def environment(folder):

@@ -63,17 +63,6 @@ def score(data_source, solution_str, ground_truth, extra_info=None, pattern=""):
 """
 
 
-@pytest.fixture
-def started():
-    """Processes that end with the test."""
-    processes = []
-    yield processes
-    for process in processes:  # a launcher passes SIGTERM on, and has sessions for its processes
-        process.kill(signal.SIGTERM)
-    for process in processes:
-        process.end()
-
-
 def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
     folder, flags = (
         tmp_path / "run",
