@@ -1,7 +1,7 @@
 """Tasks that workers may hold, one worker at a time: groups to be sampled, and nodes to be run."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,27 @@ class Task:
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
     silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
 
+    @property
+    def queue(self) -> tuple[str, int]:
+        """The node, and the step, of the tasks that it waits among."""
+        return self.node, 0
+
+    @property
+    def priority(self) -> tuple[float, ...]:
+        """Lowest first, among the tasks that it waits with."""
+        return (self.key[0],)
+
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return 0
+
+    def lease(self, worker: str, now: float, seconds: float) -> None:
+        """Begins a lease, or prolongs it; see OpenTasks.lease."""
+        self.worker, self.until = worker, now + seconds
+
     def free(self) -> None:
-        """Ends the lease."""
+        """Ends the lease; see OpenTasks.free."""
         self.worker, self.until = "", 0.0
 
     def fail(self, worker: str) -> bool:
@@ -53,16 +72,14 @@ class Task:
         if self.worker != worker and worker not in self.silent:
             return False
         self.silent.discard(worker)
-        if self.worker == worker:
-            self.free()
         self.failures[worker] = self.failures.get(worker, 0) + 1
         return True
 
-    def suits(self, worker: str, others: Collection[str]) -> bool:
+    def suits(self, worker: str, others: Iterable[str]) -> bool:
         """Whether a worker should hold it, and none of `others`, which are at work: not if it
         failed, or let a lease of it end."""
-        tried = self.failures.keys() | self.silent
-        return worker not in tried or not set(others) - self.failures.keys()
+        tried = worker in self.failures or worker in self.silent
+        return not tried or all(other in self.failures for other in others)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -94,7 +111,7 @@ class GroupTask(Task):
     differed: set[int] = dataclasses.field(default_factory=set)  # samples of which results did
 
     def lease(self, worker: str, now: float, seconds: float) -> None:
-        """Begins a lease, or prolongs it."""
+        """Begins a lease, or prolongs it: without a new token not for ever."""
         if self.last != worker:
             self.last, self.shown = worker, self.tokens
         if self.worker != worker:
@@ -129,6 +146,10 @@ class GroupTask(Task):
     def tokens(self) -> int:
         """Tokens of all responses."""
         return sum(piece.tokens for piece in (*self.ended.values(), *self.under_way.values()))
+
+    @property
+    def queue(self) -> tuple[str, int]:
+        return self.node, self.step
 
     @property
     def priority(self) -> tuple[float, ...]:

@@ -1,0 +1,135 @@
+"""The open tasks of a process, with indices over them.
+
+Who holds which task, which ones wait in which order, and when leases end is known without a look at
+all of them: a question of a worker costs the logarithm of their number, and a move of pointers in
+one sorted list.
+"""
+
+import bisect
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from distflow_jax.stream.tasks import SAMPLING, Key, Task
+
+_Entry = tuple[tuple[Any, ...], Key]  # priority, key
+
+
+class OpenTasks(Mapping[Key, Task]):
+    """Open tasks by key. Leases begin, go on and end here, and nowhere else.
+
+    Attributes:
+      count: tasks by node; SAMPLING has the groups.
+    """
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+        self._tasks: dict[Key, Task] = {}
+        self._held: dict[str, dict[Key, Task]] = {}  # by worker
+        self._waiting: dict[str, dict[int, list[_Entry]]] = {}  # by node and step, sorted
+        self._entries: dict[Key, _Entry] = {}  # of the tasks that wait
+        self._ends: list[tuple[float, Key]] = []  # a heap: when to look at a lease
+        self._watched: set[Key] = set()  # of that heap
+
+    def __getitem__(self, key: Key) -> Task:
+        return self._tasks[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def add(self, task: Task) -> None:
+        """Adds a task that nobody holds."""
+        self._tasks[task.key] = task
+        self.count[task.node] += 1
+        self._put(task)
+
+    def remove(self, key: Key) -> None:
+        """Takes a task out, whoever holds it."""
+        task = self._tasks.pop(key)
+        self.count[task.node] -= 1
+        self._take(task)
+
+    def lease(self, task: Task, worker: str, now: float, seconds: float) -> None:
+        """Begins a lease of a task, or prolongs it."""
+        self._take(task)
+        task.lease(worker, now, seconds)
+        self._held.setdefault(worker, {})[task.key] = task
+        if task.key not in self._watched and math.isfinite(task.until):
+            self._watch(task)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Nodes that have open tasks, without SAMPLING."""
+        return sorted(node for node, count in self.count.items() if count and node != SAMPLING)
+
+    def free(self, task: Task) -> None:
+        """Ends the lease of a task: it waits again."""
+        self._take(task)
+        task.free()
+        self._put(task)
+
+    def moved(self, task: Task) -> None:
+        """Notes that a task may have another priority."""
+        if task.key in self._entries:
+            self._take(task)
+            self._put(task)
+
+    def held(self, worker: str) -> list[Task]:
+        """The tasks that a worker holds."""
+        return list(self._held.get(worker, {}).values())
+
+    def steps(self, node: str = SAMPLING) -> list[int]:
+        """Steps of the tasks of a node that wait, the earliest first."""
+        return sorted(self._waiting.get(node, ()))
+
+    def waiting(
+        self, node: str, steps: Iterable[int], *, backwards: bool = False
+    ) -> Iterator[Task]:
+        """Tasks of a node and some of its `steps()` that wait, by priority; none may change
+        meanwhile."""
+        for step in sorted(steps, reverse=backwards):
+            entries = self._waiting[node][step]
+            for _, key in reversed(entries) if backwards else entries:
+                yield self._tasks[key]
+
+    def expired(self, now: float) -> list[Task]:
+        """Tasks that are held by leases whose time is over."""
+        found = []
+        while self._ends and self._ends[0][0] <= now:
+            _, key = heapq.heappop(self._ends)
+            self._watched.remove(key)
+            task = self._tasks.get(key)
+            if task is not None and task.worker:
+                if now >= task.until:
+                    found.append(task)
+                else:  # it was prolonged
+                    self._watch(task)
+        return found
+
+    def _watch(self, task: Task) -> None:
+        self._watched.add(task.key)
+        heapq.heappush(self._ends, (task.until, task.key))
+
+    def _put(self, task: Task) -> None:
+        """Has a task wait."""
+        entry = self._entries[task.key] = task.priority, task.key
+        node, step = task.queue
+        bisect.insort(self._waiting.setdefault(node, {}).setdefault(step, []), entry)
+
+    def _take(self, task: Task) -> None:
+        """Takes a task from its holder, or from those that wait."""
+        holder = self._held.get(task.worker, {})
+        if holder.pop(task.key, None) is not None and not holder:
+            del self._held[task.worker]
+        entry = self._entries.pop(task.key, None)
+        if entry is not None:
+            node, step = task.queue
+            entries = self._waiting[node][step]
+            del entries[bisect.bisect_left(entries, entry)]
+            if not entries:
+                del self._waiting[node][step]
