@@ -278,6 +278,8 @@ only.""",
     "serve_command",
 )
 
+_FAR = "--config.stream.workers=True --config.stream.max_staleness=1 --config.eval.dataset="  # of a run with workers
+
 WORKER = Subcommand(
     "worker",
     "Samples for a run with stream.workers, on devices that the run does not have.",
@@ -315,14 +317,11 @@ WORKER = Subcommand(
         ),
     ),
     (
-        "--config=tiny --join=runs/far --config.stream.workers=True "
-        "--config.stream.max_staleness=1",
-        "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 "
-        "--config.stream.workers=True --config.stream.max_staleness=1",
-        "--config=tiny --join=runs/far --nodes=reward --config.stream.workers=True "
-        "--config.stream.max_staleness=1",
-        "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 "
-        "--config.stream.workers=True --config.stream.max_staleness=1",
+        f"--config=tiny --join=runs/far {_FAR}",
+        f"--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 {_FAR}",
+        f"--config=tiny --join=runs/far --nodes=reward {_FAR} "
+        "\"--config.stream.worker_nodes=('reward',)\"",
+        f"--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 {_FAR}",
     ),
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import to_config_dict, to_json
-from distflow_jax.config.graph_settings import with_settings
+from distflow_jax.config.graph_settings import with_settings, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
@@ -59,7 +59,7 @@ from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.rewards.registry import NEED_TRUTH
-from distflow_jax.stages.registry import Demands, settle_reads
+from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
 from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
 from distflow_jax.stream.batches.streamed_nodes import (
@@ -75,6 +75,8 @@ from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.user_functions import load_function
 
+CORRECTION = "token_tis"  # of tokens of older weights, where a config has none
+
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
     """The config with the settings of its graph, and the graph with the values of that config.
@@ -85,6 +87,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     """
     config, opened = _opened(config, chosen)
     graph = opened.build(config)
+    config = _with_correction(config, graph, chosen)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
     updates = config.training.mini_batches * config.training.epochs
@@ -100,6 +103,17 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         for needed, change in changes:
             graph = change(graph) if needed else graph
     return config, graph
+
+
+def _with_correction(config: Config, graph: Graph, chosen: Collection[str]) -> Config:
+    """The config with `CORRECTION` where an update may weigh tokens of older weights, and neither
+    the config nor the command line says how."""
+    algorithm, key = config.algorithm, "algorithm.correction"
+    said = {algorithm.correction, algorithm.rejection} != {"none"} or key in chosen
+    stale = config.stream.ahead and any(takes_policy_ratio(node) for node in graph.nodes)
+    if said or algorithm.proximal != "recomputed" or not stale:
+        return config
+    return with_values(config, {key: CORRECTION})
 
 
 def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
