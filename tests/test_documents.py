@@ -136,6 +136,44 @@ def test_the_readme_links_every_path_that_it_names():
     assert not re.findall(rf"\b(?:{folders})/[\w./]+", bare)
 
 
+# -- decisions --------------------------------------------------------------------------------
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+MOST_DECISION_FILES, MOST_ENTRY_LINES = 35, 7
+
+
+def entries(path):
+    """Title -> text of the entries of a page of decisions."""
+    parts = path.read_text(encoding="utf-8").split("\n## ")[1:]
+    return {title: body.strip() for title, _, body in (part.partition("\n") for part in parts)}
+
+
+def test_decisions_are_entries_of_few_pages():
+    """The index has a line for each page, and each entry says why, in a few lines."""
+    index = ROOT / "docs" / "decisions" / "README.md"
+    lines = index.read_text(encoding="utf-8").splitlines()
+    linked = [found[1] for line in lines if (found := re.match(r"- \[\w+\]\((\w+\.md)\): ", line))]
+    assert sorted([*linked, index.name]) == [path.name for path in DECISIONS]
+    assert len(DECISIONS) <= MOST_DECISION_FILES
+    for path in DECISIONS:
+        for title, body in entries(path).items() if path != index else ():
+            assert "**Why:**" in body, f"{path.name}: {title}"
+            assert body.count("\n") < MOST_ENTRY_LINES, f"{path.name}: {title}"
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_decisions_name_what_exists(path):
+    """Paths of the repository, or below the package, and keys of the config."""
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"(?<![\w/.-])[a-z_]+/[\w/]*\w\.(?:py|js|md|json)\b", text):
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "distflow_jax")), name
+    known = keys()
+    sections = {name.split(".")[0] for name in known if "." in name}
+    for name in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?=[`=])", text):
+        if name.split(".")[0] in sections:
+            assert name in known, name
+
+
 # -- commands ---------------------------------------------------------------------------------
 
 

@@ -37,11 +37,11 @@ class RolloutConfig:
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     # type of keys and values: auto (the compute dtype), or int8 with a float32 per token and head,
     # which takes about half the room of bfloat16 and makes log-probs less exact
-    # (docs/decisions/014-int8-kv-cache.md)
+    # (docs/decisions/kv_cache.md)
     cache_dtype: str = "auto"
     # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
     # output: half of bfloat16's bytes, and log-probs less exact
-    # (docs/decisions/015-int8-sampler-weights.md)
+    # (docs/decisions/sampler_weights.md)
     weights_dtype: str = "auto"
     cache_tokens: int = 0  # tokens in the KV caches of all processes; 0: for full slots
     prefill_tokens: int = 512  # tokens prefilled at a time: short prompts together, long in chunks

@@ -215,7 +215,7 @@ class PartialBatchSteps:
         merge_measured(measured, run_units(self._after, *of_partial_batch), "a node after packing")
         if jax.default_backend() == "cpu":
             # programs of several partial batches in flight, each with collectives, starve each
-            # other of XLA:CPU's threads (docs/decisions/237-one-sampler-program-on-cpu.md)
+            # other of XLA:CPU's threads (docs/decisions/decoding.md)
             sums = [states[key] for _, key, _ in self._updates]
             jax.block_until_ready((found.sizes[-1], measured, sums))
         found.metrics.append(coordinator.merged(measured))

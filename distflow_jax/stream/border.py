@@ -179,14 +179,19 @@ def check_parts(found: Mapping[str, list[Any]], of_none: Mapping[str, Parts]) ->
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two JSON values have one form: numbers, dicts of any keys, lists of one length."""
+    """Whether two JSON values have one form: numbers, texts, lists of one length, dicts of the same
+    keys; an empty dict has that of any ratios, (numerator, denominator) by name."""
     if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and all(_is_number(v) for v in other.values())
+        if not isinstance(other, Mapping):
+            return False
+        if not one:
+            return all(_alike((0, 0), ratio) for ratio in other.values())
+        return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
         if not isinstance(other, list | tuple) or len(one) != len(other):
             return False
         return all(map(_alike, one, other))
-    return _is_number(other)
+    return isinstance(other, str) if isinstance(one, str) else _is_number(other)
 
 
 def _is_number(value: Any) -> bool:

@@ -172,7 +172,7 @@ def test_a_mesh_whose_training_is_too_large_is_not_compiled_twice(monkeypatch, f
     swept, _ = compiled_by(monkeypatch, compiler, found, 50)
     meshes = {place[:3] for place in compiler.order}
     assert len(compiler.asked) == len(meshes) == 6
-    assert {c.decision() for c in swept.candidates if c.compiled} == {"too much"}
+    assert {c.verdict() for c in swept.candidates if c.compiled} == {"too much"}
 
 
 def test_no_layout_at_all_is_one_line(pod):

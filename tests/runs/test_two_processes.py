@@ -114,11 +114,11 @@ def test_failures_of_environments_are_agreed_on(tmp_path):
     (tmp_path / "choosy.py").write_text(CHOOSY)
     overrides = [
         *SHORT,
-        "--config.model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
-        f"--config.rollout.environment={tmp_path}/choosy.py:Choosy",
-        "--config.rollout.max_infra_rate=1.0",
-        "--config.rollout.max_response_length=96",
-        "--config.rollout.turn_length=32",
+        "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=259",
+        f"rollout.environment={tmp_path}/choosy.py:Choosy",
+        "rollout.max_infra_rate=1.0",
+        "rollout.max_response_length=96",
+        "rollout.turn_length=32",
     ]
     for rows in check_equal(tmp_path, overrides):
         for row in rows:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import math
 import threading
 
 import numpy as np
@@ -10,8 +12,12 @@ from support.counted_buffers import BORDER, STOP, VOCABULARY, length_of, request
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
+from distflow_jax.layout import Parts
+from distflow_jax.rewards.pool import failures
+from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rollout.requests import Partial
-from distflow_jax.stream.border import MOST_REFUSED, Border
+from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.stream.border import MOST_REFUSED, Border, check_parts
 from distflow_jax.stream.frames.frames import Frame, samples_frame
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -233,3 +239,31 @@ def test_episodes_in_turns_have_turns_rewards_and_numbers():
         {"mask": np.ones(2, np.int32)},
     ):
         assert in_turns(**changes).startswith("response 0 to prompt 4: "), changes
+
+
+def refused_parts(*values):
+    """Whether metrics of the reward node in parts, as JSON brings them, are refused."""
+    none = Parts((({}, failures([])),), dict)
+    try:
+        check_parts({"reward": json.loads(json.dumps(values))}, {"reward": none})
+    except RefusedAnswer:
+        return True
+    return False
+
+
+def test_numbers_of_a_reward_function_pass_under_any_name_and_lies_do_not():
+    results = [RewardResult(1.0, logged={"right": 1.0}), RewardResult(math.nan, error="timeout")]
+    counts = failures(results)
+    assert not refused_parts(({"right": (1.0, 1), "other": (0.5, 2)}, counts), ({}, failures([])))
+    for lie in (
+        ({"right": 1.0}, counts),
+        ({"right": (1.0, 1, 1)}, counts),
+        ({"right": (math.inf, 1)}, counts),
+        ({"right": ("1", 1)}, counts),
+        ({}, counts | {"failed": "all"}),
+        ({}, counts | {"more": 1}),
+        ({}, counts | {"first": 1}),
+        ({}, []),
+        [{}],
+    ):
+        assert refused_parts(lie), lie

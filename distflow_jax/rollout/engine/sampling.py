@@ -116,7 +116,7 @@ def draw(
     `keys_B`: sample_key of each slot; `position_B`: index of the token within its response. A
     temperature of 0 takes the most likely token and reports log-probs at temperature 1. Log-probs
     are those before the cut, which a trainer's log-probs are compared with: see
-    docs/decisions/202-log-probs-before-the-cut.md.
+    docs/decisions/decoding.md.
     """
     slots, vocab = logits_BV.shape
     greedy = params.temperature <= 0.0
