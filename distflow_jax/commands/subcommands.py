@@ -278,7 +278,8 @@ only.""",
     "serve_command",
 )
 
-_FAR = "--config.stream.workers=True --config.stream.max_staleness=1 --config.eval.dataset="  # of a run with workers
+# of a run with workers
+_FAR = "--config.stream.workers=True --config.stream.max_staleness=1 --config.eval.dataset="
 
 WORKER = Subcommand(
     "worker",

@@ -38,13 +38,16 @@ class LeaseMonitor(Sampling):
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
+        answer_waiting: Callable[[float], None] = lambda now: None,
     ):
         """`hand_on()`: takes complete groups on. `store(params, version)`: copies weights to where
         workers get them. `how`: to start a worker, for the log. `leave()`: closes the server at the
-        end. The thread begins at once."""
+        end. `answer_waiting(now)`: answers questions of workers that wait, under the lock. The
+        thread begins at once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
         self._lock, self._buffer = producer.lock, producer.buffer
         self._no_workers_seconds, self._how = no_workers_seconds, how
+        self._answer_waiting = answer_waiting
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
@@ -89,7 +92,8 @@ class LeaseMonitor(Sampling):
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = self._buffer.expire(time.monotonic())
+                    stalled = self._buffer.expire(now := time.monotonic())
+                    self._answer_waiting(now)
                     news = self._producer.requests.has_news
                 for worker in stalled:
                     log.warning("worker %s is stalled: %s", worker, STALLED)

@@ -22,10 +22,12 @@ class OpenTasks(Mapping[Key, Task]):
 
     Attributes:
       count: tasks by node; SAMPLING has the groups.
+      num_waiting: those of them that nobody holds.
     """
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
+        self.num_waiting: Counter[str] = Counter()
         self._tasks: dict[Key, Task] = {}
         self._held: dict[str, dict[Key, Task]] = {}  # by worker
         self._waiting: dict[str, dict[int, list[_Entry]]] = {}  # by node and step, sorted
@@ -119,6 +121,7 @@ class OpenTasks(Mapping[Key, Task]):
         """Has a task wait."""
         entry = self._entries[task.key] = task.priority, task.key
         node, step = task.queue
+        self.num_waiting[node] += 1
         bisect.insort(self._waiting.setdefault(node, {}).setdefault(step, []), entry)
 
     def _take(self, task: Task) -> None:
@@ -129,6 +132,7 @@ class OpenTasks(Mapping[Key, Task]):
         entry = self._entries.pop(task.key, None)
         if entry is not None:
             node, step = task.queue
+            self.num_waiting[node] -= 1
             entries = self._waiting[node][step]
             del entries[bisect.bisect_left(entries, entry)]
             if not entries:

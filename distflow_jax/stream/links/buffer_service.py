@@ -2,16 +2,20 @@
 
 `register` compares configs and tells what a worker needs to know; `lease` gives groups,
 `lease_node` one of the nodes that a worker serves; `submit` takes samples, whole or under way;
-`submit_node` takes what a node wrote; `fail` and `deregister` put both back. Every answer has the
-attempt of the run and the versions that workers can get. A frame of another attempt changes
-nothing.
+`submit_node` takes what a node wrote; `fail` and `deregister` put both back; `assign` says which
+of all task buffers a worker talks to. Every answer has the attempt of the run and the versions that
+workers can get. A question for work that has none waits here where its worker would, and then says
+that it is time to ask again; otherwise it says when. A frame of another attempt changes nothing.
 """
 
+import collections
+import dataclasses
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
@@ -24,16 +28,28 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
+from distflow_jax.stream.links.worker_pool import QuestionTimes, Roster
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.tasks import SAMPLING, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a registration
 # methods that wait for nobody
-QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister")
+QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister", "assign")
+WAIT_SECONDS = 20.0  # for which a question waits
 Table = Mapping[str, str]
 
 log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """A question that waits for tasks of some nodes."""
+
+    worker: str
+    nodes: list[str]
+    until: float
+    answer: Future[bytes] = dataclasses.field(default_factory=Future)
 
 
 class BufferService:
@@ -52,16 +68,24 @@ class BufferService:
         node_table: Table | None = None,
         *,
         border: Border,
+        most_workers: int = 1 << 30,
     ):
         """`tables`: what workers must have alike, by name and key. `facts`: told to each that
         registers, `attempt` among them. `node_table`: keys of the config that workers which serve
-        nodes must have alike too. `border`: of the samples that come back."""
+        nodes must have alike too. `border`: of the samples that come back. `most_workers`: that the
+        limit of open files has room for."""
         self._requests, self._lock, self._tables = requests, lock, tables
         self._buffer = requests.buffer
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
-        self._border = border
+        self._border, self._most_workers = border, most_workers
+        self._roster = Roster()
+        # a worker whose question waits is silent meanwhile, and lives
+        self._silence = min(WAIT_SECONDS, self._buffer.seconds / 3)
+        self._question_times = QuestionTimes(self._silence)
+        self._waiting: collections.deque[_Question] = collections.deque()
+        self._said = (-1, False)  # to all whose questions wait: newest version, end
         self._refused: dict[str, list[str]] = {}  # why results were, by worker
 
     def methods(self) -> dict[str, Method]:
@@ -74,6 +98,7 @@ class BufferService:
             "submit_node": self._submit_node,
             "fail": self._fail,
             "deregister": self._deregister,
+            "assign": self._assign,
         }
         return {name: functools.partial(self._answer, method) for name, method in found.items()}
 
@@ -86,17 +111,49 @@ class BufferService:
         """Tells workers that the run is over; waits for them, at most so long."""
         with self._lock:
             self.ended = True
+            self.answer_waiting(time.monotonic())
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
                 if self._told >= self._buffer.workers.keys():
                     return
                 self._lock.wait(left)
 
-    def _answer(self, method: Callable[[str, Frame], Frame], worker: str, payload: Bytes) -> bytes:
+    def answer_waiting(self, now: float) -> None:
+        """Answers questions that have waited enough: all, where there is news for all of them, else
+        as many as there are tasks for them; under the lock."""
+        said, self._said = self._said, (self._buffer.newest, self.ended)
+        waiting, self._waiting = self._waiting, collections.deque()
+        tasks = self._buffer.open.num_waiting.total()
+        while waiting:
+            question = waiting.popleft()
+            if said != self._said or question.until <= now:
+                self._wake(question)
+            elif tasks <= 0:  # those behind it wait for longer
+                waiting.appendleft(question)
+                break
+            elif self._has_tasks(question.nodes):
+                tasks -= 1
+                self._wake(question)
+            else:
+                self._waiting.append(question)
+        self._waiting += waiting
+
+    def _wake(self, question: _Question) -> None:
+        if question.answer.set_running_or_notify_cancel():  # otherwise its worker has gone
+            answer = Frame({"again": 0.0, **self._state(question.worker)})
+            question.answer.set_result(answer.to_bytes())
+
+    def _has_tasks(self, nodes: Sequence[str]) -> bool:
+        return any(self._buffer.open.num_waiting[node] for node in nodes)
+
+    def _answer(
+        self, method: Callable[[str, Frame], Frame | _Question], worker: str, payload: Bytes
+    ) -> bytes | Future[bytes]:
         """The answer to a call, which counts against its worker where it cannot be read."""
         try:
             self._check_worker(worker)
-            return method(worker, Frame.of_bytes(payload)).to_bytes()
+            found = method(worker, Frame.of_bytes(payload))
+            return found.answer if isinstance(found, _Question) else found.to_bytes()
         except ValueError as error:
             self._refuse(worker, [], str(error))
             raise Refused(str(error)) from error
@@ -130,11 +187,18 @@ class BufferService:
         nodes = nodes_of(frame)
         self._check_nodes(nodes, frame)
         with self._lock:
+            known = self._buffer.workers
+            if worker not in known and len(known) >= self._most_workers:
+                raise Refused(
+                    f"{len(known)} workers talk to this trainer already, as many as its limit of "
+                    "open files has room for: raise it where trainers start (ulimit -n), or start "
+                    "fewer workers"
+                )
             # an answer without the task buffers means that the trainers are starting: try again
             self._buffer.heartbeat(worker, time.monotonic(), nodes or [SAMPLING])
             return Frame({**self._facts, **self._state(worker)})
 
-    def _lease(self, worker: str, frame: Frame) -> Frame:
+    def _lease(self, worker: str, frame: Frame) -> Frame | _Question:
         held, capacity = checked(
             lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
         )
@@ -143,10 +207,12 @@ class BufferService:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots)
+            if not leased:
+                return self._nothing(worker, frame, [SAMPLING])
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
             return work_frame(self._state(worker), work)
 
-    def _lease_node(self, worker: str, frame: Frame) -> Frame:
+    def _lease_node(self, worker: str, frame: Frame) -> Frame | _Question:
         capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
         nodes = nodes_of(frame)
         with self._lock:
@@ -155,7 +221,10 @@ class BufferService:
                 return Frame(state)
             self._buffer.heartbeat(worker, now, nodes)
             task = self._buffer.lease_node(worker, nodes, now) if capacity > 0 else None
-        return Frame(state) if task is None else task.content.joined(state)
+            if task is None:
+                samples = frame.facts.get("samples") is True
+                return self._nothing(worker, frame, [*nodes, SAMPLING] if samples else nodes)
+        return task.content.joined(state)
 
     def _submit_node(self, worker: str, frame: Frame) -> Frame:
         (key,) = keys_of(frame)
@@ -208,8 +277,14 @@ class BufferService:
                 self._lock.notify_all()
             return Frame(self._state(worker))
 
+    def _assign(self, worker: str, frame: Frame) -> Frame:
+        with self._lock:
+            rank, workers = self._roster.rank(worker, time.monotonic())
+            return Frame({"rank": rank, "workers": workers, **self._state(worker)})
+
     def _deregister(self, worker: str, frame: Frame) -> Frame:
         with self._lock:
+            self._roster.drop(worker)
             self._buffer.deregister(worker)
             self._lock.notify_all()
             return Frame(self._state(worker))
@@ -229,6 +304,17 @@ class BufferService:
 
     def _foreign(self, frame: Frame) -> bool:
         return frame.facts.get("attempt") != self._facts["attempt"]
+
+    def _nothing(self, worker: str, frame: Frame, nodes: list[str]) -> Frame | _Question:
+        """The answer to a question for tasks of some nodes where it gets none; under the lock.
+
+        `waits` of its frame: whether it would wait for them."""
+        now = time.monotonic()
+        if frame.facts.get("waits") is True and not self._has_tasks(nodes):
+            question = _Question(worker, nodes, now + self._silence)
+            self._waiting.append(question)
+            return question
+        return Frame({"again": self._question_times.seconds(now), **self._state(worker)})
 
     def _state(self, worker: str) -> dict[str, Any]:
         """Values that every answer has; under the lock."""

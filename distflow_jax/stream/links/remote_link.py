@@ -52,14 +52,18 @@ class WorkerState:
     lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     links: Links | None = None  # to the task buffers of the present start of the run
     capacity: int = 0  # responses that the sampler has room for
-    asked: int = 0  # questions that came back with nothing, since something was under way
+    # places of task buffers that had nothing, since something was under way, and of those where a
+    # question waits
+    asked: set[int] = dataclasses.field(default_factory=set)
+    waiting: set[int] = dataclasses.field(default_factory=set)
     version: int = -1  # that the sampler holds
-    newest: int = -1  # that all task buffers have
+    newest: int = -1  # that all task buffers have which the worker asks
     wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
+    said: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # both, by place
     assigned: collections.deque[Assignment] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
     whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
-    partial: dict[Key, Progress] | None = None
+    partial: dict[Key, Progress] = dataclasses.field(default_factory=dict)
     # groups that wait while weights are loaded, and until when their leases are kept
     kept_open: set[Key] = dataclasses.field(default_factory=set)
     keep_until: float = 0.0
@@ -70,6 +74,19 @@ class WorkerState:
     rejoined: bool = False  # the run was started again, and the worker has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
+
+    def join(self, links: Links) -> None:
+        """Takes links to task buffers of a start of the run; under the lock."""
+        self.links, self.newest, self.wanted = links, links.newest, ()
+        self.said.clear()
+        self.asked.clear()
+
+    def hear(self, place: int, newest: int, wanted: int) -> None:
+        """Takes the versions that a task buffer has and wants; under the lock."""
+        self.said[place] = newest, wanted
+        self.newest = min(newest for newest, _ in self.said.values())
+        self.wanted = tuple(wanted for _, wanted in self.said.values())
+        self.lock.notify_all()
 
     def wake(self) -> None:
         """Has the other threads look."""
@@ -129,10 +146,10 @@ class RemoteLink:
             coming = sum(assignment.lacks for assignment in state.assigned)
             state.capacity = max(0, state.slots - self.under_way(worker) - coming)
             if worker.open:
-                state.asked = 0
-            if worker.open and time.monotonic() >= self._next_save and state.partial is None:
+                state.asked.clear()
+            if worker.open and time.monotonic() >= self._next_save:
                 self._next_save = time.monotonic() + self._save_seconds
-                state.partial = {key: Progress() for key in worker.open} | worker.progress()
+                state.partial |= {key: Progress() for key in worker.open} | worker.progress()
             state.lock.notify_all()
 
     def fail(self, key: Key, why: str) -> None:
@@ -147,7 +164,7 @@ class RemoteLink:
         with state.lock:
             whole = {**left, **state.whole}
             state.whole = {k: p for k, p in whole.items() if _up_to(p, kept)}
-            state.partial = None
+            state.partial.clear()
             state.failed.clear()
             state.dropped.clear()
             if worker.version > kept:
@@ -232,7 +249,9 @@ class RemoteLink:
                 state.kept_open, state.keep_until = set(), 0.0
         self._lost = 0
         with state.lock:
-            state.version, state.asked = version, 0
+            state.version = version
+            state.asked.clear()
+            state.links.rest()
 
     def _note_lost(self, error: BaseException) -> None:
         """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
@@ -254,7 +273,7 @@ class RemoteLink:
             if not self._exact:
                 return best if best > held else None
             idle = not (worker.open or state.assigned)
-            idle = idle and state.asked >= len(state.links.clients)
+            idle = idle and (state.asked | state.waiting).issuperset(state.links.places)
             return best if idle and best != held else None
 
 
