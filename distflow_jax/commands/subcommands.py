@@ -140,6 +140,11 @@ PLAN = Subcommand(
             "Programs of --topology to compile, such as actor_train,decode; empty: all.",
         ),
         integer("processes", 1, "Processes that --devices are divided over.", 1),
+        string(
+            "chip",
+            "",
+            "What --devices are: v5p, v5e, v6e, h100, h200; empty: those of this machine.",
+        ),
         switch("compile", True, "Compile the programs for their costs."),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
         Flag("out", "new_folder", "", "Folder for the plan's text and pictures; empty: none."),

@@ -18,6 +18,7 @@ from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import SAMPLING
+from distflow_jax.stream.wire.calls import Refused
 
 LEASE = {"attempt": "one", "version": 0, "capacity": 4, "slots": 4}
 
@@ -117,7 +118,7 @@ def test_one_worker_too_many_for_the_open_files_is_refused_in_one_line():
     buffer = Buffer(most_workers=2)
     for worker in ("w0", "w1", "w0"):
         buffer.call(worker, "register", **TABLES)
-    with pytest.raises(Exception, match=r"^2 workers talk to this trainer already, .* \(ulimit -n\)"):
+    with pytest.raises(Refused, match=r"^2 workers talk to this trainer already, .*ulimit -n"):
         buffer.call("w2", "register", **TABLES)
     buffer.call("w0", "deregister")
     buffer.call("w2", "register", **TABLES)

@@ -1,4 +1,4 @@
-"""Rules for many workers: all task buffers have equally many, and none of its room is given twice."""
+"""Rules for many workers: task buffers have equally many, and no room is given twice."""
 
 import collections
 import random

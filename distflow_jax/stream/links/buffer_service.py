@@ -85,7 +85,10 @@ class BufferService:
         self._silence = min(WAIT_SECONDS, self._buffer.seconds / 3)
         self._question_times = QuestionTimes(self._silence)
         self._waiting: collections.deque[_Question] = collections.deque()
-        self._said = (self._buffer.newest, False)  # to all whose questions wait: newest version, end
+        self._said = (
+            self._buffer.newest,
+            False,
+        )  # to all whose questions wait: newest version, end
         self._refused: dict[str, list[str]] = {}  # why results were, by worker
 
     def methods(self) -> dict[str, Method]:
