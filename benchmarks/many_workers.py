@@ -29,6 +29,7 @@ import time
 from multiprocessing.connection import Connection
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import queues
 from jax.sharding import SingleDeviceSharding
@@ -231,7 +232,7 @@ def run_many(pipe: Connection, count: int) -> None:
             border = Border(ResponseLimits(1 << 17, [queues.STOP]))
             service = BufferService(SampleRequests(tasks, lock), lock, {}, facts, border=border)
             store = WeightStore(queues.RUN, lambda params: params, "float32")
-            store.put(0, {f"w{i}": np.ones((64, 64), np.float32) for i in range(16)})
+            store.put(0, {f"w{i}": jnp.ones((64, 64)) for i in range(16)})
             methods = service.methods() | store.methods()
             server = WireServer("127.0.0.1:0", queues.TOKEN, methods, quick=QUICK)
             stack.callback(server.close)

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import to_config_dict, to_json
-from distflow_jax.config.graph_settings import with_settings, with_values
+from distflow_jax.config.graph_settings import with_settings
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
 from distflow_jax.dag.environment_rewards import with_environment_rewards
@@ -75,7 +75,7 @@ from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.user_functions import load_function
 
-CORRECTION = "token_tis"  # of tokens of older weights, where a config has none
+CORRECTION = {True: "token_tis", False: "none"}  # by whether tokens of older weights need one
 
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
@@ -106,14 +106,12 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
 
 
 def _with_correction(config: Config, graph: Graph, chosen: Collection[str]) -> Config:
-    """The config with `CORRECTION` where an update may weigh tokens of older weights, and neither
-    the config nor the command line says how."""
-    algorithm, key = config.algorithm, "algorithm.correction"
-    said = {algorithm.correction, algorithm.rejection} != {"none"} or key in chosen
-    stale = config.stream.ahead and any(takes_policy_ratio(node) for node in graph.nodes)
-    if said or algorithm.proximal != "recomputed" or not stale:
-        return config
-    return with_values(config, {key: CORRECTION})
+    """The config with a correction where an update weighs tokens of older weights, unless the
+    config or the command line says what becomes of them."""
+    algorithm, ratio = config.algorithm, any(takes_policy_ratio(node) for node in graph.nodes)
+    unsaid = (algorithm.rejection, algorithm.proximal) == ("none", "recomputed")
+    correction = CORRECTION[config.stream.ahead and ratio and unsaid]
+    return with_settings(config, {"algorithm.correction": correction}, chosen=chosen)
 
 
 def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:

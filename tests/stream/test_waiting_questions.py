@@ -1,6 +1,5 @@
 """Questions that wait at a task buffer, slow task buffers, and more workers than open files."""
 
-import contextlib
 import threading
 import time
 import types
@@ -11,7 +10,6 @@ from support.waiting import HANG, until
 
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.links import file_limit
-from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -142,57 +140,32 @@ def test_the_limit_of_open_files_is_raised_or_respected(monkeypatch):
     assert most_workers(4096) == 1024 and most_workers(-1) > 1 << 20 and most_workers(2) == 1
 
 
-def test_an_idle_worker_asks_seldom_and_gets_work_at_once(tmp_path):
+def test_an_idle_worker_waits_at_its_task_buffer_and_gets_work_at_once(tmp_path):
     trainers = Trainers(tmp_path, exact=False, processes=1)
-    calls = []
-    lease = trainers.answers[0]._lease
-    trainers.answers[0]._lease = lambda *given: calls.append(time.monotonic()) or lease(*given)
-    methods = trainers.answers[0].methods()
-    trainers.servers[0]._methods.update(methods)
-    with working(tmp_path) as (worker, _, _):
+    waiting = trainers.answers[0]._waiting
+    with working(tmp_path):
         trainers.train(4)
-        until(lambda: not trainers.requests[0].buffer.num_open(SAMPLING))
-        time.sleep(0.5)  # all that may begin is answered
-        calls.clear()
-        time.sleep(1.0)
-        idle = len(calls)
-        step, began = trainers.step, time.monotonic()
-        trainers.train(step + 1)
-        took = time.monotonic() - began
+        until(lambda: len(waiting) == 1)  # all that may begin is answered
+        assert not trainers.requests[0].buffer.num_open(SAMPLING)
+        trainers.train(8)
         trainers.close()
-    assert idle <= 2 and took < 5.0
 
 
-def test_one_slow_task_buffer_delays_no_lease_of_another(tmp_path):
-    """Task buffer 1 answers each call after 1 s: groups of the others go on meanwhile."""
-    trainers = Trainers(tmp_path, exact=False, processes=3)
-    server = trainers.servers[1]
+def test_a_task_buffer_that_does_not_answer_delays_no_lease_of_another(tmp_path):
+    trainers, others_done = Trainers(tmp_path, exact=False, processes=3), threading.Event()
+    slow = trainers.servers[1]
+    lease = slow._methods["lease"]
 
-    def slow(method):
-        def call(worker, payload):
-            time.sleep(1.0)
-            return method(worker, payload)
+    def blocked(worker, payload):
+        assert others_done.wait(HANG)
+        return lease(worker, payload)
 
-        return call
-
-    server._quick = frozenset()
-    server._methods = {name: slow(method) for name, method in server._methods.items()}
-    with contextlib.ExitStack() as stack:
-        links = Joining(str(tmp_path), "probe", TABLES).first(HANG)
-        stack.callback(links.close)
-        began = time.monotonic()
-        with working(tmp_path):
-            joined = time.monotonic()
-
-            def of_others():
-                trainers.admit()
-                for place in (0, 2):
-                    with trainers.locks[place]:
-                        trainers.answers[place].answer_waiting(time.monotonic())
-                done = [trainers.requests[place].buffer.complete for place in (0, 2)]
-                return sum(map(len, done))
-
-            until(lambda: of_others() >= 5)  # all of two steps
-            took = time.monotonic() - joined
-    trainers.close(ended=False)
-    assert took < 1.5, (took, joined - began)
+    slow._quick, slow._methods["lease"] = frozenset(), blocked
+    with working(tmp_path):
+        buffers = [trainers.requests[place].buffer for place in (0, 2)]
+        begun = sum(buffer.num_open(SAMPLING) for buffer in buffers)
+        assert begun >= 5
+        until(lambda: sum(len(buffer.complete) for buffer in buffers) == begun)
+        others_done.set()
+        trainers.train(3)
+        trainers.close()

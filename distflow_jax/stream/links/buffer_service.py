@@ -8,8 +8,6 @@ workers can get. A question for work that has none waits here where its worker w
 that it is time to ask again; otherwise it says when. A frame of another attempt changes nothing.
 """
 
-import collections
-import dataclasses
 import functools
 import logging
 import threading
@@ -28,7 +26,8 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
-from distflow_jax.stream.links.worker_pool import QuestionTimes, Roster
+from distflow_jax.stream.links.waiting_questions import WaitingQuestions
+from distflow_jax.stream.links.worker_pool import Roster
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.tasks import SAMPLING, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
@@ -36,20 +35,9 @@ from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 NODE_TABLE = "node_config"  # of a registration
 # methods that wait for nobody
 QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister", "assign")
-WAIT_SECONDS = 20.0  # for which a question waits
 Table = Mapping[str, str]
 
 log = logging.getLogger("distflow_jax")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """A question that waits for tasks of some nodes."""
-
-    worker: str
-    nodes: list[str]
-    until: float
-    answer: Future[bytes] = dataclasses.field(default_factory=Future)
 
 
 class BufferService:
@@ -81,14 +69,9 @@ class BufferService:
         self._told: set[str] = set()  # workers that know of the end
         self._border, self._most_workers = border, most_workers
         self._roster = Roster()
-        # a worker whose question waits is silent meanwhile, and lives
-        self._silence = min(WAIT_SECONDS, self._buffer.seconds / 3)
-        self._question_times = QuestionTimes(self._silence)
-        self._waiting: collections.deque[_Question] = collections.deque()
-        self._said = (
-            self._buffer.newest,
-            False,
-        )  # to all whose questions wait: newest version, end
+        self._waiting = WaitingQuestions(
+            self._buffer.open.num_waiting, self._buffer.seconds / 3, self._news
+        )
         self._refused: dict[str, list[str]] = {}  # why results were, by worker
 
     def methods(self) -> dict[str, Method]:
@@ -122,41 +105,26 @@ class BufferService:
                 self._lock.wait(left)
 
     def answer_waiting(self, now: float) -> None:
-        """Answers questions that have waited enough: all, where there is news for all of them, else
-        as many as there are tasks for them; under the lock."""
-        said, self._said = self._said, (self._buffer.newest, self.ended)
-        waiting, self._waiting = self._waiting, collections.deque()
-        tasks = self._buffer.open.num_waiting.total()
-        while waiting:
-            question = waiting.popleft()
-            if said != self._said or question.until <= now:
-                self._wake(question)
-            elif tasks <= 0:  # those behind it wait for longer
-                waiting.appendleft(question)
-                break
-            elif self._has_tasks(question.nodes):
-                tasks -= 1
-                self._wake(question)
-            else:
-                self._waiting.append(question)
-        self._waiting += waiting
+        """Answers questions that have waited enough; under the lock."""
 
-    def _wake(self, question: _Question) -> None:
-        if question.answer.set_running_or_notify_cancel():  # otherwise its worker has gone
-            answer = Frame({"again": 0.0, **self._state(question.worker)})
-            question.answer.set_result(answer.to_bytes())
+        def text(worker: str) -> bytes:
+            return Frame({"again": 0.0, **self._state(worker)}).to_bytes()
 
-    def _has_tasks(self, nodes: Sequence[str]) -> bool:
-        return any(self._buffer.open.num_waiting[node] for node in nodes)
+        self._waiting.answer(now, self._news, text)
+
+    @property
+    def _news(self) -> tuple[int, bool]:
+        """What workers hear whose questions wait."""
+        return self._buffer.newest, self.ended
 
     def _answer(
-        self, method: Callable[[str, Frame], Frame | _Question], worker: str, payload: Bytes
+        self, method: Callable[[str, Frame], Frame | Future[bytes]], worker: str, payload: Bytes
     ) -> bytes | Future[bytes]:
         """The answer to a call, which counts against its worker where it cannot be read."""
         try:
             self._check_worker(worker)
             found = method(worker, Frame.of_bytes(payload))
-            return found.answer if isinstance(found, _Question) else found.to_bytes()
+            return found if isinstance(found, Future) else found.to_bytes()
         except ValueError as error:
             self._refuse(worker, [], str(error))
             raise Refused(str(error)) from error
@@ -201,7 +169,7 @@ class BufferService:
             self._buffer.heartbeat(worker, time.monotonic(), nodes or [SAMPLING])
             return Frame({**self._facts, **self._state(worker)})
 
-    def _lease(self, worker: str, frame: Frame) -> Frame | _Question:
+    def _lease(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         held, capacity = checked(
             lambda: (int(frame.facts["version"]), int(frame.facts["capacity"]))
         )
@@ -215,7 +183,7 @@ class BufferService:
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
             return work_frame(self._state(worker), work)
 
-    def _lease_node(self, worker: str, frame: Frame) -> Frame | _Question:
+    def _lease_node(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         capacity, now = checked(lambda: int(frame.facts["capacity"])), time.monotonic()
         nodes = nodes_of(frame)
         with self._lock:
@@ -308,16 +276,15 @@ class BufferService:
     def _foreign(self, frame: Frame) -> bool:
         return frame.facts.get("attempt") != self._facts["attempt"]
 
-    def _nothing(self, worker: str, frame: Frame, nodes: list[str]) -> Frame | _Question:
+    def _nothing(self, worker: str, frame: Frame, nodes: list[str]) -> Frame | Future[bytes]:
         """The answer to a question for tasks of some nodes where it gets none; under the lock.
 
         `waits` of its frame: whether it would wait for them."""
-        now = time.monotonic()
-        if frame.facts.get("waits") is True and not self._has_tasks(nodes):
-            question = _Question(worker, nodes, now + self._silence)
-            self._waiting.append(question)
-            return question
-        return Frame({"again": self._question_times.seconds(now), **self._state(worker)})
+        now, waits = time.monotonic(), frame.facts.get("waits") is True
+        found = self._waiting.add(worker, nodes, now) if waits else self._waiting.seconds(now)
+        if isinstance(found, Future):
+            return found
+        return Frame({"again": found, **self._state(worker)})
 
     def _state(self, worker: str) -> dict[str, Any]:
         """Values that every answer has; under the lock."""

@@ -23,7 +23,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass
 class Talks:
-    """What the talks of a worker share, under the lock of its state.
+    """State that the talks of a worker share, under the lock of its state.
 
     Attributes:
       told: ended responses that the task buffers have, by sample, of the groups that it holds.
