@@ -114,7 +114,7 @@ class BufferService:
 
     @property
     def _news(self) -> tuple[int, bool]:
-        """What workers hear whose questions wait."""
+        """News for workers whose questions wait: the newest version, and the end."""
         return self._buffer.newest, self.ended
 
     def _answer(
