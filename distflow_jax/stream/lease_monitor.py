@@ -44,15 +44,18 @@ class LeaseMonitor(Sampling):
         no_workers_seconds: float,
         how: str,
         leave: Callable[[], None],
+        answer_waiting: Callable[[float], None] = lambda now: None,
     ):
         """`hand_on()`: takes complete groups on. `store(params, version, evaluated)`: copies
         weights to where workers get them, and keeps versions that are evaluated. At most
         `open_evaluations` are. `how`: to start a worker, for the log. `leave()`: closes the server
-        at the end. The thread begins at once."""
+        at the end. `answer_waiting(now)`: answers questions of workers that wait, under the lock.
+        The thread begins at once."""
         self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
         self._lock, self._buffer = producer.lock, producer.buffer
         self._evaluations, self._open_evaluations = evaluations, open_evaluations
         self._no_workers_seconds, self._how = no_workers_seconds, how
+        self._answer_waiting = answer_waiting
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
@@ -112,7 +115,8 @@ class LeaseMonitor(Sampling):
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = self._buffer.expire(time.monotonic())
+                    stalled = self._buffer.expire(now := time.monotonic())
+                    self._answer_waiting(now)
                     news = self._producer.requests.has_news
                     evaluated = self._buffer.take_evaluations()
                 for version, tasks in evaluated.items():

@@ -29,6 +29,7 @@ from distflow_jax.stream.links.buffer_addresses import (
     start_before,
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
+from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
@@ -76,6 +77,7 @@ def deliver_to_workers(
         facts,
         node_table(whole),
         border=Border(_limits(prepared)),
+        most_workers=most_workers(raise_file_limit()),
     )
     server = WireServer(
         own_address(config.stream.listen),
@@ -110,6 +112,7 @@ def deliver_to_workers(
             no_workers_seconds=config.stream.no_workers_seconds,
             how=f"distflow worker --config=... --join={workdir}",
             leave=leave,
+            answer_waiting=answers.answer_waiting,
         )
 
     rule = PublishRule(0.0, config.stream.max_staleness)
