@@ -5,6 +5,7 @@ time is over, and tells of workers that are missing.
 """
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -30,6 +31,15 @@ STALLED = (
 log = logging.getLogger("distflow_jax")
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerServer:
+    """The server that workers call."""
+
+    how: str  # to start a worker, for the log
+    answer_waiting: Callable[[float], None]  # questions that wait, at a time; under the lock
+    leave: Callable[[], None]  # closes it, at the end
+
+
 class LeaseMonitor(Sampling):
     """Watches over leases until it is closed."""
 
@@ -42,20 +52,15 @@ class LeaseMonitor(Sampling):
         *,
         open_evaluations: int,
         no_workers_seconds: float,
-        how: str,
-        leave: Callable[[], None],
-        answer_waiting: Callable[[float], None] = lambda now: None,
+        server: WorkerServer,
     ):
         """`hand_on()`: takes complete groups on. `store(params, version, evaluated)`: copies
         weights to where workers get them, and keeps versions that are evaluated. At most
-        `open_evaluations` are. `how`: to start a worker, for the log. `leave()`: closes the server
-        at the end. `answer_waiting(now)`: answers questions of workers that wait, under the lock.
-        The thread begins at once."""
-        self._producer, self._hand_on, self._store, self._leave = producer, hand_on, store, leave
+        `open_evaluations` are. The thread begins at once."""
+        self._producer, self._hand_on, self._store, self._server = producer, hand_on, store, server
         self._lock, self._buffer = producer.lock, producer.buffer
         self._evaluations, self._open_evaluations = evaluations, open_evaluations
-        self._no_workers_seconds, self._how = no_workers_seconds, how
-        self._answer_waiting = answer_waiting
+        self._no_workers_seconds = no_workers_seconds
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
@@ -106,7 +111,7 @@ class LeaseMonitor(Sampling):
             self._closing = True
             self._lock.notify_all()
         self._thread.join()
-        self._leave()
+        self._server.leave()
 
     # -- in the thread ----------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class LeaseMonitor(Sampling):
                 self._producer.admit()
                 with self._lock:
                     stalled = self._buffer.expire(now := time.monotonic())
-                    self._answer_waiting(now)
+                    self._server.answer_waiting(now)
                     news = self._producer.requests.has_news
                     evaluated = self._buffer.take_evaluations()
                 for version, tasks in evaluated.items():
@@ -167,6 +172,6 @@ class LeaseMonitor(Sampling):
                 now - self._alone_since,
                 groups,
                 lacking,
-                self._how,
+                self._server.how,
                 f" --nodes={missing[0]}" if served else "",
             )

@@ -16,7 +16,7 @@ from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream import lease_monitor
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
-from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.lease_monitor import LeaseMonitor, WorkerServer
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
@@ -74,8 +74,7 @@ def waiting(monkeypatch, caplog):
         Evaluations(NOTHING_EVALUATED, None, held=0),
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        how="distflow worker --join=x",
-        leave=lambda: None,
+        server=WorkerServer("distflow worker --join=x", lambda now: None, lambda: None),
     )
 
     def after(seconds):
@@ -200,8 +199,7 @@ def evaluating():
         evaluations,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        how="",
-        leave=lambda: None,
+        server=WorkerServer("", lambda now: None, lambda: None),
     )
     weights.put(0, {"w": jnp.zeros(4)})
     with contextlib.closing(host), contextlib.closing(thread):

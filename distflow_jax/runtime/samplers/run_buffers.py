@@ -19,7 +19,7 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.border import Border
 from distflow_jax.stream.delivery import Delivery, Hooks
 from distflow_jax.stream.frames.frames import FRAME_BYTES
-from distflow_jax.stream.lease_monitor import LeaseMonitor
+from distflow_jax.stream.lease_monitor import LeaseMonitor, WorkerServer
 from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.agreement import node_table, shared_tables
 from distflow_jax.stream.links.buffer_addresses import (
@@ -110,9 +110,9 @@ def deliver_to_workers(
             hooks.evaluations,
             open_evaluations=config.stream.open_evaluations,
             no_workers_seconds=config.stream.no_workers_seconds,
-            how=f"distflow worker --config=... --join={workdir}",
-            leave=leave,
-            answer_waiting=answers.answer_waiting,
+            server=WorkerServer(
+                f"distflow worker --config=... --join={workdir}", answers.answer_waiting, leave
+            ),
         )
 
     rule = PublishRule(0.0, config.stream.max_staleness)

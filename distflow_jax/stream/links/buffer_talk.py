@@ -221,7 +221,7 @@ class BufferTalk:
 
     @property
     def _knows(self) -> list[Any]:
-        """What this task buffer has said, for it to say when that changes; under the lock."""
+        """Values that this task buffer has said; it tells when they change. Under the lock."""
         newest, _, evaluates = self._state.said.get(self.place, (-1, -1, None))
         return [newest, evaluates, False]
 
