@@ -65,7 +65,8 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
     # weight for the gap between sampler and trainer: none, token_tis, token_mis, sequence_tis or
-    # sequence_mis
+    # sequence_mis; with stream.max_staleness token_tis takes the place of none, unless rejection
+    # or proximal say what becomes of tokens of older weights
     correction: str = "none"
     # least ratio of token_mis and sequence_mis; None: 0.5, for sequence_mis 0
     correction_low: float | None = None

@@ -16,6 +16,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.field_specs import Value
 from distflow_jax.planning.machine import Machine
@@ -55,7 +56,9 @@ def main(options: SimpleNamespace) -> int:
             f"--only={','.join(options.only)} chooses programs to compile for one TPU --topology: "
             "leave it out"
         )
-    machine = pod.machine if pod else wanted_machine(options.devices, options.processes)
+    machine = (
+        pod.machine if pod else wanted_machine(options.devices, options.processes, options.chip)
+    )
     if options.sweep:
         return sweep_pod(options, pod, config)
     planned = plan_run(config, machine, options.chosen, open_source=open_shapes)
@@ -65,7 +68,8 @@ def main(options: SimpleNamespace) -> int:
     if pod:
         return plan_pod(options, pod, planned)
     text, fields, costs, memory, missing = planned.text(), [], {}, None, ""
-    if jax.device_count() != machine.devices or machine.processes != jax.process_count():
+    of_others = options.chip or machine.processes != jax.process_count()
+    if of_others or jax.device_count() != machine.devices:
         here = f"{jax.device_count()} devices in {jax.process_count()} process"
         text += f"\nprograms are not traced: this machine has {here}\n"
     else:
@@ -144,23 +148,32 @@ def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
     return 0
 
 
-def wanted_machine(devices: int, processes: int) -> Machine:
+def wanted_machine(devices: int, processes: int, chip: str = "") -> Machine:
     """The machine to plan for; on CPU this process gets the same number of devices.
 
-    `devices` in all `processes`; 0: those of this machine. Raises ValueError if one is not
-    divisible by the other.
+    `devices` in all `processes`; 0: those of this machine. `chip`: what they are, by its name.
+    Raises ValueError if one is not divisible by the other, or there is no such chip.
     """
+    if chip and (chip not in CHIPS or not devices):
+        raise ValueError(
+            f"--chip={chip} must be one of {', '.join(CHIPS)}, with a number of --devices"
+        )
     if not devices:
         return Machine.current()
     if devices % processes:
         raise ValueError(f"--devices={devices} is not divisible by --processes={processes}")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", devices)
-    return dataclasses.replace(
+    machine = dataclasses.replace(
         Machine.current(),
         processes=processes,
         devices=devices,
         local_devices=devices // processes,
+    )
+    if not chip:
+        return machine
+    return dataclasses.replace(
+        machine, platform=CHIPS[chip].platform, memory=CHIPS[chip].memory, host_memory=0
     )
 
 

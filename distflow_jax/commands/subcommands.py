@@ -140,6 +140,11 @@ PLAN = Subcommand(
             "Programs of --topology to compile, such as actor_train,decode; empty: all.",
         ),
         integer("processes", 1, "Processes that --devices are divided over.", 1),
+        string(
+            "chip",
+            "",
+            "What --devices are: v5p, v5e, v6e, h100, h200; empty: those of this machine.",
+        ),
         switch("compile", True, "Compile the programs for their costs."),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
         Flag("out", "new_folder", "", "Folder for the plan's text and pictures; empty: none."),
@@ -278,6 +283,9 @@ only.""",
     "serve_command",
 )
 
+# of a run with workers
+_FAR = "--config.stream.workers=True --config.stream.max_staleness=1"
+
 WORKER = Subcommand(
     "worker",
     "Samples for a run with stream.workers, on devices that the run does not have.",
@@ -315,14 +323,11 @@ WORKER = Subcommand(
         ),
     ),
     (
-        "--config=tiny --join=runs/far --config.stream.workers=True "
-        "--config.stream.max_staleness=1",
-        "--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 "
-        "--config.stream.workers=True --config.stream.max_staleness=1",
-        "--config=tiny --join=runs/far --nodes=reward --config.stream.workers=True "
-        "--config.stream.max_staleness=1",
-        "--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 "
-        "--config.stream.workers=True --config.stream.max_staleness=1",
+        f"--config=tiny --join=runs/far {_FAR}",
+        f"--config=grpo_smollm2 --join=trainer-0:9100,trainer-1:9100 {_FAR}",
+        f"--config=tiny --join=runs/far --nodes=reward {_FAR} "
+        "\"--config.stream.worker_nodes=('reward',)\"",
+        f"--config=grpo_smollm2 --join=runs/far --engine=openai:http://gpu-0:8000 {_FAR}",
     ),
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as

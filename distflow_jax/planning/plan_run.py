@@ -64,7 +64,7 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.rewards.registry import NEED_TRUTH
 from distflow_jax.stages.evaluate import FIRST_COUNTER
-from distflow_jax.stages.registry import Demands, settle_reads
+from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
 from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
 from distflow_jax.stream.batches.streamed_nodes import (
@@ -80,6 +80,8 @@ from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.user_functions import load_function
 
+CORRECTION = {True: "token_tis", False: "none"}  # by whether tokens of older weights need one
+
 
 def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]:
     """The config with the settings of its graph, and the graph with the values of that config.
@@ -90,6 +92,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     """
     config, opened = _opened(config, chosen)
     graph = opened.build(config)
+    config = _with_correction(config, graph, chosen)
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
     updates = config.training.mini_batches * config.training.epochs
@@ -105,6 +108,15 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
         for needed, change in changes:
             graph = change(graph) if needed else graph
     return config, graph
+
+
+def _with_correction(config: Config, graph: Graph, chosen: Collection[str]) -> Config:
+    """The config with a correction where an update weighs tokens of older weights, unless the
+    config or the command line says what becomes of them."""
+    algorithm, ratio = config.algorithm, any(takes_policy_ratio(node) for node in graph.nodes)
+    unsaid = (algorithm.rejection, algorithm.proximal) == ("none", "recomputed")
+    correction = CORRECTION[config.stream.ahead and ratio and unsaid]
+    return with_settings(config, {"algorithm.correction": correction}, chosen=chosen)
 
 
 def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
@@ -330,7 +342,6 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         sampler_part=SAMPLERS in config.mesh.roles,
         own_devices=sizes.samplers_have_own_devices,
         offload=config.training.offload,
-        evaluates_in_turns=bool(config.eval.dataset and config.rollout.environment),
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
         stuck_seconds=config.health.stuck_seconds,

@@ -126,7 +126,7 @@ def derive_sizes(
     together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
     check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
     submesh = sampler_submesh(config.mesh, meshes, machine)
-    of_samplers = machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
+    of_samplers = _machine_of_samplers(config, submesh, machine)
     check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
     hosts = _sampler_hosts(config, of_samplers)
     dtype = _compute_dtype(training, machine)
@@ -324,6 +324,16 @@ def _sampler_hosts(config: Config, machine: Machine) -> int:
             f"most {machine.local_devices}"
         )
     return hosts
+
+
+def _machine_of_samplers(config: Config, submesh: Submesh | None, machine: Machine) -> Machine:
+    """The devices of samplers: all, or a part of each host. Those of a worker are one host that is
+    like the trainers', or has the devices of one sampler."""
+    local, tensor = machine.local_devices, config.mesh.rollout_tensor
+    if config.stream.workers:
+        devices = local if local % tensor == 0 else tensor
+        return dataclasses.replace(machine, processes=1, devices=devices, local_devices=devices)
+    return machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
 
 
 def _sampler_ranks(mesh: MeshConfig, machine: Machine, hosts: int) -> int:

@@ -17,8 +17,7 @@ def describe_sizes(
     """Rows of the table: (name, value, meaning)."""
     p, r = sizes.packing, config.rollout
     rows = p.rows[p.primary] * sizes.mesh_of("ACTOR").ranks
-    samplers = machine.processes // sizes.sampler_hosts
-    hosts = f"of {sizes.sampler_hosts} hosts each" if sizes.sampler_hosts > 1 else "one per host"
+    samplers, *of_samplers = _samplers(sizes, machine)
     others = [
         (f"mesh of {name}", *mesh.describe()) for name, mesh in sorted(sizes.role_meshes.items())
     ]
@@ -28,7 +27,7 @@ def describe_sizes(
         ("devices", machine.devices, f"{machine.platform}, in {machine.processes} processes"),
         ("training mesh", *sizes.mesh.describe()),
         *others,
-        ("samplers", samplers, f"{hosts}, tensor {sizes.rollout_tensor}"),
+        ("samplers", *of_samplers),
         ("sampler's weights", *_weights(sizes, model)),
         (
             "decode slots",
@@ -80,6 +79,23 @@ def _preview_rows(config: Config) -> list[tuple]:
         passes, first = updates, "one before each optimizer step"
     what = f"of an optimizer step's rows: {algorithm.policy_loss} chooses by the current policy"
     return [("more forward passes", passes, f"{what}, {first}")]
+
+
+def _samplers(sizes: Sizes, machine: Machine) -> tuple[int, int | str, str]:
+    """(number that is known, of workers 1; number as it is shown; meaning)."""
+    tensor, local = sizes.rollout_tensor, machine.local_devices
+    if not sizes.workers_sample:
+        count, hosts = machine.processes // sizes.sampler_hosts, "one per host"
+        if sizes.sampler_hosts > 1:
+            hosts = f"of {sizes.sampler_hosts} hosts each"
+        return count, count, f"{hosts}, tensor {tensor}"
+    meaning = f"one host each, tensor {tensor}"
+    if local % tensor:
+        meaning += (
+            f", which does not fit a host of {local} devices like those here: give workers other "
+            "hosts, or a mesh.rollout_tensor of their own"
+        )
+    return 1, "workers", meaning
 
 
 def _active(model: DecoderConfig) -> str:

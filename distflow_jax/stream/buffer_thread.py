@@ -5,6 +5,7 @@ time is over, and tells of workers that are missing.
 """
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -29,6 +30,15 @@ STALLED = (
 log = logging.getLogger("distflow_jax")
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerServer:
+    """The server that workers call."""
+
+    how: str  # to start a worker, for the log
+    answer_waiting: Callable[[float], None]  # questions that wait, at a time; under the lock
+    leave: Callable[[], None]  # closes it, at the end
+
+
 class BufferThread(SamplingSide):
     """Watches over leases until it is closed."""
 
@@ -40,16 +50,14 @@ class BufferThread(SamplingSide):
         *,
         open_evaluations: int,
         no_workers_seconds: float,
-        how: str,
-        leave: Callable[[], None],
+        server: WorkerServer,
     ):
         """`store(params, version, evaluated)`: copies weights to where workers get them, and keeps
-        versions that are evaluated, at most `open_evaluations`. `how`: to start a worker, for the
-        log. `leave()`: closes the server at the end. The thread begins at once."""
-        self._producer, self._hooks, self._store, self._leave = producer, hooks, store, leave
+        versions that are evaluated, at most `open_evaluations`. The thread begins at once."""
+        self._producer, self._hooks, self._store, self._server = producer, hooks, store, server
         self._lock, self._buffer = producer.lock, producer.buffer
         self._evaluations, self._open_evaluations = hooks.evaluations, open_evaluations
-        self._no_workers_seconds, self._how = no_workers_seconds, how
+        self._no_workers_seconds = no_workers_seconds
         self._alone_since = self._told = time.monotonic()
         self._at_work = threading.Lock()
         self._closing = False
@@ -100,7 +108,7 @@ class BufferThread(SamplingSide):
             self._closing = True
             self._lock.notify_all()
         self._thread.join()
-        self._leave()
+        self._server.leave()
 
     # -- in the thread ----------------------------------------------------------------------------
 
@@ -109,7 +117,8 @@ class BufferThread(SamplingSide):
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = self._buffer.expire(time.monotonic())
+                    stalled = self._buffer.expire(now := time.monotonic())
+                    self._server.answer_waiting(now)
                     news = self._producer.requests.has_news
                     self._tell()
                     evaluated = self._buffer.take_evaluations()
@@ -168,6 +177,6 @@ class BufferThread(SamplingSide):
                 now - self._alone_since,
                 groups,
                 lacking,
-                self._how,
+                self._server.how,
                 f" --nodes={missing[0]}" if served else "",
             )

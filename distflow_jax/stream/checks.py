@@ -22,7 +22,6 @@ class Surroundings:
     sampler_part: bool  # whether mesh.roles gives samplers devices
     own_devices: bool  # whether samplers have devices that no trainer uses
     offload: str
-    evaluates_in_turns: bool  # whether evaluations answer in turns of an environment
     group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
     stuck_seconds: float  # after which the watchdog ends a run that waits
@@ -32,8 +31,6 @@ class Surroundings:
 _COMBINATIONS = {
     "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
     "gives samplers devices: take that out, or use workers=False",
-    "workers turns": "stream.workers=True evaluates without an environment, and "
-    "rollout.environment answers in turns: set eval.dataset='', and use `distflow evaluate`",
     "workers impatient": "stream.no_workers_seconds={stream.no_workers_seconds:g} must be less "
     "than health.stuck_seconds={run.stuck_seconds:g}, after which a run that waits is ended",
     "ahead !samples": "{staleness} needs a node that samples, and dag {plan.name!r} trains on the "
@@ -99,7 +96,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "apart": run.own_devices,
         "spread": run.sampler_hosts > 1,
         "offload": run.offload != "none",
-        "turns": run.evaluates_in_turns,
         "region": judged,
         "late": late,
         "samples": sampling,

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 
 from distflow_jax.stream.leases import Leases
-from distflow_jax.stream.tasks import SAMPLING, GroupTask, Key, Task
+from distflow_jax.stream.tasks import EVALUATION, SAMPLING, GroupTask, Key, Task
 
 SHARE = 4  # workers at work, for each one that evaluates
 
@@ -43,12 +43,12 @@ class EvaluationLeases(Leases):
     def __init__(self, seconds: float, max_tries: int):
         """As of Leases."""
         super().__init__(seconds, max_tries)
-        self._evaluators: tuple[int, frozenset[str]] = (-1, frozenset())
+        self.evaluating: tuple[int, frozenset[str]] = (-1, frozenset())  # a version, and by whom
         self.evaluated: dict[Key, GroupTask] = {}  # tasks that have ended and were not taken
 
     def evaluates(self, worker: str) -> int | None:
         """The version that a worker should hold to evaluate it; None: it takes no part."""
-        version, workers = self._evaluators
+        version, workers = self.evaluating
         return version if worker in workers else None
 
     def take_evaluations(self) -> Mapping[int, Sequence[GroupTask]]:
@@ -65,8 +65,8 @@ class EvaluationLeases(Leases):
         """As of Leases; says anew which workers evaluate."""
         stalled, tasks = super().expire(now), self._open_evaluations()
         # a stalled one that is alone may take part: it has nothing else to show
-        serve = [name for name, worker in self.workers.items() if SAMPLING in worker.serves]
-        self._evaluators = evaluators(tasks, self.at_work() or serve)
+        serve = self._serving.get(SAMPLING, {}).keys()
+        self.evaluating = evaluators(tasks, self.at_work() or serve)
         return stalled
 
     def give_up(self, task: Task, why: str) -> None:
@@ -79,8 +79,8 @@ class EvaluationLeases(Leases):
 
     def end_evaluation(self, task: GroupTask) -> None:
         """Notes that a task has ended, as far as workers could answer it."""
-        del self.open[task.key]
+        self.open.remove(task.key)
         self.evaluated[task.key] = task
 
-    def _open_evaluations(self) -> list[GroupTask]:
-        return [task for task in self.of(GroupTask) if not task.trains]
+    def _open_evaluations(self) -> Collection[GroupTask]:
+        return self.open.of_node(EVALUATION)

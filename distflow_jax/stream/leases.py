@@ -5,23 +5,14 @@ worker of which a lease has ended is stalled until it submits something: it does
 work. Nothing here communicates or reads a clock.
 """
 
-import dataclasses
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from distflow_jax.stream.tasks import EVALUATION, SAMPLING, Key, Task
+from distflow_jax.stream.open_tasks import OpenTasks
+from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, Task
 
 T = TypeVar("T", bound=Task)
-SAMPLER = (SAMPLING, EVALUATION)  # what a worker serves that samples
-
-
-@dataclasses.dataclass
-class KnownWorker:
-    """A worker that was heard of within a lease's time."""
-
-    heartbeat: float = 0.0  # when it was heard of last
-    serves: set[str] = dataclasses.field(default_factory=set)  # ids of nodes, and SAMPLER
-    idle: int | None = None  # version with which it found nothing to sample; None: it has work
 
 
 class Leases:
@@ -32,6 +23,8 @@ class Leases:
       given_up: prompts that no worker can answer, with the last failure of each; the caller takes
         them out.
       expired: leases that ended without a result.
+      workers: that were heard of within a lease's time, and when last.
+      idle: versions with which workers found nothing to sample; without those that have work.
       stalled: workers of which a lease has ended, and that submitted nothing since.
       ended: workers that get nothing any more, why and since when.
       unfit: whether an error has ended a worker, and no response came since.
@@ -40,24 +33,33 @@ class Leases:
     def __init__(self, seconds: float, max_tries: int):
         """`max_tries`: failures of a task after which its prompt is given up."""
         self.seconds, self._max_tries = seconds, max_tries
-        self.open: dict[Key, Task] = {}
+        self.open = OpenTasks()
         self.given_up: dict[int, str] = {}
         self.expired = 0
-        self.workers: dict[str, KnownWorker] = {}
+        self.workers: dict[str, float] = {}
+        self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
         self.unfit = False
+        self._serving: dict[str, dict[str, None]] = {}  # workers by what they serve
+        self._next_gone = math.inf  # before then no worker is
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = SAMPLER) -> None:
         """Notes that a worker lives, and what it serves."""
-        known = self.workers.setdefault(worker, KnownWorker())
-        known.heartbeat = now
-        known.serves.update(serves)
+        self.workers[worker] = now
+        self._next_gone = min(self._next_gone, now + self.seconds)
+        for node in serves:
+            self._serving.setdefault(node, {})[worker] = None
 
     def at_work(self, node: str = SAMPLING) -> set[str]:
         """Names of workers that serve a node, live, and are not stalled."""
-        able = {name for name, worker in self.workers.items() if node in worker.serves}
-        return able - self.stalled
+        return set(self.others("", node))
+
+    def others(self, worker: str, node: str = SAMPLING) -> Iterator[str]:
+        """Names of workers at work that serve a node, but one."""
+        for name in self._serving.get(node, ()):
+            if name != worker and name not in self.stalled:
+                yield name
 
     def of(self, kind: type[T]) -> list[T]:
         """All open tasks of a kind."""
@@ -68,16 +70,24 @@ class Leases:
         found = self.open.get(key)
         return found if isinstance(found, kind) else None
 
-    def waiting(self, worker: str, tasks: Iterable[T]) -> list[T]:
-        """The tasks that a worker should hold, and nobody does."""
-        free = [task for task in tasks if not task.worker]
-        able = {node: self.at_work(node) - {worker} for node in {task.node for task in free}}
-        return [task for task in free if task.suits(worker, able[task.node])]
+    def waiting(
+        self, worker: str, queues: Sequence[tuple[str, int]], *, backwards: bool
+    ) -> Iterator[Any]:
+        """The tasks of some queues that a worker should hold, and nobody does, in their order."""
+        for task in self.open.waiting(queues, backwards=backwards):
+            if task.suits(worker, self.others(worker, task.node)):
+                yield task
+
+    def comes_last(self, worker: str, nodes: Iterable[str] = (SAMPLING,)) -> bool:
+        """Whether a worker gets the last tasks of all: it is stalled, and others are at work."""
+        return worker in self.stalled and any(any(self.others(worker, n)) for n in nodes)
 
     def fail(self, worker: str, key: Key, why: str) -> None:
         """Notes that a worker cannot do a task, once of each lease, which may have ended."""
         task = self.open.get(key)
         if task is not None and task.fail(worker):
+            if task.worker == worker:
+                self.open.free(task)
             if sum(task.failures.values()) >= self._max_tries:
                 self.give_up(task, why)
 
@@ -89,15 +99,15 @@ class Leases:
     def forget(self, counters: Collection[int]) -> None:
         """Forgets all that is open of some prompts."""
         gone = set(counters)
-        self.open = {key: task for key, task in self.open.items() if key[0] not in gone}
+        for key in [key for key in self.open if key[0] in gone]:
+            self.open.remove(key)
 
     def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
         self.unfit |= unfit
-        self.workers.pop(worker, None)
-        for task in self.open.values():
-            if task.worker == worker:
-                task.free()
+        self._drop(worker)
+        for task in self.open.held(worker):
+            self.open.free(task)
 
     def end(self, worker: str, why: str, now: float) -> None:
         """Ends a worker whose results are not used: what it holds is for others at once."""
@@ -110,18 +120,32 @@ class Leases:
         task = self.open.get(key)
         if task is not None and task.worker == worker:
             task.silent.add(worker)
-            task.free()
+            self.open.free(task)
 
     def expire(self, now: float) -> Sequence[str]:
         """Ends the leases whose time is over, and forgets workers that are gone; returns those that
         live and have stalled by it."""
-        ended = [task for task in self.open.values() if task.worker and now >= task.until]
-        silent, before = {task.worker for task in ended}, self.stalled
+        ended, stalled = self.open.expired(now), set()
         for task in ended:
             task.silent.add(task.worker)
-            task.free()
+            stalled.add(task.worker)
+            self.open.free(task)
         self.expired += len(ended)
-        end = now - self.seconds
-        self.workers = {name: w for name, w in self.workers.items() if w.heartbeat > end}
-        self.stalled = (before | silent) & self.workers.keys()
-        return sorted(self.stalled - before)
+        if now >= self._next_gone:
+            end = now - self.seconds
+            for name in [name for name, heard in self.workers.items() if heard <= end]:
+                self._drop(name)
+            self._next_gone = min(self.workers.values(), default=math.inf) + self.seconds
+        stalled = (stalled - self.stalled) & self.workers.keys()
+        self.stalled |= stalled
+        return sorted(stalled)
+
+    def _drop(self, worker: str) -> None:
+        """Forgets that a worker is there."""
+        self.workers.pop(worker, None)
+        self.idle.pop(worker, None)
+        self.stalled.discard(worker)
+        for node, serving in list(self._serving.items()):
+            serving.pop(worker, None)
+            if not serving:
+                del self._serving[node]

@@ -34,7 +34,7 @@ class ServedUnit:
 
 
 class NodeRunner:
-    """Runs the tasks that one thread begins, and hands it their results; none without a unit.
+    """Runs tasks, and hands their results to the threads that began them; none without a unit.
 
     Attributes:
       nodes: ids of the nodes that it runs.
@@ -57,6 +57,11 @@ class NodeRunner:
         """Tasks that it would take."""
         return NODE_QUOTA - len(self._running)
 
+    @property
+    def keys(self) -> list[Key]:
+        """Tasks that it has begun, and whose results no task buffer has."""
+        return list(self._running)
+
     def begin(self, answer: Frame, done: Callable[[], object]) -> None:
         """Begins the task of a frame; `done` is called in the thread once it has ended."""
         work = work_of_task(answer, self._inputs)
@@ -67,12 +72,13 @@ class NodeRunner:
 
     def ready(self) -> list[tuple[Key, Frame | str]]:
         """Tasks that have ended: their results, or why there are none."""
-        ended = [(key, future) for key, future in self._running.items() if future.done()]
+        ended = [(key, future) for key, future in list(self._running.items()) if future.done()]
         return [(key, _result(key, future)) for key, future in ended]
 
     def forget(self, key: Key) -> None:
         """Forgets a task whose result a task buffer has."""
-        self.served += self._running.pop(key).exception() is None
+        found = self._running.pop(key, None)
+        self.served += found is not None and found.exception() is None
 
     def drop(self) -> None:
         """Forgets all tasks: those of a start of the run that is over."""

@@ -21,6 +21,7 @@ from distflow_jax.stream.evaluation_leases import EvaluationLeases
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.tasks import (
     NODE_QUOTA,
+    SAMPLER,
     SAMPLING,
     GroupTask,
     Key,
@@ -96,13 +97,14 @@ class TaskBuffer(EvaluationLeases):
         responses."""
         if task.key in self.open or task.key in self._done:
             raise ValueError(f"{task.key[1]!r} of prompt {task.key[0]} has begun already")
-        self.open[task.key] = task
+        self.open.add(task)
         if isinstance(task, GroupTask):
             pieces = pieces or {}
             known = [piece.lowest for piece in pieces.values() if piece.tokens]
             task.floor = min([self._bounds(task)[0], *known])
             task.ended = {s: p for s, p in pieces.items() if p.whole}
             task.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
+            self.open.moved(task)
             self._end_if_complete(task)
 
     def version_of(self, step: int) -> int:
@@ -140,17 +142,15 @@ class TaskBuffer(EvaluationLeases):
     def starving(self) -> bool:
         """Whether a worker that holds the newest weights has nothing to sample, and no group waits
         for one."""
-        idle = any(worker.idle == self.newest for worker in self.workers.values())
-        return idle and all(task.worker for task in self._trained())
+        return self.newest in self.idle.values() and not self.open.num_waiting.get(SAMPLING)
 
     def unserved(self) -> list[str]:
         """Nodes that tasks wait for and no worker at work serves."""
-        nodes = {task.node for task in self.of(NodeTask)}
-        return sorted(node for node in nodes if not self.at_work(node))
+        return [node for node in self.open.nodes if not any(self.others("", node))]
 
     def num_open(self, node: str) -> int:
         """Open tasks of a node, or of SAMPLING."""
-        return sum(task.node == node for task in self.open.values())
+        return len(self.open.of_node(node))
 
     # -- the workers' side ------------------------------------------------------------------------
 
@@ -171,46 +171,47 @@ class TaskBuffer(EvaluationLeases):
         the worker holds enough by the number of its slots; 0: by its capacity.
         """
         self.heartbeat(worker, now)
-        self.workers[worker].idle = None
-        groups, stalled = self.of(GroupTask), worker in self.stalled
+        self.idle.pop(worker, None)
+        stalled = worker in self.stalled
         most = 1 if stalled else QUOTA * slots if slots else capacity
-        holds = sum(task.lacks for task in groups if task.worker == worker)
-        capacity = min(capacity, most - holds)
+        capacity = min(capacity, most - sum(task.lacks for task in self.open.held(worker)))
         if capacity <= 0:
             return []
-        queues = {(task.node, task.step) for task in groups}
-        queues = {queue for queue in queues if self._may(worker, held, *queue)}
-        waiting = self.waiting(worker, [t for t in groups if (t.node, t.step) in queues])
-        others = self.at_work() - {worker}
-        waiting.sort(key=lambda task: task.priority, reverse=bool(others) and stalled)
+        queues = [one for one in self.open.queues() if self._may(worker, held, *one)]
         leased: list[GroupTask] = []
         size = 0
-        for task in waiting:
+        last = self.comes_last(worker)
+        for task in self.waiting(worker, queues, backwards=last):
             size += task.size + sum(piece.size for piece in task.sent().values())
             if capacity <= 0 or (leased and size > ANSWER_BYTES):
                 break
             capacity -= task.lacks
-            task.lease(worker, now, self.seconds, self._environment_seconds)
             leased.append(task)
+        for task in leased:
+            self.open.lease(task, worker, now, self.seconds, self._environment_seconds)
         self.counts.leased += len(leased)
         if idle and not leased:
-            self.workers[worker].idle = held
+            self.idle[worker] = held
         return leased
 
     def lease_node(self, worker: str, nodes: Collection[str], now: float) -> NodeTask | None:
         """Leases a task of one of its nodes to a worker, that of the lowest counter; none to one
         that holds enough."""
         self.heartbeat(worker, now, nodes)
-        able = [task for task in self.of(NodeTask) if task.node in nodes]
         stalled = worker in self.stalled
-        if sum(task.worker == worker for task in able) >= (1 if stalled else NODE_QUOTA):
+        holds = sum(task.node in nodes for task in self.open.held(worker))
+        if holds >= (1 if stalled else NODE_QUOTA):
             return None
-        waiting = self.waiting(worker, able)
-        if not waiting:
+        last = self.comes_last(worker, nodes)
+        found = [
+            next(self.waiting(worker, self.open.queues([node]), backwards=last), None)
+            for node in nodes
+            if node not in SAMPLER
+        ]
+        task = (max if last else min)(filter(None, found), key=lambda t: t.key, default=None)
+        if task is None:
             return None
-        others = any(self.at_work(node) - {worker} for node in nodes)
-        task = (max if others and stalled else min)(waiting, key=lambda entry: entry.key)
-        task.worker, task.until = worker, now + self.seconds
+        self.open.lease(task, worker, now, self.seconds)
         self.counts.leased += 1
         return task
 
@@ -218,8 +219,7 @@ class TaskBuffer(EvaluationLeases):
         """Versions that an idle worker should hold, the most urgent first; never empty."""
         if not self._exact:
             return [self.newest]
-        waiting = [task for task in self._trained() if not task.worker]
-        versions = sorted({self.version_of(task.step) for task in waiting})
+        versions = sorted({self.version_of(step) for _, step in self.open.queues([SAMPLING])})
         return [v for v in versions if v <= self.newest] or [self.newest]
 
     def submit(
@@ -250,6 +250,7 @@ class TaskBuffer(EvaluationLeases):
         shown = sum(piece.tokens for piece in {**task.ended, **pieces}.values())
         for sample, piece in pieces.items():
             self._learn(task, sample, dataclasses.replace(piece, worker=worker))
+        self.open.moved(task)
         new = [sample for sample in task.ended if sample not in before]
         has = task.worker == worker
         lost = not task.worker and worker in task.silent
@@ -260,9 +261,9 @@ class TaskBuffer(EvaluationLeases):
         if self._end_if_complete(task):
             return new
         if goes_on and (has or (lost and worker not in self.stalled)):
-            task.lease(worker, now, self.seconds, self._environment_seconds)
+            self.open.lease(task, worker, now, self.seconds, self._environment_seconds)
         elif has:
-            task.free()
+            self.open.free(task)
         return new
 
     def end(self, worker: str, why: str, now: float) -> None:
@@ -270,6 +271,7 @@ class TaskBuffer(EvaluationLeases):
         super().end(worker, why, now)
         for task in self.of(GroupTask):
             task.drop(worker)
+            self.open.moved(task)
 
     def holds(self, worker: str, key: Key) -> bool:
         """Whether a worker has the lease of a task."""
@@ -285,7 +287,7 @@ class TaskBuffer(EvaluationLeases):
             else:
                 self.counts.unknown += 1
             return False
-        del self.open[key]
+        self.open.remove(key)
         self._done.add(key)
         self._results.append((task, result))
         return True
@@ -347,7 +349,7 @@ class TaskBuffer(EvaluationLeases):
 
     def _end_if_complete(self, task: GroupTask) -> bool:
         if task.complete and task.trains:
-            del self.open[task.key]
+            self.open.remove(task.key)
             self.complete[task.key] = task
         elif task.complete:
             self.end_evaluation(task)

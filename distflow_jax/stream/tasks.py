@@ -1,7 +1,7 @@
 """Tasks that workers may hold, one worker at a time: groups to be sampled, and nodes to be run."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ Key = tuple[int, str]  # counter of the prompt, id of the node
 
 SAMPLING = ""  # what workers that sample serve, beside ids of nodes
 EVALUATION = "(evaluation)"  # node of the groups of an evaluation, which they serve too
+SAMPLER = (SAMPLING, EVALUATION)
 PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 NODE_QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next
@@ -45,8 +46,27 @@ class Task:
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # by worker
     silent: set[str] = dataclasses.field(default_factory=set)  # workers whose leases have ended
 
+    @property
+    def queue(self) -> tuple[str, int]:
+        """The node, and the step, of the tasks that it waits among."""
+        return self.node, 0
+
+    @property
+    def priority(self) -> tuple[float, ...]:
+        """Lowest first, among the tasks that it waits with."""
+        return (self.key[0],)
+
+    @property
+    def lacks(self) -> int:
+        """Responses that have not ended."""
+        return 0
+
+    def lease(self, worker: str, now: float, seconds: float, calls: float = 0.0) -> None:
+        """Begins a lease, or prolongs it; see OpenTasks.lease. A node makes no `calls`."""
+        self.worker, self.until = worker, now + seconds
+
     def free(self) -> None:
-        """Ends the lease."""
+        """Ends the lease; see OpenTasks.free."""
         self.worker, self.until = "", 0.0
 
     def fail(self, worker: str) -> bool:
@@ -55,16 +75,14 @@ class Task:
         if self.worker != worker and worker not in self.silent:
             return False
         self.silent.discard(worker)
-        if self.worker == worker:
-            self.free()
         self.failures[worker] = self.failures.get(worker, 0) + 1
         return True
 
-    def suits(self, worker: str, others: Collection[str]) -> bool:
+    def suits(self, worker: str, others: Iterable[str]) -> bool:
         """Whether a worker should hold it, and none of `others`, which are at work: not if it
         failed, or let a lease of it end."""
-        tried = self.failures.keys() | self.silent
-        return worker not in tried or not set(others) - self.failures.keys()
+        tried = worker in self.failures or worker in self.silent
+        return not tried or all(other in self.failures for other in others)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -97,7 +115,7 @@ class GroupTask(Task):
     workers: set[str] = dataclasses.field(default_factory=set)  # that its tokens are of
     lost: str = ""  # of an evaluation: why no worker could answer it
 
-    def lease(self, worker: str, now: float, seconds: float, calls: float) -> None:
+    def lease(self, worker: str, now: float, seconds: float, calls: float = 0.0) -> None:
         """Begins a lease, or prolongs it; without progress by no more than FRUITLESS_LEASES and the
         seconds that `calls` of an environment may take a response."""
         if self.last != worker:
@@ -144,6 +162,10 @@ class GroupTask(Task):
     def tokens(self) -> int:
         """Tokens of all responses."""
         return sum(piece.tokens for piece in (*self.ended.values(), *self.under_way.values()))
+
+    @property
+    def queue(self) -> tuple[str, int]:
+        return self.node, self.step
 
     @property
     def priority(self) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 CHUNK_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
 LOOK_SECONDS = 0.05  # between two questions for a version that is not there yet
 THREADS = 4  # chunks in flight
+MOST_CONNECTIONS = 512  # of a pull, whose threads open further ones to a trainer as they need them
 _ASKED_AT_ONCE = 16  # trainers, for their manifests
 
 log = logging.getLogger("distflow_jax")
@@ -142,7 +143,7 @@ class _Served:
     """The chunks of one version: which there are, and each from a trainer that has it, spread
     evenly over these."""
 
-    def __init__(self, version: int, end: float, offers: Iterable[tuple[Source, Manifest]]):
+    def __init__(self, version: int, end: float, offers: Sequence[tuple[Source, Manifest]]):
         """Refused where two trainers have other weights."""
         self._version, self._end = version, end
         self._lock = threading.Lock()
@@ -161,6 +162,8 @@ class _Served:
                     self._having.setdefault((path, chunk.start), []).append(source)
                 if not same:
                     raise Refused(f"{source.address}: {path} differs from that of other trainers")
+        most = max(1, min(THREADS, MOST_CONNECTIONS // max(1, len(offers))))
+        self._calls = {source.address: threading.Semaphore(most) for source, _ in offers}
         for having in self._having.values():  # of equals another one each time
             random.shuffle(having)
 
@@ -222,7 +225,8 @@ class _Served:
     def _from(self, source: Source, path: str, chunk: ChunkSpec) -> Bytes:
         seconds = max(0.001, min(self._end - time.monotonic(), CHUNK_SECONDS))
         asked = request(version=self._version, path=path, start=chunk.start)
-        data = source.call(CHUNK, asked, seconds)
+        with self._calls[source.address]:
+            data = source.call(CHUNK, asked, seconds)
         if checksum(data) != chunk.checksum:
             raise Refused(f"a chunk of {path} has another checksum than the manifest says")
         return data

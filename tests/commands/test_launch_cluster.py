@@ -288,6 +288,7 @@ CASES = [
 
 @pytest.mark.parametrize("name, flags, needed, given", CASES)
 def test_submitting(name, flags, needed, given, tmp_path):
+    flags = [*flags, "--unchecked"]
     missing = run(name, *flags, "--", *TRAIN, path=tmp_path)
     assert missing.returncode == 2 and missing.stdout == ""
     assert missing.stderr.startswith(f"error: {needed} is not installed here; ")
@@ -308,6 +309,18 @@ def test_submitting(name, flags, needed, given, tmp_path):
     else:
         assert json.loads(arguments) == given
         assert text and shown.startswith(text)
+
+
+@pytest.mark.slow
+def test_a_run_that_would_end_at_its_start_is_not_submitted(tmp_path):
+    program(tmp_path / "sbatch", "print('submitted')")
+    flags = ["--nodes=2", "--gpus_per_node=8", "--time=04:00:00", f"--directory={ROOT}"]
+    refused = run("slurm", *flags, "--", *TRAIN, "--config.mesh.tensor=3", path=tmp_path)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr.startswith("error: the run would end at its start: mesh.tensor=3")
+    assert refused.stderr.endswith(" (--unchecked submits it all the same)\n")
+    done = run("slurm", *flags, "--", *TRAIN, path=tmp_path)
+    assert done.returncode == 0 and done.stdout == "submitted\n", done.stderr
 
 
 def commands_in(text):

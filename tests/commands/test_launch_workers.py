@@ -94,7 +94,7 @@ def test_workers_take_whole_nodes_and_what_the_run_has_by_default(capsys):
 
 def start(folder, *flags, path):
     env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
-    command = ("scripts/launch/slurm.py", *SLURM, *GROUP, *flags, "--", *RUN)
+    command = ("scripts/launch/slurm.py", *SLURM, *GROUP, "--unchecked", *flags, "--", *RUN)
     return finished(*command, env=env, codes=None)
 
 

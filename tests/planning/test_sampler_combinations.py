@@ -30,7 +30,7 @@ STREAM = {  # {feature: keys of the section stream}
     "divergence": {"divergence": 0.001},
     "recording": {"record": True},
 }
-FEATURES = (*STREAM, "region", "evaluation in turns")
+FEATURES = (*STREAM, "region")
 # a budget says which groups a step has when it is spent: after partial batches of them, filter
 # decisions on them, or versions that are theirs alone. What says when weights move is a version of
 # each step, the newest of a deadline, or what they change; no two of them
@@ -39,7 +39,7 @@ ANYWHERE = [
     {"boundary", "divergence"},
 ]
 REFUSED = {
-    "workers": [*ANYWHERE, {"evaluation in turns"}],
+    "workers": ANYWHERE,
     "own part": ANYWHERE,
     # sampling and training take turns there
     "trainer's devices": [*ANYWHERE, {"boundary"}, {"counter"}, {"ready"}],
@@ -60,7 +60,6 @@ def refusal(place, features):
         sampler_part=place == "own part",
         own_devices=run.sizes.samplers_have_own_devices,
         offload="none",
-        evaluates_in_turns="evaluation in turns" in features,
         group_tokens=64,
         mini_prompts=8,
         stuck_seconds=1800.0,
@@ -96,8 +95,8 @@ def test_each_combination_is_planned_or_refused_by_the_list(place):
         if features in REFUSED[place]:
             found[message] = features
             assert "use " in message or "take it out" in message, message
-    assert count == (2 + 2 + 1) * 2**5 and len(found) == len(REFUSED[place])
+    assert count == (2 + 2 + 1) * 2**4 and len(found) == len(REFUSED[place])
 
 
-def test_workers_refuse_no_more_than_samplers_on_a_part_but_evaluations_in_turns():
-    assert REFUSED["workers"] == [*REFUSED["own part"], {"evaluation in turns"}]
+def test_workers_refuse_no_more_than_samplers_on_a_part():
+    assert REFUSED["workers"] == REFUSED["own part"]

@@ -14,10 +14,12 @@ from support.tiny_sampler import NEAR_TIE, assert_agree
 from support.waiting import HANG, until
 from support.worker_runs import (
     BOUNDARY,
+    EVALUATED,
     PROMPTS,
     SAMPLES,
     WORKERS,
     check_account,
+    check_evaluations,
     check_trained,
     saved_episodes,
     trainers,
@@ -178,6 +180,23 @@ def test_turns_of_workers_are_those_of_samplers_on_a_part(tmp_path, started):
     for uid in alike:
         np.testing.assert_array_equal(before[uid].mask, after[uid].mask)
         assert facts_of(before[uid]) == facts_of(after[uid])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_evaluate_in_turns_as_it_would_be_at_once(tmp_path, started):
+    """One is killed."""
+    folder, steps = tmp_path / "run", 8
+    flags = (*environment(tmp_path), *EVALUATED, f"training.steps={steps}")
+    job = trainers(started, folder, flags)
+    victim, left = (worker(started, folder, flags) for _ in range(2))
+    await_step(folder, 3, job)
+    victim.kill()
+    assert job.end() == 0, job.output() + left.output()
+    assert left.end() == 0, left.output()
+    check_trained(folder, steps, exact=False)
+    check_account(folder)
+    check_evaluations(folder, steps, flags)
 
 
 @pytest.mark.slow

@@ -7,25 +7,25 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import time
 
 import numpy as np
 import pytest
-from support.programs import Process, certificate, finished
-from support.run_folders import await_step, json_lines, records
+from support.programs import Process, certificate
+from support.run_folders import await_step, records
 from support.tiny_sampler import assert_agree
 from support.waiting import HANG, until
 from support.worker_runs import (
     BOUNDARY,
+    EVALUATED,
     PROMPTS,
     SAMPLES,
-    SMALL,
     WORKERS,
     await_addresses,
     await_ready,
     check_account,
+    check_evaluations,
     check_trained,
     saved_episodes,
     settings,
@@ -208,28 +208,6 @@ def test_a_worker_sees_the_images_of_its_prompts(tmp_path, started, steps, rate)
         assert max(metrics["rollout_corr/log_ratio_abs_max"] for metrics in found) < 1e-4
 
 
-EVALUATED = (
-    "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
-    "eval.every=2",
-    "eval.num_prompts=12",
-    "eval.temperature=1.0",  # each response has its noise: the greedy ones are all alike
-    "checkpoint.every=2",
-    "checkpoint.keep=100",
-)
-
-
-def evaluated_at_once(folder, step, reward):
-    """The report of `distflow evaluate` on the weights after a step."""
-    run, out = folder.parent / f"at-{step}", folder.parent / f"{step}.json"
-    shutil.copytree(folder / "checkpoints" / str(step), run / "checkpoints" / str(step))
-    flags = [f"--config.{flag}" for flag in (*SMALL, *EVALUATED, *reward)]
-    named = ("--config=configs/tiny.py", f"--run={run}", f"--out={out}")
-    finished("scripts/evaluate.py", *named, *flags)
-    report = json.loads(out.read_text())
-    assert report["step"] == step
-    return report
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
@@ -252,22 +230,7 @@ def test_workers_evaluate_each_version_as_it_would_be_at_once(
     assert left.end() == 0, left.output()
     check_trained(folder, steps, exact=bool(weight_update))
     check_account(folder)
-    lines = json_lines(folder / "metrics.jsonl")
-    found = [(row["step"], x) for row in lines if (x := _validation(row))]
-    assert [step for step, _ in found] == [0, 2, 4, 6, 8]  # each once
-    places = [place for place, row in enumerate(lines) if _validation(row)]
-    assert places[1] < [row["step"] for row in lines].index(steps - 1)
-    of_steps = {s: json_lines(folder / "samples" / f"eval-{s}.jsonl") for s, _ in found}
-    answers = [str([row["responses"] for row in rows]) for rows in of_steps.values()]
-    assert len(set(answers)) == len(answers)  # no two versions answer alike
-    for step, metrics in found[1:4:2]:
-        wanted = evaluated_at_once(folder, step, reward)
-        assert metrics == wanted["metrics"]
-        assert of_steps[step] == wanted["records"]
-
-
-def _validation(row):
-    return {name: value for name, value in row.items() if name.startswith("val-")}
+    check_evaluations(folder, steps, reward)
 
 
 @pytest.mark.slow

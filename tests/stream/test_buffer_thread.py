@@ -14,7 +14,7 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream import buffer_thread
-from distflow_jax.stream.buffer_thread import BufferThread
+from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -98,8 +98,7 @@ def waiting(monkeypatch, caplog):
         lambda params, version, evaluated: None,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        how="distflow worker --join=x",
-        leave=lambda: None,
+        server=WorkerServer("distflow worker --join=x", lambda now: None, lambda: None),
     )
     with contextlib.closing(thread):
         yield buffer, thread, after
@@ -223,8 +222,7 @@ def evaluating():
         store,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        how="",
-        leave=lambda: None,
+        server=WorkerServer("", lambda now: None, lambda: None),
     )
     weights.put(0, {"w": jnp.zeros(4)})
     with contextlib.closing(host), contextlib.closing(thread):

@@ -301,7 +301,8 @@ class BufferOfNodes:
                 if group.running.done():
                     group.running.result()
             with self.lock:
-                self.tasks.expire(time.monotonic())
+                self.tasks.expire(now := time.monotonic())
+                self.answers.answer_waiting(now)
                 self.given_up |= self.requests.give_up()
             self.requests.round()
             return all(g.done or g.counter in self.given_up for g in groups)

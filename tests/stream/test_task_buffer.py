@@ -18,6 +18,7 @@ from distflow_jax.stream.task_buffer import ANSWER_BYTES, TaskBuffer
 from distflow_jax.stream.tasks import (
     EVALUATION,
     PIECES_BYTES,
+    SAMPLER,
     SAMPLING,
     GroupTask,
     NodeTask,
@@ -412,6 +413,51 @@ def test_a_node_that_fails_after_its_lease_has_failed_once():
 
 # -- a model of trainers and workers with random faults -------------------------------------------
 
+
+def check_indices(buffer):
+    """What a task buffer knows without a look at all tasks is what such a look finds."""
+    tasks = list(buffer.open.values())
+    for name in {task.worker for task in tasks} - {""}:
+        held = [task.key for task in tasks if task.worker == name]
+        assert sorted(task.key for task in buffer.open.held(name)) == sorted(held)
+    for node in (*SAMPLER, "score"):
+        free = [task for task in tasks if task.node == node and not task.worker]
+        free.sort(key=lambda task: (task.priority, task.key))
+        queues = buffer.open.queues([node])
+        assert list(buffer.open.waiting(queues)) == free
+        assert list(buffer.open.waiting(queues, backwards=True)) == free[::-1]
+        assert buffer.num_open(node) == sum(task.node == node for task in tasks)
+        assert buffer.at_work(node) <= buffer.workers.keys() - buffer.stalled
+
+
+def test_a_question_costs_no_look_at_all_tasks():
+    """Of 40 times the tasks and workers, a hundred questions look at about as many priorities."""
+    seen = []
+
+    class Counted(GroupTask):
+        looks = 0
+
+        @property
+        def priority(self):
+            Counted.looks += 1
+            return super().priority
+
+    for workers in (100, 4000):
+        buffer = buffer_of()
+        for counter in range(4 * workers):
+            task = dataclasses.replace(group(counter, 1 + counter % 2))
+            task.__class__ = Counted
+            buffer.begin(task)
+        for number in range(workers):
+            assert len(buffer.lease(f"w{number}", 0, 2, 0.0, slots=4)) == 1
+        Counted.looks = 0
+        for number in range(100):
+            (task,) = buffer.lease(f"w{number}", 0, 2, 1.0, slots=4)
+            buffer.submit(f"w{number}", task.key, {s: piece([0]) for s in (0, 1)}, 1.0)
+        seen.append(Counted.looks)
+    assert seen[0] == seen[1]
+
+
 SAMPLES, GROUPS, STALENESS = 2, 3, 2
 # an evaluation of each third version has so many problems at each process, and so many may be
 # under way; their counters begin above all others
@@ -717,6 +763,8 @@ class Job:
         for place in range(self.processes):
             self.admit(place)
         self.take_evaluations()
+        if self.random.random() < 0.05:
+            check_indices(self.random.choice(self.buffers))
         step = self.step + 1
         if len(self.evaluating) > OPEN:
             return

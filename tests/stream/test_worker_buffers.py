@@ -435,5 +435,6 @@ def test_two_thousand_groups_over_a_faulty_network(tmp_path, monkeypatch, exact)
 
 def counts_of(trainers):
     """Counts of all task buffers."""
-    found = [dataclasses.asdict(requests.buffer.counts) for requests in trainers.requests]
+    buffers = [requests.buffer for requests in trainers.requests]
+    found = [dataclasses.asdict(b.counts) | {"expired": b.expired} for b in buffers]
     return sum(map(collections.Counter, found), collections.Counter())

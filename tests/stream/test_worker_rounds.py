@@ -14,15 +14,17 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream.frames.frames import Frame, samples_of, work_frame
-from distflow_jax.stream.links import buffer_client, remote_link
+from distflow_jax.stream.links import buffer_talk, remote_link
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.links.buffer_talk import BufferTalk, frames_of
 from distflow_jax.stream.links.remote_link import LeasedGroup, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import progress_bytes
 from distflow_jax.stream.worker import Worker
 
 NODE = "gen"
+RESTING = types.SimpleNamespace(rest=lambda kept: None)  # a task buffer that nobody calls
 FACTS = {"attempt": "one", "ended": False, "newest": 3, "wanted": [3]}
 
 
@@ -123,13 +125,12 @@ def test_samples_go_to_their_buffers_in_frames_of_bounded_size(monkeypatch):
         episode = single_turn(response_of(request_of(counter), 0, [0] * (1 + counter)))
         found[counter, NODE] = Progress({0: episode})
     most = progress_bytes(found[9, NODE])
-    monkeypatch.setattr(buffer_client, "SUBMIT_BYTES", most)
-    frames = buffer_client._by_buffers(found, 2)
-    assert not any(more for _, _, more in frames)
-    sent = [key for _, samples, _ in frames for key in samples]
+    monkeypatch.setattr(buffer_talk, "SUBMIT_BYTES", most)
+    frames = frames_of(found)
+    assert not any(more for _, more in frames)
+    sent = [key for samples, _ in frames for key in samples]
     assert sorted(sent) == sorted(found) and len(frames) > 4
-    for place, samples, _ in frames:
-        assert {key[0] % 2 for key in samples} == {place}
+    for samples, _ in frames:
         assert len(samples) == 1 or sum(map(progress_bytes, samples.values())) <= most
 
 
@@ -139,10 +140,12 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
     rounds, key = Rounds(links), (2, NODE)
     request = request_of(2)
     ended = {s: single_turn(response_of(request, s, [3] * 10)) for s in range(4)}
-    monkeypatch.setattr(buffer_client, "SUBMIT_BYTES", progress_bytes(Progress({0: ended[0]})))
+    monkeypatch.setattr(buffer_talk, "SUBMIT_BYTES", progress_bytes(Progress({0: ended[0]})))
     brought, answers = [], []
 
-    def call(client, method, frame):
+    talk = BufferTalk(rounds.talk.talks, links, 0)
+
+    def call(method, frame):
         if method == "lease":
             return work_frame(FACTS, [(key, request, Progress({1: ended[1]}))])
         requests = {key: dataclasses.replace(request, sampling=SamplingParams(4, 16))}
@@ -150,21 +153,21 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
         brought.append((sorted(found.episodes), frame.facts["goes_on"]))
         return Frame(FACTS | {"dropped": answers.pop() if answers else []})
 
-    monkeypatch.setattr(rounds.talk, "_call", call)
+    monkeypatch.setattr(talk, "_call", call)
     rounds.state.capacity = 8
-    rounds.talk._lease()
+    talk.lease()
     saves = {key: Progress({1: ended[1], 0: ended[0]})}
     for _ in range(2):
-        rounds.talk._submit(saves, whole=False)
+        talk.submit_samples(saves, whole=False)
     assert brought == [([0], True), ([], True)]
     rounds.state.whole[key] = Progress(ended)
-    rounds.talk._submit({key: Progress(ended)}, whole=True)
+    talk.submit_samples({key: Progress(ended)}, whole=True)
     assert brought[2:] == [([2], True), ([3], False)]
-    assert not rounds.state.whole and not rounds.talk._told
-    rounds.talk._submit(saves, whole=False)
+    assert not rounds.state.whole and not rounds.talk.talks.told
+    talk.submit_samples(saves, whole=False)
     answers.append([list(key)])  # the task buffer has given the group to another worker
-    rounds.talk._submit(saves, whole=False)
-    assert rounds.state.dropped == {key} and not rounds.talk._told
+    talk.submit_samples(saves, whole=False)
+    assert rounds.state.dropped == {key} and not rounds.talk.talks.told
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
@@ -172,13 +175,14 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     seconds, kept, monkeypatch
 ):
     monkeypatch.setattr(remote_link, "LOAD_SECONDS", seconds)
-    rounds = Rounds(links_of("one", newest=3))
+    rounds = Rounds(dataclasses.replace(links_of("one", newest=3), clients=(RESTING,)))
+    talk = BufferTalk(rounds.talk.talks, rounds.state.links, 0)
     state, weight_update, seen = rounds.state, rounds.sampler.load, []
 
     def saves():
         with state.lock:
-            rounds.talk._keep_open()
-            found, state.partial = state.partial or {}, None
+            talk._keep_open()
+            found, state.partial = state.partial, {}
         assert all(progress == Progress() for progress in found.values())
         return {key[0] for key in found}
 
@@ -190,11 +194,11 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     rounds.sampler.load = load
     rounds.come(2)
     rounds.round()
-    state.partial = None
+    state.partial.clear()
     assert saves() == set()
     state.newest = 4
     rounds.until(lambda: seen)
-    state.partial = None
+    state.partial.clear()
     assert seen == [kept] and saves() == set()
 
 

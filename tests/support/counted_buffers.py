@@ -188,9 +188,10 @@ class Trainers:
     def look(self):
         """Takes what is there, and trains a step if it is whole."""
         self.admit()
-        for requests, lock in zip(self.requests, self.locks, strict=True):
+        for requests, lock, answers in zip(self.requests, self.locks, self.answers, strict=True):
             with lock:
-                requests.buffer.expire(time.monotonic())
+                requests.buffer.expire(now := time.monotonic())
+                answers.answer_waiting(now)
                 self.given_up |= set(requests.give_up())
             for (counter, _), episodes, _ in requests.round():
                 assert counter not in self.complete

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import shutil
 
 from etils import epath
 
@@ -10,8 +11,8 @@ from distflow_jax.checkpoint.additions import additions
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.stream.saved_samples import SavedSamples
-from support.programs import Process, training
-from support.run_folders import records
+from support.programs import Process, finished, training
+from support.run_folders import json_lines, records
 from support.tiny_config import SMALL_AHEAD
 from support.tiny_model import prompt_of
 from support.waiting import until
@@ -33,6 +34,14 @@ WORKERS = (
     "stream.no_workers_seconds=200",
 )
 BOUNDARY = ("stream.weight_update=boundary",)
+EVALUATED = (
+    "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
+    "eval.every=2",
+    "eval.num_prompts=12",
+    "eval.temperature=1.0",  # each response has its noise: the greedy ones are all alike
+    "checkpoint.every=2",
+    "checkpoint.keep=100",
+)
 
 
 def settings(flags):
@@ -123,3 +132,36 @@ def saved_episodes(folder, limit):
             progress = saved.take(counter, {"rollout": request})["rollout"]
             found |= {(counter, s): e for s, e in progress.episodes.items()}
     return found
+
+
+def evaluated_at_once(folder, step, reward):
+    """The report of `distflow evaluate` on the weights after a step."""
+    run, out = folder.parent / f"at-{step}", folder.parent / f"{step}.json"
+    shutil.copytree(folder / "checkpoints" / str(step), run / "checkpoints" / str(step))
+    flags = [f"--config.{flag}" for flag in (*SMALL, *EVALUATED, *reward)]
+    named = ("--config=configs/tiny.py", f"--run={run}", f"--out={out}")
+    finished("scripts/evaluate.py", *named, *flags)
+    report = json.loads(out.read_text())
+    assert report["step"] == step
+    return report
+
+
+def check_evaluations(folder, steps, flags):
+    """Those of every second step are there once, came while the run went on, and are what
+    `distflow evaluate` says of the same weights."""
+    lines = json_lines(folder / "metrics.jsonl")
+    found = [(row["step"], x) for row in lines if (x := _validation(row))]
+    assert [step for step, _ in found] == list(range(0, steps + 1, 2))
+    places = [place for place, row in enumerate(lines) if _validation(row)]
+    assert places[1] < [row["step"] for row in lines].index(steps - 1)
+    of_steps = {s: json_lines(folder / "samples" / f"eval-{s}.jsonl") for s, _ in found}
+    answers = [str([row["responses"] for row in rows]) for rows in of_steps.values()]
+    assert len(set(answers)) == len(answers)  # no two versions answer alike
+    for step, metrics in found[1:4:2]:
+        wanted = evaluated_at_once(folder, step, flags)
+        assert metrics == wanted["metrics"]
+        assert of_steps[step] == wanted["records"]
+
+
+def _validation(row):
+    return {name: value for name, value in row.items() if name.startswith("val-")}

@@ -141,6 +141,14 @@ def chips_per_host(options: argparse.Namespace) -> int:
     return options.chips_per_host or (1 if options.topology == "1x1" else 4)
 
 
+def chip_of(options: argparse.Namespace) -> str:
+    """The chip whose kernels and memory a run is planned with: the same one, or one like it."""
+    like = {"v4": "v5p", "tpu7x": "v5p"}
+    if options.tpu:
+        return like.get(options.tpu, options.tpu)
+    return "h200" if "h200" in options.gpu else "h100"
+
+
 def num_hosts(options: argparse.Namespace) -> int:
     """Hosts of one slice, or GPU nodes. Raises ValueError for a slice that does not exist."""
     if options.gpu:
@@ -304,4 +312,7 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     if options.dry_run:
         print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
         return 0
+    count = num_hosts(options) * options.slices
+    each = chips_per_host(options) if options.tpu else options.gpus_per_node
+    hosts.check_run(options, count, count * each, chip_of(options))
     return hosts.submit(["kubectl", "create", "--filename=-"], text)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,9 @@ from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_argume
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parallel import job
+
+# flags of a training run that no other program with its config takes
+_OF_TRAINING = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,52 @@ def python_command(options: argparse.Namespace) -> list[str]:
     return command
 
 
+def train_flags(command: Sequence[str]) -> tuple[int, list[str], str] | None:
+    """Of a training run among an interpreter's arguments: (place of its program, flags that all
+    programs with its config take, its --workdir or ""). None for another command."""
+    trains = [i for i, word in enumerate(command) if word == "train" or word.endswith("train.py")]
+    if not trains:
+        return None
+    kept, workdir, words = [], "", iter(command[trains[0] + 1 :])
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("-") or name not in _OF_TRAINING:
+            kept.append(word)
+            continue
+        value = value if equals else next(words, "")
+        workdir = value if name == "workdir" else workdir
+    return trains[0], kept, workdir
+
+
+def check_run(
+    options: argparse.Namespace, processes: int, devices: int, chip: str = "", folder: str = ""
+) -> None:
+    """Plans the training run of a command as its processes will, before it is submitted.
+
+    `chip`: of planning/chips.py; "": a CPU. `folder`: where they run, if it is here. Raises
+    ValueError with the reason for which the run would end; other commands have no plan.
+    """
+    found = train_flags(options.command)
+    if found is None or options.unchecked:
+        return
+    sizes = [f"--processes={processes}", f"--devices={devices}", *([f"--chip={chip}"] * bool(chip))]
+    flags = ["--nocompile", *sizes, *found[1]]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", MODULE, "plan", *flags],
+        cwd=folder or None,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        *_, last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ValueError(
+            f"the run would end at its start: {last.removeprefix('error: ')} (--unchecked submits "
+            "it all the same)"
+        )
+
+
 def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentParser:
     """A parser with the flags of all launchers for clusters; see `parser`.
 
@@ -81,6 +131,11 @@ def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentP
     )
     result.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run"
+    )
+    result.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="submit without the checks of the run, as where its config or model is not here",
     )
     default = f"default {python}" if python else "default: this one"
     result.add_argument("--python", default=python, help=f"interpreter on the hosts ({default})")

@@ -213,14 +213,15 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     options = parse_arguments(arguments, program)
     text = script(options)
     where = "on the nodes (Slurm chooses their names and the number of the job)"
-    if not options.workers:
-        if options.dry_run:
-            print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
-            return 0
-        return hosts.submit(["sbatch"], text)
-    workers = worker_script(options, shared_header(options))
+    workers = worker_script(options, shared_header(options)) if options.workers else ""
     if options.dry_run:
-        shown = [*run_hosts(options), *slurm_workers.worker_hosts(options)]
-        print(f"{slurm_workers.submission(text, workers)}\n{hosts.describe(shown, where)}")
+        shown = run_hosts(options)
+        if workers:
+            text = slurm_workers.submission(text, workers)
+            shown += slurm_workers.worker_hosts(options)
+        print(f"{text}\n{hosts.describe(shown, where)}")
         return 0
-    return slurm_workers.submit(text, workers)
+    gpus = options.gpus_per_node
+    chip, devices = "h100" if gpus else "", options.nodes * max(1, gpus)
+    hosts.check_run(options, options.nodes, devices, chip, options.directory)
+    return slurm_workers.submit(text, workers) if workers else hosts.submit(["sbatch"], text)

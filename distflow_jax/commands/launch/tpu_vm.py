@@ -18,6 +18,7 @@ from distflow_jax.commands.launch import hosts
 PROGRAM = "distflow launch tpu_vm"
 # {accelerator type: TensorCores per chip, which the number in its name counts}
 CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
+CHIP_OF = {"v4": "v5p", "v5p": "v5p", "v5litepod": "v5e", "v6e": "v6e"}  # or one that is like it
 FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
 CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
 
@@ -112,4 +113,7 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
         where = f"in {options.directory} on the hosts"
         print(f"{shlex.join(command)}\n\n{hosts.describe(run_hosts(options), where)}")
         return 0
+    kind, count = options.accelerator_type.partition("-")[0], num_hosts(options.accelerator_type)
+    chips = int(options.accelerator_type.rpartition("-")[2]) // CORES_PER_CHIP[kind]
+    hosts.check_run(options, count, chips, CHIP_OF[kind])
     return hosts.submit(command)

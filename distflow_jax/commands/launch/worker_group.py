@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from distflow_jax.commands.launch import hosts
 from distflow_jax.parallel import job
 
-_NOT_THEIRS = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
 JOIN_SECONDS = 1800  # for trainers that are started, or started again
 LISTEN = "config.stream.listen"
 _LOOPBACK = ("", "127.0.0.1", "localhost", "[::1]")
@@ -22,18 +21,10 @@ def worker_command(command: Sequence[str]) -> list[str]:
 
     ValueError where they are no training run, or name no folder.
     """
-    trains = [i for i, word in enumerate(command) if word == "train" or word.endswith("train.py")]
-    if not trains:
+    found = hosts.train_flags(command)
+    if found is None:
         raise ValueError("--workers needs a training run after --: train, or scripts/train.py")
-    place, kept, workdir = trains[0], [], ""
-    words = iter(command[place + 1 :])
-    for word in words:
-        name, equals, value = word.lstrip("-").partition("=")
-        if not word.startswith("-") or name not in _NOT_THEIRS:
-            kept.append(word)
-            continue
-        value = value if equals else next(words, "")
-        workdir = value if name == "workdir" else workdir
+    place, kept, workdir = found
     if not workdir:
         raise ValueError("--workers needs the run's --workdir, where workers find the trainers")
     first = command[place]

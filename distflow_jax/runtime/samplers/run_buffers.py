@@ -17,7 +17,7 @@ from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stream.border import Border
-from distflow_jax.stream.buffer_thread import BufferThread
+from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.delivery import Delivery, publishing
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.leased_nodes import LeasedNodes
@@ -28,6 +28,7 @@ from distflow_jax.stream.links.buffer_addresses import (
     start_before,
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
+from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
@@ -76,6 +77,7 @@ def deliver_to_workers(
         facts,
         node_table(whole),
         border=Border(_limits(prepared)),
+        most_workers=most_workers(raise_file_limit()),
     )
     server = WireServer(
         own_address(config.stream.listen),
@@ -107,8 +109,9 @@ def deliver_to_workers(
             store,
             open_evaluations=config.stream.open_evaluations,
             no_workers_seconds=config.stream.no_workers_seconds,
-            how=f"distflow worker --config=... --join={workdir}",
-            leave=leave,
+            server=WorkerServer(
+                f"distflow worker --config=... --join={workdir}", answers.answer_waiting, leave
+            ),
         )
 
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)

@@ -44,6 +44,7 @@ from distflow_jax.stream.links.buffer_addresses import addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
+from distflow_jax.stream.links.file_limit import raise_file_limit
 from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.node_runner import NodeRunner
@@ -97,6 +98,7 @@ def run_worker(
             f"--nodes={','.join(nodes)} names no node that samples, and --engine is for a worker "
             "that does: take it out"
         )
+    raise_file_limit()
     table, code = config_table(config), processes.code_table() | environment_table(config)
     tables = shared_tables(table, code, source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"

@@ -10,6 +10,7 @@ from typing import Any
 from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.stream.links.buffer_addresses import addresses, read_addresses
 from distflow_jax.stream.links.run_token import find_run_token
+from distflow_jax.stream.links.worker_pool import MOST_PLACES, places_of
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 
@@ -54,6 +55,7 @@ class Links:
     newest: int  # version that all task buffers have
     first_version: int  # that a worker which joins should hold
     clients: Sequence[WireClient]
+    places: tuple[int, ...] = ()  # of the task buffers that the worker asks for work
 
     def kept_of(self, attempt: str) -> int:
         """The newest version that this start has in common with an earlier one; -1: none is known.
@@ -62,15 +64,22 @@ class Links:
         """
         return self.began if attempt == self.after else -1
 
-    def buffer_of(self, counter: int) -> WireClient:
-        """The task buffer of a prompt's group."""
-        return self.clients[counter % len(self.clients)]
-
     def call(self, client: WireClient, method: str, frame: Frame) -> Frame:
         """The answer of one task buffer; Refused or Unreachable."""
         facts = {**frame.facts, "attempt": self.attempt}
         sent = Frame(facts, frame.arrays).to_bytes()
         return Frame.of_bytes(client.call(method, sent, CALL_SECONDS))
+
+    def assign(self) -> None:
+        """Has the roster say anew which task buffers the worker asks; Refused or Unreachable."""
+        if needs_roster(self.clients):
+            answer = self.call(self.clients[0], "assign", Frame({}))
+            self.places = _places(answer.facts, len(self.clients))
+
+    def rest(self) -> None:
+        """Ends idle connections, but for one to each task buffer that the worker asks."""
+        for place, client in enumerate(self.clients):
+            client.rest(int(place in self.places))
 
     def close(self) -> None:
         """Ends the connections."""
@@ -154,17 +163,17 @@ class Joining:
         """Links to all task buffers, whose addresses that of `address` names."""
         token = find_run_token(None if self._given else self._join)
         end = time.monotonic() + seconds
+
         with contextlib.ExitStack() as on_failure:
-
-            def client(buffer: str) -> WireClient:
-                made = WireClient(buffer, token, self._name, limit_bytes=FRAME_BYTES)
-                return on_failure.enter_context(contextlib.closing(made))
-
             with contextlib.closing(WireClient(address, token, self._name)) as first:
                 facts = self._register(first, end)
             buffers = checked(lambda: [str(one) for one in facts["buffers"]])
-            clients = [client(buffer) for buffer in buffers]
-            told = [self._register(one, end) for one in clients]
+            made = (WireClient(b, token, self._name, limit_bytes=FRAME_BYTES) for b in buffers)
+            clients = [on_failure.enter_context(contextlib.closing(one)) for one in made]
+            many = needs_roster(buffers)
+            ranked = self._ask(clients[0], "assign", Frame({}), end) if many else {}
+            places = _places(ranked, len(buffers))
+            told = [self._register(clients[place], end) for place in places]
             on_failure.pop_all()
         return Links(
             str(facts["attempt"]),
@@ -174,22 +183,36 @@ class Joining:
             min(int(one["newest"]) for one in told),
             min(int(one["wanted"][0]) for one in told),
             clients,
+            places,
         )
 
     def _register(self, client: WireClient, end: float) -> Mapping[str, Any]:
-        sent = Frame(self._tables).to_bytes()
-        try:
-            answer = client.call("register", sent, max(TRY_SECONDS, end - time.monotonic()))
-        except Refused as error:
-            raise ValueError(f"{client.address}: {error}") from error
-        facts = Frame.of_bytes(answer).facts
+        facts = self._ask(client, "register", Frame(self._tables), end)
         if "buffers" not in facts:
             raise Unreachable(f"{client.address}: the trainers are starting")
         return facts
 
+    def _ask(self, client: WireClient, method: str, frame: Frame, end: float) -> Mapping[str, Any]:
+        seconds = max(TRY_SECONDS, end - time.monotonic())
+        try:
+            return Frame.of_bytes(client.call(method, frame.to_bytes(), seconds)).facts
+        except Refused as error:
+            raise ValueError(f"{client.address}: {error}") from error
+
+
+def needs_roster(buffers: Sequence[Any]) -> bool:
+    """Whether a worker may talk to some of the task buffers alone."""
+    return len(buffers) > MOST_PLACES
+
+
+def _places(ranked: Mapping[str, Any], buffers: int) -> tuple[int, ...]:
+    """The places of a worker by the roster's answer; without one all are."""
+    rank, workers = checked(lambda: (int(ranked.get("rank", 0)), int(ranked.get("workers", 1))))
+    return places_of(min(max(rank, 0), workers - 1), max(workers, 1), buffers)
+
 
 def deregister(links: Links, why: str = "") -> None:
-    """Tells all task buffers that this worker goes; `why`: the error that ended it."""
-    for client in links.clients:
+    """Tells the task buffers that this worker goes; `why`: the error that ended it."""
+    for client in [links.clients[place] for place in sorted({0, *links.places})]:
         with contextlib.suppress(Refused, Unreachable, ValueError):
             client.call("deregister", Frame({"why": why}).to_bytes(), 2.0)

@@ -2,16 +2,18 @@
 
 `register` compares configs and tells what a worker needs to know; `lease` gives groups,
 `lease_node` one of the nodes that a worker serves; `submit` takes samples, whole or under way;
-`submit_node` takes what a node wrote; `fail` and `deregister` put both back. Every answer has the
-attempt of the run and the versions that workers can get. A frame of another attempt changes
-nothing.
+`submit_node` takes what a node wrote; `fail` and `deregister` put both back; `assign` says which
+of all task buffers a worker talks to. Every answer has the attempt of the run and the versions that
+workers can get. A question for work that has none waits here where its worker would, and then says
+that it is time to ask again; otherwise it says when. A frame of another attempt changes nothing.
 """
 
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
@@ -24,15 +26,16 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
-from distflow_jax.stream.leases import SAMPLER
 from distflow_jax.stream.links.refusals import Refusals
+from distflow_jax.stream.links.waiting_questions import WaitingQuestions
+from distflow_jax.stream.links.worker_pool import Roster
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.tasks import Key, NodeTask, progress_of
+from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a registration
 # methods that wait for nobody
-QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister")
+QUICK = ("lease", "lease_node", "submit", "submit_node", "fail", "deregister", "assign")
 Table = Mapping[str, str]
 
 log = logging.getLogger("distflow_jax")
@@ -54,16 +57,22 @@ class BufferService:
         node_table: Table | None = None,
         *,
         border: Border,
+        most_workers: int = 1 << 30,
     ):
         """`tables`: what workers must have alike, by name and key. `facts`: told to each that
         registers, `attempt` among them. `node_table`: keys of the config that workers which serve
-        nodes must have alike too. `border`: of the samples that come back."""
+        nodes must have alike too. `border`: of the samples that come back. `most_workers`: that the
+        limit of open files has room for."""
         self._requests, self._lock, self._tables = requests, lock, tables
         self._buffer = requests.buffer
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
         self._border, self._refusals = border, Refusals(self._buffer)
+        self._most_workers, self._roster = most_workers, Roster()
+        self._waiting = WaitingQuestions(
+            self._buffer.open.num_waiting, self._buffer.seconds / 3, self._news
+        )
 
     def methods(self) -> dict[str, Method]:
         """The methods by name."""
@@ -75,6 +84,7 @@ class BufferService:
             "submit_node": self._submit_node,
             "fail": self._fail,
             "deregister": self._deregister,
+            "assign": self._assign,
         }
         return {name: functools.partial(self._answer, method) for name, method in found.items()}
 
@@ -92,18 +102,40 @@ class BufferService:
         """Tells workers that the run is over; waits for them, at most so long."""
         with self._lock:
             self.ended = True
+            self.answer_waiting(time.monotonic())
             end = time.monotonic() + seconds
             while (left := end - time.monotonic()) > 0:
                 if self._told >= self._buffer.workers.keys():
                     return
                 self._lock.wait(left)
 
-    def _answer(self, method: Callable[[str, Frame], Frame], worker: str, payload: Bytes) -> bytes:
+    def answer_waiting(self, now: float) -> None:
+        """Answers questions that have waited enough; under the lock."""
+
+        def text(worker: str) -> bytes:
+            return Frame({"again": 0.0, **self._state(worker)}).to_bytes()
+
+        self._waiting.answer(now, self._news, self._known, text)
+
+    @property
+    def _news(self) -> Hashable:
+        """State of which news for workers come."""
+        return self._buffer.newest, self._buffer.evaluating, self.ended
+
+    def _known(self, worker: str) -> tuple[int, int | None, bool]:
+        """Values that a worker knows whose question waits: the newest version, the one that it
+        should evaluate, and whether the run has ended."""
+        return self._buffer.newest, self._buffer.evaluates(worker), self.ended
+
+    def _answer(
+        self, method: Callable[[str, Frame], Frame | Future[bytes]], worker: str, payload: Bytes
+    ) -> bytes | Future[bytes]:
         """The answer to a call, which counts against its worker where it cannot be read."""
         try:
             with self._lock:
                 self._refusals.check(worker, time.monotonic())
-            return method(worker, Frame.of_bytes(payload)).to_bytes()
+            found = method(worker, Frame.of_bytes(payload))
+            return found if isinstance(found, Future) else found.to_bytes()
         except ValueError as error:
             self._refuse(worker, [], str(error))
             raise Refused(str(error)) from error
@@ -126,11 +158,18 @@ class BufferService:
         nodes = nodes_of(frame)
         self._check_nodes(nodes, frame)
         with self._lock:
+            known = self._buffer.workers
+            if worker not in known and len(known) >= self._most_workers:
+                raise Refused(
+                    f"{len(known)} workers talk to this trainer already, as many as its limit of "
+                    "open files has room for: raise it where trainers start (ulimit -n), or start "
+                    "fewer workers"
+                )
             # an answer without the task buffers means that the trainers are starting: try again
             self._buffer.heartbeat(worker, time.monotonic(), nodes or SAMPLER)
             return Frame({**self._facts, **self._state(worker)})
 
-    def _lease(self, worker: str, frame: Frame) -> Frame:
+    def _lease(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         held, capacity = (fact_of(frame, name, int) for name in ("version", "capacity"))
         slots = fact_of(frame, "slots", int) if "slots" in frame.facts else 0
         idle = frame.facts.get("idle") is True
@@ -138,10 +177,12 @@ class BufferService:
             if self._foreign(frame) or self.ended:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots, idle=idle)
+            if not leased:
+                return self._nothing(worker, frame, [], samples=True)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
             return work_frame(self._state(worker), work, rows=self._border.limits.max_turns > 0)
 
-    def _lease_node(self, worker: str, frame: Frame) -> Frame:
+    def _lease_node(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         capacity, now = fact_of(frame, "capacity", int), time.monotonic()
         nodes = nodes_of(frame)
         with self._lock:
@@ -150,7 +191,10 @@ class BufferService:
                 return Frame(state)
             self._buffer.heartbeat(worker, now, nodes)
             task = self._buffer.lease_node(worker, nodes, now) if capacity > 0 else None
-        return Frame(state) if task is None else task.content.joined(state)
+            if task is None:
+                samples = frame.facts.get("samples") is True
+                return self._nothing(worker, frame, nodes, samples=samples)
+        return task.content.joined(state)
 
     def _submit_node(self, worker: str, frame: Frame) -> Frame:
         keys = keys_of(frame)
@@ -207,10 +251,16 @@ class BufferService:
                 self._lock.notify_all()
             return Frame(self._state(worker))
 
+    def _assign(self, worker: str, frame: Frame) -> Frame:
+        with self._lock:
+            rank, workers = self._roster.rank(worker, time.monotonic())
+            return Frame({"rank": rank, "workers": workers, **self._state(worker)})
+
     def _deregister(self, worker: str, frame: Frame) -> Frame:
         if why := str(frame.facts.get("why", ""))[:500]:
             log.warning("worker %s has ended: %s", worker, why)
         with self._lock:
+            self._roster.drop(worker)
             self._buffer.deregister(worker, unfit=bool(why))
             self._lock.notify_all()
             return Frame(self._state(worker))
@@ -230,6 +280,22 @@ class BufferService:
 
     def _foreign(self, frame: Frame) -> bool:
         return frame.facts.get("attempt") != self._facts["attempt"]
+
+    def _nothing(
+        self, worker: str, frame: Frame, nodes: Sequence[str], *, samples: bool
+    ) -> Frame | Future[bytes]:
+        """The answer to a question for tasks of some nodes, and for groups if the worker samples,
+        where it gets none; under the lock.
+
+        `waits` of its frame: what it knows, if it would wait for them."""
+        now, known = time.monotonic(), self._known(worker)
+        if samples:
+            nodes = [*nodes, *(SAMPLER if known[1] is not None else (SAMPLING,))]
+        waits, waiting = frame.facts.get("waits") == list(known), self._waiting
+        found = waiting.add(worker, nodes, known, now) if waits else waiting.seconds(now)
+        if isinstance(found, Future):
+            return found
+        return Frame({"again": found, **self._state(worker)})
 
     def _state(self, worker: str) -> dict[str, Any]:
         """Values that every answer has; under the lock."""

@@ -52,15 +52,20 @@ class WorkerState:
     lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     links: Links | None = None  # to the task buffers of the present start of the run
     capacity: int = 0  # responses that the sampler has room for
-    asked: int = 0  # questions that came back with nothing, since something was under way
+    # places of task buffers that had nothing, since something was under way, and of those where a
+    # question waits
+    asked: set[int] = dataclasses.field(default_factory=set)
+    waiting: set[int] = dataclasses.field(default_factory=set)
     version: int = -1  # that the sampler holds
-    newest: int = -1  # that all task buffers have
+    newest: int = -1  # that all task buffers have which the worker asks
     wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
     evaluates: int | None = None  # version that it should hold for an evaluation
+    # the three of each task buffer, by place
+    said: dict[int, tuple[int, int, int | None]] = dataclasses.field(default_factory=dict)
     assigned: collections.deque[LeasedGroup] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
     whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
-    partial: dict[Key, Progress] | None = None
+    partial: dict[Key, Progress] = dataclasses.field(default_factory=dict)
     # groups that wait while weights are loaded, and until when their leases are kept
     kept_open: set[Key] = dataclasses.field(default_factory=set)
     keep_until: float = 0.0
@@ -71,6 +76,35 @@ class WorkerState:
     rejoined: bool = False  # the run was started again, and the worker has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
+
+    def join(self, links: Links) -> None:
+        """Takes links to task buffers of a start of the run; under the lock."""
+        self.links, self.newest = links, links.newest
+        self.said.clear()
+        self.asked.clear()
+        self._settle()
+
+    def hear(self, place: int, facts: Mapping[str, Any]) -> None:
+        """Takes the versions that a task buffer has, wants and evaluates; under the lock."""
+        self.said[place] = facts["newest"], facts["wanted"][0], facts.get("evaluates")
+        self._settle()
+
+    def forget(self, place: int) -> None:
+        """Forgets what a task buffer has said which the worker asks no more; under the lock."""
+        self.said.pop(place, None)
+        self._settle()
+
+    @property
+    def drains(self) -> bool:
+        """Whether it should hold older weights once nothing is under way; under the lock."""
+        return self.evaluates is not None and self.evaluates < self.version
+
+    def _settle(self) -> None:
+        said = self.said.values()
+        self.newest = min((newest for newest, _, _ in said), default=self.newest)
+        self.wanted = tuple(wanted for _, wanted, _ in said)
+        self.evaluates = min((v for _, _, v in said if v is not None), default=None)
+        self.lock.notify_all()
 
     def wake(self) -> None:
         """Has the other threads look."""
@@ -130,10 +164,10 @@ class RemoteLink:
             coming = sum(assignment.lacks for assignment in state.assigned)
             state.capacity = max(0, state.slots - self.under_way(worker) - coming)
             if worker.open:
-                state.asked = 0
-            if worker.open and time.monotonic() >= self._next_save and state.partial is None:
+                state.asked.clear()
+            if worker.open and time.monotonic() >= self._next_save:
                 self._next_save = time.monotonic() + self._save_seconds
-                state.partial = {key: Progress() for key in worker.open} | worker.progress()
+                state.partial |= {key: Progress() for key in worker.open} | worker.progress()
             state.lock.notify_all()
 
     def fail(self, key: Key, why: str) -> None:
@@ -148,7 +182,7 @@ class RemoteLink:
         with state.lock:
             whole = {**left, **state.whole}
             state.whole = {k: p for k, p in whole.items() if _up_to(p, kept)}
-            state.partial = None
+            state.partial.clear()
             state.failed.clear()
             state.dropped.clear()
             if worker.version > kept:
@@ -184,7 +218,7 @@ class RemoteLink:
         mine = []
         for entry in assigned:
             exact = self._exact or entry.request.version is not None
-            if exact and entry.held != worker.version:
+            if entry.held != worker.version and (exact or entry.held > worker.version):
                 with self._state.lock:
                     self._state.whole[entry.key] = entry.progress  # it is for others
             elif entry.key not in worker.open:
@@ -233,7 +267,9 @@ class RemoteLink:
                 state.kept_open, state.keep_until = set(), 0.0
         self._lost = 0
         with state.lock:
-            state.version, state.asked = version, 0
+            state.version = version
+            state.asked.clear()
+            state.links.rest()
 
     def _note_lost(self, error: BaseException) -> None:
         """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
@@ -256,7 +292,8 @@ class RemoteLink:
             requests = [*worker.open.values(), *(entry.request for entry in state.assigned)]
             if not self._exact and best > held:  # between two tokens, but not of an evaluation
                 return None if any(r.version is not None for r in requests) else best
-            idle = not requests and state.asked >= len(state.links.clients)
+            asked = (state.asked | state.waiting).issuperset(state.links.places)
+            idle = not requests and (asked or state.drains)
             return best if idle and best != held else None
 
 

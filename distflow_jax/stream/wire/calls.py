@@ -1,6 +1,7 @@
 """Calls of the wire: what both sides know of them."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 LIMIT_BYTES = 64 << 20  # of an answer, and by default of a frame
 TEXT_BYTES = 4096  # of a refusal
@@ -8,7 +9,8 @@ TEXT_BYTES = 4096  # of a refusal
 WELCOME, TURNED_AWAY = b"\1", b"\0"
 
 Bytes = bytes | bytearray  # large ones come as they were received
-Method = Callable[[str, Bytes], bytes]  # (name of the caller, bytes) -> bytes
+# (name of the caller, bytes) -> bytes, or what has them once there is something to say
+Method = Callable[[str, Bytes], bytes | Future[bytes]]
 
 
 class Refused(Exception):

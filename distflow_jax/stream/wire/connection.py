@@ -6,6 +6,7 @@ import ssl
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
+from typing import Any
 
 from distflow_jax.stream.wire.byte_stream import PIECE_BYTES, prepare
 from distflow_jax.stream.wire.calls import Bytes
@@ -17,8 +18,8 @@ MOST_RAW_BYTES = 1 << 16  # of TLS, from a caller that has not proved the token
 WRITE_BYTES = 1 << 18  # that are encrypted at a time
 _READS = 2  # a head and the bytes of its frame
 Answer = tuple[bytes, bytes]  # head, bytes
-# yields a number of bytes, and is sent these; or a call that runs, and is sent its answer
-Conversation = Generator[int | Future[Answer], Bytes | Answer, None]
+# yields a number of bytes, and is sent these; or a call that runs, and is sent its result
+Conversation = Generator[int | Future[Any], Any, None]
 
 
 class Connection:
@@ -40,7 +41,7 @@ class Connection:
         connection.setblocking(False)
         self.socket, self.host, self.until = connection, host, 0.0
         self.is_stranger, self.leaves, self.events = True, False, 0
-        self.runs: Future[Answer] | None = None
+        self.runs: Future[Any] | None = None
         self.kept: Bytes = b""
         self.stuck: float | None = None
         self._tls = None if tls is None else _Tls(tls)
@@ -76,7 +77,7 @@ class Connection:
         return self._tls is not None or not self._wanted
 
     def answer(self) -> None:
-        """Goes on with the answer of the call that has run."""
+        """Goes on with the result of the call that has run."""
         run, self.runs = self.runs, None
         self._take(self._conversation.send(run.result()))
 
@@ -99,7 +100,7 @@ class Connection:
         self.socket.close()
         self._conversation = None
 
-    def _take(self, wanted: int | Future[Answer]) -> None:
+    def _take(self, wanted: int | Future[Any]) -> None:
         if isinstance(wanted, int):
             self._wanted = wanted
         else:

@@ -94,6 +94,13 @@ class WireClient:
             raise Refused(one_line(data.decode(errors="replace")))
         return data
 
+    def rest(self, kept: int) -> None:
+        """Ends connections that are idle, all but some; a call opens others."""
+        with self._lock:
+            left, self._idle = self._idle[kept:], self._idle[:kept]
+        for stream, _ in left:
+            stream.close()
+
     def close(self) -> None:
         """Ends the connections. Calls that run end as Unreachable."""
         with self._lock:

@@ -16,7 +16,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.one_line import one_line
@@ -56,6 +57,8 @@ LOOK_SECONDS = 0.25  # between two looks at what has taken too long
 
 log = logging.getLogger("distflow_jax")
 
+T = TypeVar("T")
+
 
 class WireServer:
     """Answers the calls of those that have the run's token, until it is closed.
@@ -65,7 +68,8 @@ class WireServer:
       token: of the run.
       methods: (name of the caller, bytes) -> bytes, by name. One that raises `Refused` sends its
         text to the caller.
-      quick: names of methods that wait for nobody, and return within a millisecond.
+      quick: names of methods that return within a millisecond; a Future is answered once it is
+        done.
       limit_bytes: of a frame; a larger one is refused before it is read.
       tls: its certificate; None: that of the environment (tls.py), if it names one.
       know: is called with the name and the host of each caller that has proved the token.
@@ -286,9 +290,16 @@ class WireServer:
                 connection.kept = payload
                 run = self._pool.submit(self._run_kept, connection, session, frame)
                 del payload
-                run.add_done_callback(lambda _: (self._ended.put(connection), self._ring()))
-                answer = yield run
+                answer = yield self._heard(connection, run)
+            if isinstance(answer, Future):
+                data = yield self._heard(connection, answer)
+                answer = session.answer_head(data), data
             connection.say(*answer)
+
+    def _heard(self, connection: Connection, run: Future[T]) -> Future[T]:
+        """A call whose end is heard."""
+        run.add_done_callback(lambda _: (self._ended.put(connection), self._ring()))
+        return run
 
     def _admit(self, connection: Connection) -> None:
         """Takes a caller in that has proved the token."""
@@ -298,12 +309,17 @@ class WireServer:
             self._end(min(self._sessions, key=self._sessions.__getitem__))
         self._sessions[connection] = time.monotonic()
 
-    def _run_kept(self, connection: Connection, session: Session, frame: Frame) -> Answer:
+    def _run_kept(
+        self, connection: Connection, session: Session, frame: Frame
+    ) -> Answer | Future[bytes]:
         payload, connection.kept = connection.kept, b""
         return self._run(session, frame, payload, connection.host)
 
-    def _run(self, session: Session, frame: Frame, payload: Bytes, host: str) -> Answer:
-        """The answer to a genuine frame. Stranger for bytes that are not those of its head."""
+    def _run(
+        self, session: Session, frame: Frame, payload: Bytes, host: str
+    ) -> Answer | Future[bytes]:
+        """The answer to a genuine frame, or its bytes to come. Stranger for other bytes than those
+        of its head."""
         frame.check(payload)
         method = self._methods.get(frame.method)
         if method is None:
@@ -312,6 +328,8 @@ class WireServer:
             return _refusal(session, text)
         try:
             answer = method(session.name, payload)
+            if isinstance(answer, Future):
+                return answer
             return session.answer_head(answer), answer
         except Refused as refused:
             return _refusal(session, str(refused))

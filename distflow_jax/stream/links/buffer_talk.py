@@ -1,0 +1,298 @@
+"""A worker's talk with one task buffer: it submits results, and leases work."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
+from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.links.remote_link import LeasedGroup, WorkerState
+from distflow_jax.stream.links.worker_pool import LEAST_SECONDS, Room
+from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.tasks import Key, progress_bytes
+from distflow_jax.stream.wire.calls import Refused, Unreachable
+
+SUBMIT_BYTES = 32 << 20  # of the samples in one frame, but for a single response
+
+log = logging.getLogger("distflow_jax")
+
+
+@dataclasses.dataclass
+class Talks:
+    """State that the talks of a worker share, under the lock of its state.
+
+    Attributes:
+      told: ended responses that the task buffers have, by sample, of the groups that it holds.
+    """
+
+    state: WorkerState
+    nodes: NodeRunner
+    save_seconds: float
+    told: dict[Key, set[int]] = dataclasses.field(default_factory=dict)
+    slots: Room = dataclasses.field(default_factory=Room)
+    runs: Room = dataclasses.field(default_factory=Room)  # of nodes
+
+
+class BufferTalk:
+    """Talks with the task buffer of a place. One thread calls `run`.
+
+    Attributes:
+      leaves: whether it leases no more, and ends once the worker holds nothing of this place.
+      closed: whether it ends as it is.
+    """
+
+    def __init__(self, talks: Talks, links: Links, place: int):
+        self._talks, self._links, self.place = talks, links, place
+        self._state, self._nodes = talks.state, talks.nodes
+        self.leaves = self.closed = False
+        self._next = self._next_keep = 0.0  # to ask for work, to keep leases
+        self._full = False  # it was asked for nothing, since there was no room
+        self._empty = False  # it had nothing, and was asked for work to come since
+
+    def run(self) -> None:
+        """Talks until the worker ends or leaves, and once more then. Unreachable where it does not
+        answer, or for another run."""
+        state = self._state
+        while not (state.over or self.closed):
+            self.submit()
+            if not self.leaves:
+                self._ask()
+            elif not self._holds():
+                return
+            with state.lock:
+                while not self._is_due(now := time.monotonic()):
+                    state.lock.wait(self._pause(now))
+        with contextlib.suppress(Unreachable, Refused):
+            if not (state.rejoined or self.closed):  # there may be samples of undone weights
+                self.submit()
+
+    def submit(self) -> None:
+        """Submits what the worker has for this task buffer."""
+        state = self._state
+        with state.lock:
+            self._keep_open()
+            whole = {key: state.whole[key] for key in self._mine(state.whole)}
+            partial = {key: state.partial.pop(key) for key in self._mine(state.partial)}
+            failed = {key: state.failed.pop(key) for key in self._mine(state.failed)}
+            for key in failed:
+                self._talks.told.pop(key, None)
+        for key, why in failed.items():
+            self._call("fail", Frame({"keys": [list(key)], "why": why}))
+        self.submit_samples(whole, whole=True)
+        self.submit_samples({k: p for k, p in partial.items() if k not in whole}, whole=False)
+        for key, found in self._nodes.ready():
+            if key[0] % len(self._links.clients) == self.place:
+                failure = Frame({"keys": [list(key)], "why": found})
+                sent = ("submit_node", found) if isinstance(found, Frame) else ("fail", failure)
+                self._call(*sent)
+                self._nodes.forget(key)
+
+    def submit_samples(self, found: dict[Key, Progress], *, whole: bool) -> None:
+        """Submits samples; `whole`: the worker does not go on with these groups.
+
+        A response that has ended is submitted once.
+        """
+        state, told = self._state, self._talks.told
+        untold = {key: _without(progress, told.get(key, ())) for key, progress in found.items()}
+        for samples, more in frames_of(untold):
+            with state.lock:
+                calls, state.calls = state.calls, 0
+            frame = samples_frame({"calls": calls, "goes_on": more or not whole}, samples)
+            answer = self._call("submit", frame)
+            if why := answer.facts.get("refused"):
+                log.warning("the trainers refuse samples: %s", why)
+            gone = {(int(c), str(node)) for c, node in answer.facts.get("dropped", [])}
+            with state.lock:
+                if whole:
+                    self._next = 0.0  # it has room, and this task buffer may have more by it
+                for key, progress in samples.items():
+                    told.setdefault(key, set()).update(progress.episodes)
+                    if whole and not more:
+                        state.whole.pop(key, None)
+                    if key in gone or (whole and not more):
+                        told.pop(key, None)
+                if not whole:
+                    state.dropped |= gone
+
+    # -- work -------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Asks for work if it is time to."""
+        state, now = self._state, time.monotonic()
+        if now < self._next and not self._has_room(now):
+            return
+        waits = self._empty and not self._holds()
+        with state.lock:
+            if waits:
+                state.waiting.add(self.place)
+        try:
+            answers = [self.lease(waits=waits)] if state.slots else []
+            answers += [self._lease_node(waits=waits)] if self._nodes.nodes else []
+        finally:
+            with state.lock:
+                state.waiting.discard(self.place)
+        came = any(came for came, _ in answers)
+        again = max((again for _, again in answers), default=LEAST_SECONDS)
+        self._empty = not (came or waits)
+        at_once = came or (self._empty and not self._holds())
+        self._next = 0.0 if at_once else time.monotonic() + again
+
+    def lease(self, *, waits: bool = False) -> tuple[bool, float]:
+        """Asks for groups; (whether any came, seconds until the next question)."""
+        state, room = self._state, self._talks.slots
+        with state.lock:
+            held, known = state.version, state.asked | state.waiting
+            idle = state.capacity == state.slots and known.issuperset(self._links.places)
+            size = room.take(self.place, self._room, time.monotonic())
+            self._full = size <= 0
+            waits = self._knows if waits and not self._nodes.nodes else None
+        told = {"version": held, "capacity": size, "slots": state.slots, "idle": idle}
+        try:
+            answer = self._call("lease", Frame(told | {"waits": waits}))
+            work = [LeasedGroup(held, *one) for one in work_of(answer)]
+        finally:
+            with state.lock:
+                room.give_back(self.place, time.monotonic())
+                state.lock.notify_all()
+        with state.lock:
+            if state.links is not self._links:  # the run was started again
+                return False, 0.0
+            self._talks.told |= {one.key: set(one.progress.episodes) for one in work}
+            state.assigned.extend(work)
+            state.capacity -= sum(one.lacks for one in work)
+            state.hear(self.place, answer.facts)
+            if work:
+                state.asked.clear()
+            elif held == state.version and size:
+                state.asked.add(self.place)
+        return bool(work), float(answer.facts.get("again", LEAST_SECONDS))
+
+    def _lease_node(self, *, waits: bool) -> tuple[bool, float]:
+        """Asks for a node to run; (whether one came, seconds until the next question)."""
+        nodes, room, state = self._nodes, self._talks.runs, self._state
+        with state.lock:
+            size = min(1, room.take(self.place, nodes.capacity, time.monotonic()))
+            waits = self._knows if waits else None
+        told: dict[str, Any] = {"capacity": size, "nodes": nodes.nodes, "waits": waits}
+        try:
+            answer = self._call("lease_node", Frame(told | {"samples": bool(state.slots)}))
+        finally:
+            with state.lock:
+                room.give_back(self.place, time.monotonic())
+        with state.lock:
+            if state.links is not self._links:  # the run was started again
+                return False, 0.0
+            state.hear(self.place, answer.facts)
+        came = "task" in answer.facts
+        if came:
+            nodes.begin(answer, state.wake)
+        return came, float(answer.facts.get("again", LEAST_SECONDS))
+
+    def _is_due(self, now: float) -> bool:
+        """Whether there is something to do; under the lock."""
+        state = self._state
+        keeps = self._next_keep <= now < state.keep_until
+        return (
+            state.over
+            or self.closed
+            or (not self._holds() if self.leaves else now >= self._next or self._has_room(now))
+            or (keeps and self._holds())
+            or any(map(self._mine, (state.whole, state.partial, state.failed)))
+            or bool(self._mine(key for key, _ in self._nodes.ready()))
+        )
+
+    def _pause(self, now: float) -> float:
+        """Seconds until something is due, unless another thread notifies before."""
+        seconds = self._next - now
+        if now < self._state.keep_until:
+            seconds = min(seconds, self._talks.save_seconds)
+        return max(0.0, seconds)
+
+    def _has_room(self, now: float) -> bool:
+        """Whether there is room, and there was none when it was asked last."""
+        return self._full and self._talks.slots.free(self._room, now) > 0
+
+    @property
+    def _room(self) -> int:
+        """Responses that the worker may be given by the weights that it holds; under the lock."""
+        state = self._state
+        return 0 if state.over or state.version < 0 or state.drains else state.capacity
+
+    @property
+    def _knows(self) -> list[Any]:
+        """Values that this task buffer has said; it tells when they change. Under the lock."""
+        newest, _, evaluates = self._state.said.get(self.place, (-1, -1, None))
+        return [newest, evaluates, False]
+
+    def _keep_open(self) -> None:
+        """Lets leases go on while the thread that samples loads weights; under the lock."""
+        state, now = self._state, time.monotonic()
+        if self._next_keep <= now < state.keep_until:
+            self._next_keep = now + self._talks.save_seconds
+            keys = state.kept_open | {work.key for work in state.assigned}
+            for key in self._mine(keys):
+                state.partial.setdefault(key, Progress())
+
+    def _holds(self) -> bool:
+        """Whether the worker holds a group or a node of this task buffer."""
+        with self._state.lock:
+            return bool(self._mine(self._talks.told) or self._mine(self._nodes.keys))
+
+    def _mine(self, keys: Iterable[Key]) -> list[Key]:
+        buffers = len(self._links.clients)
+        return [key for key in keys if key[0] % buffers == self.place]
+
+    def _call(self, method: str, frame: Frame) -> Frame:
+        """The answer of the task buffer."""
+        client = self._links.clients[self.place]
+        answer = self._links.call(client, method, frame)
+        if answer.facts["attempt"] != self._links.attempt:
+            raise Unreachable(f"{client.address}: the run was started again")
+        if answer.facts["ended"]:
+            self._state.end()
+        return answer
+
+
+def _without(progress: Progress, told: Iterable[int]) -> Progress:
+    """The part of a request's samples that its task buffer does not have."""
+    episodes = {s: e for s, e in progress.episodes.items() if s not in told}
+    return Progress(episodes, progress.partials)
+
+
+def frames_of(found: dict[Key, Progress]) -> list[tuple[dict[Key, Progress], bool]]:
+    """Samples in frames of at most SUBMIT_BYTES, or of one response.
+
+    Returns of each frame the samples, and whether more of them follow in a later one.
+    """
+    early: list[tuple[dict[Key, Progress], bool]] = []
+    frames: list[tuple[dict[Key, Progress], bool]] = []
+    size = SUBMIT_BYTES + 1
+    for key, progress in found.items():
+        *parts, last = _parts(progress)
+        early += [({key: part}, True) for part in parts]
+        own = progress_bytes(last)
+        if size + own > SUBMIT_BYTES:
+            size = 0
+            frames.append(({}, False))
+        size += own
+        frames[-1][0][key] = last
+    return early + frames
+
+
+def _parts(progress: Progress) -> list[Progress]:
+    """Samples of a request in parts of at most SUBMIT_BYTES, or of one response; the last one has
+    those under way."""
+    parts, size = [Progress()], 0
+    for sample, episode in progress.episodes.items():
+        own = progress_bytes(Progress({sample: episode}))
+        if parts[-1].episodes and size + own > SUBMIT_BYTES:
+            parts.append(Progress())
+            size = 0
+        size += own
+        parts[-1].episodes[sample] = episode
+    parts[-1].partials = progress.partials
+    return parts
