@@ -172,6 +172,8 @@ class TaskBuffer(EvaluationLeases):
         """
         self.heartbeat(worker, now)
         self.idle.pop(worker, None)
+        if idle:
+            self.idle[worker] = held
         stalled = worker in self.stalled
         most = 1 if stalled else QUOTA * slots if slots else capacity
         capacity = min(capacity, most - sum(task.lacks for task in self.open.held(worker)))
@@ -189,9 +191,8 @@ class TaskBuffer(EvaluationLeases):
             leased.append(task)
         for task in leased:
             self.open.lease(task, worker, now, self.seconds, self._environment_seconds)
+            self.idle.pop(worker, None)
         self.counts.leased += len(leased)
-        if idle and not leased:
-            self.idle[worker] = held
         return leased
 
     def lease_node(self, worker: str, nodes: Collection[str], now: float) -> NodeTask | None:

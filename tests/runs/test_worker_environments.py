@@ -187,7 +187,8 @@ def test_turns_of_workers_are_those_of_samplers_on_a_part(tmp_path, started):
 def test_workers_evaluate_in_turns_as_it_would_be_at_once(tmp_path, started):
     """One is killed."""
     folder, steps = tmp_path / "run", 8
-    flags = (*environment(tmp_path), *EVALUATED, f"training.steps={steps}")
+    turns = environment(tmp_path)
+    flags = (*turns, *EVALUATED, f"training.steps={steps}")
     job = trainers(started, folder, flags)
     victim, left = (worker(started, folder, flags) for _ in range(2))
     await_step(folder, 3, job)
@@ -196,7 +197,7 @@ def test_workers_evaluate_in_turns_as_it_would_be_at_once(tmp_path, started):
     assert left.end() == 0, left.output()
     check_trained(folder, steps, exact=False)
     check_account(folder)
-    check_evaluations(folder, steps, flags)
+    check_evaluations(folder, steps, (*WORKERS, *turns))
 
 
 @pytest.mark.slow

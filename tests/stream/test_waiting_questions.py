@@ -10,7 +10,7 @@ from support.counted_buffers import BORDER, TABLES, Trainers, request_of, workin
 from support.waiting import HANG, until
 
 from distflow_jax.stream.frames.frames import Frame
-from distflow_jax.stream.links import file_limit
+from distflow_jax.stream.links import file_limit, worker_pool
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -38,7 +38,8 @@ class Buffer:
         self.service.meet(["127.0.0.1:1"])
 
     def call(self, worker, method="lease", waits=False, **facts):
-        facts["waits"] = list(self.service._known(worker)) if waits else None
+        """`waits`: for a hint."""
+        facts["waits"] = list(self.service._known(worker)) if waits else True
         return self.service.methods()[method](worker, Frame(LEASE | facts).to_bytes())
 
     def look(self, seconds=0.0):
@@ -109,7 +110,7 @@ def test_those_alone_hear_of_an_evaluation_who_should_hold_its_version():
     (name,) = [name for name in names if waiting[name].done()]
     assert facts_of(waiting[name])["evaluates"] == 0
     # it has nothing to take while it drains, and does not wait: its task does
-    asked = Frame.of_bytes(buffer.call(name, version=1, capacity=0, waits=True)).facts
+    asked = Frame.of_bytes(buffer.call(name, version=1, capacity=0)).facts
     assert (asked["again"], asked["evaluates"]) == (pytest.approx(0.1), 0)
     assert Frame.of_bytes(buffer.call(name, version=0)).facts["keys"]
     over = buffer.call(name, version=0, capacity=0, waits=True)
@@ -129,7 +130,8 @@ def test_a_question_of_one_that_does_not_know_the_newest_version_does_not_wait(m
     found = buffer.service.methods()[method](
         "w", Frame(LEASE | {"nodes": ["score"], "waits": known}).to_bytes()
     )
-    assert Frame.of_bytes(found).facts["newest"] == 1
+    facts = Frame.of_bytes(found).facts
+    assert (facts["newest"], facts["again"]) == (1, 0.0)
 
 
 def test_a_question_waits_for_a_third_of_a_lease_at_most():
@@ -153,8 +155,27 @@ def test_one_that_runs_nodes_and_samples_waits_for_both(samples, woken):
 def test_where_tasks_wait_that_a_worker_does_not_get_it_is_said_when_to_ask():
     buffer = Buffer()
     buffer.requests.begin((0, "gen"), request_of(0))
-    found = Frame.of_bytes(buffer.call("w", capacity=0, waits=True)).facts
-    assert found["again"] == pytest.approx(0.1)
+    asked, hinted = (buffer.call("w", capacity=0, waits=waits) for waits in (False, True))
+    assert Frame.of_bytes(asked).facts["again"] == pytest.approx(0.1)
+    assert Frame.of_bytes(hinted).facts["again"] == 0.0  # they came since it was asked
+
+
+def test_one_that_gets_nothing_asks_for_a_hint_at_once():
+    buffer = Buffer()
+    assert Frame.of_bytes(buffer.call("w")).facts["again"] == 0.0
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_no_step_waits_for_a_worker_that_was_told_to_ask_later(
+    tmp_path, monkeypatch, exact, processes
+):
+    """It asks again once it has submitted a group, has room, or holds other weights."""
+    monkeypatch.setattr(worker_pool, "LEAST_SECONDS", 20.0)
+    trainers = Trainers(tmp_path, exact=exact, processes=processes)
+    with working(tmp_path):
+        trainers.train(12)
+        trainers.close()
 
 
 def test_one_worker_too_many_for_the_open_files_is_refused_in_one_line():

@@ -287,15 +287,18 @@ class BufferService:
         """The answer to a question for tasks of some nodes, and for groups if the worker samples,
         where it gets none; under the lock.
 
-        `waits` of its frame: what it knows, if it would wait for them."""
+        `waits` of its frame: what it knows, if it waits for a hint that there are some; whether it
+        would do so next, if it was asked for them and there are none.
+        """
         now, known = time.monotonic(), self._known(worker)
         if samples:
             nodes = [*nodes, *(SAMPLER if known[1] is not None else (SAMPLING,))]
-        waits, waiting = frame.facts.get("waits") == list(known), self._waiting
-        found = waiting.add(worker, nodes, known, now) if waits else waiting.seconds(now)
-        if isinstance(found, Future):
-            return found
-        return Frame({"again": found, **self._state(worker)})
+        waits, there = frame.facts.get("waits"), self._waiting.has_tasks(nodes)
+        if waits == list(known) and not there:
+            return self._waiting.add(worker, nodes, known, now)
+        at_once = isinstance(waits, list) or (waits is True and not there)
+        again = 0.0 if at_once else self._waiting.seconds(now)
+        return Frame({"again": again, **self._state(worker)})
 
     def _state(self, worker: str) -> dict[str, Any]:
         """Values that every answer has; under the lock."""

@@ -50,6 +50,7 @@ class BufferTalk:
         self._state, self._nodes = talks.state, talks.nodes
         self.leaves = self.closed = False
         self._next = self._next_keep = 0.0  # to ask for work, to keep leases
+        self._asked_with = -1  # version of the weights at the last question
         self._full = False  # it was asked for nothing, since there was no room
         self._empty = False  # it had nothing, and was asked for work to come since
 
@@ -121,76 +122,84 @@ class BufferTalk:
     # -- work -------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Asks for work if it is time to."""
-        state, now = self._state, time.monotonic()
-        if now < self._next and not self._has_room(now):
-            return
-        waits = self._empty and not self._holds()
+        """Asks for work if it is time to, or waits for a hint of some."""
+        state = self._state
         with state.lock:
-            if waits:
-                state.waiting.add(self.place)
+            if not self._asks(time.monotonic()):
+                return
+            waits = self._empty and not self._holds()
+        if waits:
+            self._empty, self._next = False, 0.0
+            self._wait()
+            return
+        answers = [self.lease()] if state.slots else []
+        answers += [self._lease_node()] if self._nodes.nodes else []
+        came, again = any(c for c, _ in answers), max(a for _, a in answers)
+        self._empty = not came and again == 0.0
+        self._next = 0.0 if came else time.monotonic() + again
+
+    def _wait(self) -> None:
+        """Asks for a hint: the answer comes once there is something to ask for."""
+        state, nodes = self._state, self._nodes.nodes
+        with state.lock:
+            state.waiting.add(self.place)
+            told = {"waits": self._knows, "samples": bool(state.slots), "nodes": nodes}
+            told |= self._told(0)
         try:
-            answers = [self.lease(waits=waits)] if state.slots else []
-            answers += [self._lease_node(waits=waits)] if self._nodes.nodes else []
+            self._call("lease_node" if nodes else "lease", Frame(told))
         finally:
             with state.lock:
                 state.waiting.discard(self.place)
-        came = any(came for came, _ in answers)
-        again = max((again for _, again in answers), default=LEAST_SECONDS)
-        self._empty = not (came or waits)
-        at_once = came or (self._empty and not self._holds())
-        self._next = 0.0 if at_once else time.monotonic() + again
 
-    def lease(self, *, waits: bool = False) -> tuple[bool, float]:
+    def lease(self) -> tuple[bool, float]:
         """Asks for groups; (whether any came, seconds until the next question)."""
         state, room = self._state, self._talks.slots
         with state.lock:
-            held, known = state.version, state.asked | state.waiting
-            idle = state.capacity == state.slots and known.issuperset(self._links.places)
+            held = state.version
             size = room.take(self.place, self._room, time.monotonic())
-            self._full = size <= 0
-            waits = self._knows if waits and not self._nodes.nodes else None
-        told = {"version": held, "capacity": size, "slots": state.slots, "idle": idle}
+            self._full, self._asked_with = size <= 0, held
+            told = self._told(size) | {"waits": size > 0 and not self._holds() or None}
         try:
-            answer = self._call("lease", Frame(told | {"waits": waits}))
+            answer = self._call("lease", Frame(told))
             work = [LeasedGroup(held, *one) for one in work_of(answer)]
         finally:
             with state.lock:
                 room.give_back(self.place, time.monotonic())
-                state.lock.notify_all()
         with state.lock:
             if state.links is not self._links:  # the run was started again
                 return False, 0.0
             self._talks.told |= {one.key: set(one.progress.episodes) for one in work}
             state.assigned.extend(work)
             state.capacity -= sum(one.lacks for one in work)
-            state.hear(self.place, answer.facts)
             if work:
                 state.asked.clear()
             elif held == state.version and size:
                 state.asked.add(self.place)
+            state.lock.notify_all()
         return bool(work), float(answer.facts.get("again", LEAST_SECONDS))
 
-    def _lease_node(self, *, waits: bool) -> tuple[bool, float]:
+    def _lease_node(self) -> tuple[bool, float]:
         """Asks for a node to run; (whether one came, seconds until the next question)."""
         nodes, room, state = self._nodes, self._talks.runs, self._state
         with state.lock:
             size = min(1, room.take(self.place, nodes.capacity, time.monotonic()))
-            waits = self._knows if waits else None
-        told: dict[str, Any] = {"capacity": size, "nodes": nodes.nodes, "waits": waits}
+            told: dict[str, Any] = {"capacity": size, "nodes": nodes.nodes}
+            told["waits"] = size > 0 and not self._holds() or None
         try:
-            answer = self._call("lease_node", Frame(told | {"samples": bool(state.slots)}))
+            answer = self._call("lease_node", Frame(told))
         finally:
             with state.lock:
                 room.give_back(self.place, time.monotonic())
-        with state.lock:
-            if state.links is not self._links:  # the run was started again
-                return False, 0.0
-            state.hear(self.place, answer.facts)
-        came = "task" in answer.facts
+        came = "task" in answer.facts and state.links is self._links  # else it was started again
         if came:
             nodes.begin(answer, state.wake)
         return came, float(answer.facts.get("again", LEAST_SECONDS))
+
+    def _told(self, size: int) -> dict[str, Any]:
+        """State of the worker that a question for groups tells; under the lock."""
+        state, asked = self._state, self._state.asked | self._state.waiting
+        idle = state.capacity == state.slots and asked.issuperset(self._links.places)
+        return {"version": state.version, "capacity": size, "slots": state.slots, "idle": idle}
 
     def _is_due(self, now: float) -> bool:
         """Whether there is something to do; under the lock."""
@@ -199,7 +208,7 @@ class BufferTalk:
         return (
             state.over
             or self.closed
-            or (not self._holds() if self.leaves else now >= self._next or self._has_room(now))
+            or (not self._holds() if self.leaves else self._asks(now))
             or (keeps and self._holds())
             or any(map(self._mine, (state.whole, state.partial, state.failed)))
             or bool(self._mine(key for key, _ in self._nodes.ready()))
@@ -212,9 +221,15 @@ class BufferTalk:
             seconds = min(seconds, self._talks.save_seconds)
         return max(0.0, seconds)
 
-    def _has_room(self, now: float) -> bool:
-        """Whether there is room, and there was none when it was asked last."""
-        return self._full and self._talks.slots.free(self._room, now) > 0
+    def _asks(self, now: float) -> bool:
+        """Whether it is time to ask for work: as was said, since there is room or are weights that
+        there were not when it was asked last, or since nothing is under way any more. Under the
+        lock."""
+        state = self._state
+        idle = state.capacity == state.slots and self.place not in state.asked
+        fills = (self._full or idle) and self._talks.slots.free(self._room, now) > 0
+        loaded = bool(state.slots) and state.version != self._asked_with
+        return now >= self._next or fills or loaded
 
     @property
     def _room(self) -> int:
@@ -254,6 +269,9 @@ class BufferTalk:
             raise Unreachable(f"{client.address}: the run was started again")
         if answer.facts["ended"]:
             self._state.end()
+        with self._state.lock:
+            if self._state.links is self._links and self._state.hear(self.place, answer.facts):
+                self._next = 0.0  # there may be work by it
         return answer
 
 

@@ -84,10 +84,14 @@ class WorkerState:
         self.asked.clear()
         self._settle()
 
-    def hear(self, place: int, facts: Mapping[str, Any]) -> None:
-        """Takes the versions that a task buffer has, wants and evaluates; under the lock."""
-        self.said[place] = facts["newest"], facts["wanted"][0], facts.get("evaluates")
-        self._settle()
+    def hear(self, place: int, facts: Mapping[str, Any]) -> bool:
+        """Takes the versions that a task buffer has, wants and evaluates, and returns whether they
+        are others than before; under the lock."""
+        said = facts["newest"], facts["wanted"][0], facts.get("evaluates")
+        if changed := said != self.said.get(place):
+            self.said[place] = said
+            self._settle()
+        return changed
 
     def forget(self, place: int) -> None:
         """Forgets what a task buffer has said which the worker asks no more; under the lock."""

@@ -36,13 +36,8 @@ class WaitingQuestions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(
-        self, worker: str, nodes: Sequence[str], known: Hashable, now: float
-    ) -> Future[bytes] | float:
-        """The answer to come to a question of a worker, and what this one knows; where tasks wait
-        that it does not get, the seconds after which it asks again."""
-        if self._has_tasks(nodes):
-            return self.seconds(now)
+    def add(self, worker: str, nodes: Sequence[str], known: Hashable, now: float) -> Future[bytes]:
+        """The answer to come to a question of a worker, and what this one knows."""
         question = _Question(worker, nodes, known, now + self._seconds)
         self._waiting.append(question)
         return question.answer
@@ -65,7 +60,7 @@ class WaitingQuestions:
         tasks, skipped = sum(self._tasks.values()), []
         while self._waiting:
             question = self._waiting.popleft()
-            waited = question.until <= now or (tasks > 0 and self._has_tasks(question.nodes))
+            waited = question.until <= now or (tasks > 0 and self.has_tasks(question.nodes))
             if waited or (changed and question.known != known(question.worker)):
                 tasks -= 1
                 if question.answer.set_running_or_notify_cancel():  # else its worker has gone
@@ -76,5 +71,6 @@ class WaitingQuestions:
                 break
         self._waiting.extendleft(reversed(skipped))
 
-    def _has_tasks(self, nodes: Sequence[str]) -> bool:
+    def has_tasks(self, nodes: Sequence[str]) -> bool:
+        """Whether nobody holds some task of these nodes."""
         return any(self._tasks.get(node) for node in nodes)
