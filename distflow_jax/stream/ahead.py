@@ -95,9 +95,7 @@ class Ahead:
         self.place = kept.place
         self._delivery, self._policy, self._kept = delivery, policy, kept
         self._trainer, self._lock = trainer, producer.lock
-        self.publications = Publications(
-            delivery.rule, producer, delivery.peers, self.update_weights
-        )
+        self.publications = Publications(delivery.rule, producer, delivery.peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
         self._quarantine = Quarantine(producer)
@@ -139,15 +137,10 @@ class Ahead:
 
     def update_weights(self, version: int) -> None:
         """Brings the weights of `version` finished steps to the sampler. Collective."""
-        with self._trainer.weights() as params:
-            self.publish(params, version)
+        self.publications.publish(version)
 
-    def publish(self, params: Any, version: int) -> None:
-        """Gives the sampler the trainer's weights after `version` steps. Collective."""
-        if version == self.publications.newest:
-            return
-        self.publications.newest = version
-        with self._times.block("leave"):
+    def _bring(self, version: int) -> None:
+        with self._trainer.weights() as params, self._times.block("leave"):
             self._times.moved(self._sampling.bring(self._delivery.sync, params, version))
 
     def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:

@@ -29,13 +29,19 @@ class Publications:
         rule: PublishRule,
         producer: Producer,
         peers: Peers | None,
-        publish: Callable[[int], None],
+        bring: Callable[[int], None],
     ):
         """`peers`: nothing else uses them; None only where the rule skips nothing.
-        `publish(version)`: brings the weights to all samplers, and sets `newest`; collective."""
+        `bring(version)`: brings the weights to all samplers; collective."""
         self._rule, self._producer, self._peers = rule, producer, peers
-        self._publish = publish
+        self._bring = bring
         self.newest = self._offered = producer.version
+
+    def publish(self, version: int) -> None:
+        """Publishes the weights after so many steps, unless they are published. Collective."""
+        if version != self.newest:
+            self.newest = version
+            self._bring(version)
 
     def offer(
         self, version: int, metrics: Mapping[str, float], *, needed: bool
@@ -47,14 +53,14 @@ class Publications:
         """
         self._offered = version
         if not self._rule.skips:
-            self._publish(version)
+            self.publish(version)
             return {}
         found = divergence_of(divergences(metrics), version - 1 - self.newest)
         mine = self._rule.publishes(version, self.newest, found, starving=self._starving())
         mine = needed or (mine and self._has_step(version + 1))
         publishes = bool(processes.all_gather_ints(np.int32(mine)).any())
         if publishes:
-            self._publish(version)
+            self.publish(version)
         told = {} if found is None else {"training/off_policy/divergence": found}
         return told | {"perf/weight_update/skipped": float(not publishes)}
 
@@ -71,7 +77,7 @@ class Publications:
         """Publishes these weights if a process has heard of such a sampler; `asked`: what all
         processes have said, by `asked_for`. Collective."""
         if any(asked) and self.newest < version:
-            self._publish(version)
+            self.publish(version)
 
     def note_idle(self) -> None:
         """Tells that the sampler has nothing to do, after all that may begin has begun, where newer

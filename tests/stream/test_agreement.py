@@ -118,7 +118,7 @@ class Process:
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.version, self.admission = 0, job.admission()
         self.groups, self.seen, self.tokens, self.begun = {}, set(), 0, 0
-        self.publications = Publications(job.publishing, self, news, self.publish)
+        self.publications = Publications(job.publishing, self, news, self.bring)
         self.published, self.partial_batches, self.cuts, self.sampled = [], [], [], []
         self.lost = []  # (finished steps, counter) of prompts that were given up
         self.policy = job.policy(self)
@@ -177,10 +177,9 @@ class Process:
             group.done, group.given_up = True, self.job.gives_up(group.counter)
         return True
 
-    def publish(self, version):
+    def bring(self, version):
         """Weights of the step's beginning; no mini-batch has changed them."""
         assert version == self.admission.finished and not self.policy.mini_batch
-        self.publications.newest = version
         self.published.append((version, len(self.partial_batches)))
 
     def begin(self):
@@ -204,7 +203,7 @@ class Process:
         divergence = random.Random(f"{self.job.salt}{step}d").random()
         newest = self.publications.newest
         if self.job.publishing.publishes(step, newest, divergence, starving=False):
-            self.publish(step)
+            self.publications.publish(step)
 
 
 class Modelled(Process):

@@ -51,7 +51,7 @@ def test_a_first_step_amid_a_batch_that_has_no_group_of_this_process(tmp_path, b
     assert store.uid.shape == (0, 2) and store.columns["response"] == []
     assert {"prompt", "response", "response_mask"} <= store.columns.keys()
     assert metrics["account"].values and end == 13 + BATCH
-    stream.publish(np.zeros(1), 4)
+    stream.update_weights(4)
     store, *_ = train(stream, 5)
     assert store.uid[:, 0].tolist() == [22] * SAMPLES
     stream.close()
@@ -72,7 +72,7 @@ def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
     stream, whole = plain_stream(tmp_path, owned(), steps=2), BATCH * SAMPLES * TOKENS
     for step in (1, 2):
         train(stream, step)
-        stream.publish(np.zeros(1), step)
+        stream.update_weights(step)
     assert stream.saver.total_account() == TokenAccount(sampled=2 * whole, trained=2 * whole)
     stream.close()
 
@@ -96,7 +96,7 @@ def owing(folder, evaluator=NOTHING_EVALUATED, until=None):
         folder, owned(), steps=9, trainer=TrainerCalls(evaluator=evaluator), **how
     )
     train(stream, 1)
-    stream.publish(np.zeros(1), 1)
+    stream.update_weights(1)
     stream.save(1)
     return stream
 
@@ -184,7 +184,7 @@ def test_samples_wait_for_evaluations_of_older_weights_until_the_run_ends(tmp_pa
     trainer = TrainerCalls(evaluator=evaluator(None))
     stream = plain_stream(tmp_path, owned(), steps=9, trainer=trainer)
     train(stream, 1)
-    stream.publish(np.zeros(1), 1)
+    stream.update_weights(1)
     stream.save(1)
     assert not stream.saver.settled
     if made:

@@ -53,15 +53,10 @@ def test_the_rule(published, divergence, starving, want):
 def offers_of(threshold, metrics, *, steps=9, due=()):
     """Versions that a process alone publishes, offered one after the other; and what it tells."""
     published, told, starving = [], [], types.SimpleNamespace(newest=-1)
-
-    def publish(version):
-        publications.newest = version
-        published.append(version)
-
     admission = Admission(Rule(BATCH, max_staleness=4), steps=steps)
     producer = types.SimpleNamespace(version=0, admission=admission, lock=_NoLock())
     peers = types.SimpleNamespace(seen=lambda kind: starving.newest + 1)
-    publications = Publications(PublishRule(threshold, 4), producer, peers, publish)
+    publications = Publications(PublishRule(threshold, 4), producer, peers, published.append)
     for step in range(1, steps + 1):
         admission.finish(step)
         told.append(publications.offer(step, metrics(step), needed=step in due))
