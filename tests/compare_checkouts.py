@@ -41,6 +41,15 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout.max_response_length": 32,
     },
     "lora": {"dag": "grpo", "lora.rank": 4, **RL},
+    "vision": {
+        "model.source": "random:smolvlm?hidden=128&layers=1&heads=4&kv_heads=2&mlp=256&vocab=272"
+        "&max_position=1024&vision_hidden=96&vision_layers=2&vision_heads=4&patch=4&merge=2"
+        "&image=24",
+        "data.train": "task:shapes?ask=count&question=How many?",
+        "eval.dataset": "task:shapes?ask=count&question=How many?&held_out=1",
+        "rollout.max_response_length": 4,
+        "training.row_tokens": 768,
+    },
 }
 # Settings under the names that an older checkout has them.
 RENAMED: dict[str, str] = {}

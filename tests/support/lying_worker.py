@@ -6,7 +6,7 @@ import numpy as np
 
 from distflow_jax.commands.main import run_script
 from distflow_jax.stream.frames import frames
-from distflow_jax.stream.links import buffer_client
+from distflow_jax.stream.links import buffer_talk
 
 LIES = {
     "ids": lambda arrays: {**arrays, "tokens": np.full_like(arrays["tokens"], 10**9)},
@@ -21,5 +21,5 @@ def lying_frame(facts, found):
 
 
 if __name__ == "__main__":
-    buffer_client.samples_frame = lying_frame
+    buffer_talk.samples_frame = lying_frame
     run_script("worker")
