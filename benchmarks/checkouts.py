@@ -26,19 +26,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from peers import decode_turns, paced
+import decode
+from peers import paced
 
 PARTS = ("grpo_step", "update", "decode", "start")
-CASE = decode_turns.Case("fixed-16", 16, 1, 32, 16, (96,) * 16)
-SHAPE = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "num_layers": 6,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "mlp_size": 768,
-}
+DECODE = json.dumps(decode.OPTIONS)
 Record = dict[str, float]
 # One measurement of a checkout; its argument is the round, and 0 is the warm-up.
 Turn = Callable[[int], Record]
@@ -71,34 +63,29 @@ def environment(checkout: pathlib.Path) -> dict[str, str]:
 # -- one turn of each part -----------------------------------------------------------------------
 
 
-def paced_turn(
-    stack: contextlib.ExitStack, checkout: pathlib.Path, flags: list[str], seconds: str
-) -> Turn:
-    """Turns of a benchmark with `--paced` steps; `seconds` is the name in its records."""
+def side_of(checkout: pathlib.Path, script: str, *flags: str) -> paced.Side:
+    """A benchmark of the checkout that waits for its turns."""
     command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
-    side = paced.Side([*command, str(checkout / "benchmarks" / flags[0]), *flags[1:]])
-    stack.callback(side.close)
+    return paced.Side([*command, str(checkout / "benchmarks" / script), *flags])
+
+
+def paced_turn(side: paced.Side, seconds: str) -> Turn:
+    """Turns of a benchmark with `--paced` steps; `seconds` is the name in its records."""
 
     def turn(number: int) -> Record:
         for _ in range(1 if number else 2):
-            side.step()
-            record = side.result()
+            record = side.step()
         return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record[seconds]}
 
     return turn
 
 
-def decode_turn(stack: contextlib.ExitStack, checkout: pathlib.Path) -> Turn:
+def decode_turn(side: paced.Side) -> Turn:
     """Turns of decoding by the checkout's engine, with random weights."""
-    command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
-    options = {"shape": SHAPE, "model": "", "platform": "cpu", "dtype": "float32"}
-    options |= {"tokens_per_call": 16, "page_size": 32}
-    side = decode_turns.Side([*command, str(checkout / "benchmarks" / "decode_ours.py")], options)
-    stack.callback(side.close)
-    side.begin(CASE)
+    side.step(json.dumps({"case": dataclasses.asdict(decode.fixed(16, 96))}))
 
     def turn(number: int) -> Record:
-        record = side.play(number)
+        record = side.step(json.dumps({"round": number}))
         return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record["seconds"]}
 
     return turn
@@ -129,14 +116,17 @@ def start_turn(checkout: pathlib.Path) -> Turn:
 
 def make_turn(stack: contextlib.ExitStack, part: str, checkout: pathlib.Path, rounds: int) -> Turn:
     """The turns of a part by a checkout, with its process started."""
-    if part == "grpo_step":
-        flags = ["grpo_step.py", "--paced", "--beta=0.04", f"--steps={rounds + 3}"]
-        return paced_turn(stack, checkout, flags, "step_s")
-    if part == "update":
-        return paced_turn(stack, checkout, ["update.py", "--side=ours"], "seconds")
+    if part == "start":
+        return start_turn(checkout)
     if part == "decode":
-        return decode_turn(stack, checkout)
-    return start_turn(checkout)
+        scripts = "decode_ours.py", "decode.py"  # the first one until 28 November 2026
+        script = next(x for x in scripts if (checkout / "benchmarks" / x).is_file())
+        return decode_turn(stack.enter_context(side_of(checkout, script, DECODE)))
+    flags = ["--side=ours"]
+    if part == "grpo_step":
+        flags = ["--paced", "--beta=0.04", f"--steps={rounds + 3}"]
+    side = stack.enter_context(side_of(checkout, f"{part}.py", *flags))
+    return paced_turn(side, "step_s" if part == "grpo_step" else "seconds")
 
 
 # -- results -------------------------------------------------------------------------------------

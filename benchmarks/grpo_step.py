@@ -25,7 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from peers.paced import Side, report, wait_for_turn
+from peers import paced
+from peers.paced import report, wait_for_turn
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
@@ -248,23 +249,7 @@ def take_turns(args: argparse.Namespace, case: str, beta: float) -> dict[str, li
         "ours": [sys.executable, __file__, f"--case={case}", *flags],
         "peer": [args.peer_python, str(PEER), *flags],
     }
-    steps: dict[str, list[dict]] = {name: [] for name in programs}
-    sides: dict[str, Side] = {}
-    try:
-        for name, command in programs.items():
-            sides[name] = Side(command)
-            for _ in range(args.warmup):
-                sides[name].step()
-                sides[name].result()
-        for _ in range(args.rounds):
-            for name, side in sides.items():
-                for _ in range(args.turn):
-                    side.step()
-                    steps[name].append(side.result())
-    finally:
-        for side in sides.values():
-            side.close()
-    return steps
+    return paced.take_turns(programs, args.rounds, args.warmup, args.turn)
 
 
 # -- results -----------------------------------------------------------------------------------
