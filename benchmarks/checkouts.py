@@ -132,32 +132,15 @@ def make_turn(stack: contextlib.ExitStack, part: str, checkout: pathlib.Path, ro
 # -- results -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Records of a part by both checkouts, round by round."""
-
-    old: list[Record]
-    new: list[Record]
-
-    def median(self, side: str, name: str) -> float:
-        """Median of a value of one side."""
-        return statistics.median(record[name] for record in getattr(self, side))
-
-    def ratios(self, name: str) -> list[float]:
-        """NEW over OLD of each round."""
-        return [b[name] / a[name] for a, b in zip(self.old, self.new, strict=True)]
-
-    def ratio(self, name: str) -> float:
-        """Median ratio over the rounds."""
-        return statistics.median(self.ratios(name))
-
-    def compilations(self, side: str) -> int:
-        """Compilations of all rounds."""
-        return round(sum(record["compilations"] for record in getattr(self, side)))
+def ratios(result: dict[str, list[Record]], name: str) -> list[float]:
+    """NEW over OLD of each round."""
+    return [b[name] / a[name] for a, b in zip(result["old"], result["new"], strict=True)]
 
 
-def run_part(part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: int) -> Result:
-    """Alternating turns of both checkouts, after a warm-up of each."""
+def run_part(
+    part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: int
+) -> dict[str, list[Record]]:
+    """Records of alternating turns of both checkouts, after a warm-up of each."""
     with contextlib.ExitStack() as stack:
         turns = [make_turn(stack, part, checkout, rounds) for checkout in checkouts]
         records: tuple[list[Record], list[Record]] = ([], [])
@@ -167,7 +150,7 @@ def run_part(part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: in
         for number in range(1, rounds + 1):
             for side in (0, 1) if number % 2 else (1, 0):
                 records[side].append(turns[side](number))
-    return Result(*records)
+    return dict(zip(("old", "new"), records, strict=True))
 
 
 def main() -> int:
@@ -179,15 +162,17 @@ def main() -> int:
     for part in args.parts.split(","):
         rounds = min(args.rounds, 5) if part == "start" else args.rounds
         result = run_part(part, checkouts, rounds)
-        low, _, high = statistics.quantiles(result.ratios("s"), n=4)
-        compiled = result.compilations("old"), result.compilations("new")
-        cells = [part, str(rounds), f"{result.median('old', 's'):.3f}"]
-        cells += [f"{result.median('new', 's'):.3f}", f"{result.ratio('s'):.3f} ({low:.3f} to "]
-        cells[-1] += f"{high:.3f})"
-        cells += [f"{result.ratio('cpu_s'):.3f}", f"{compiled[0]} -> {compiled[1]}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        good &= result.ratio("s") <= args.most and compiled[1] <= compiled[0]
-        records[part] = dataclasses.asdict(result)
+        low, middle, high = statistics.quantiles(ratios(result, "s"), n=4)
+        compiled = [round(sum(x["compilations"] for x in side)) for side in result.values()]
+        seconds = [statistics.median(x["s"] for x in side) for side in result.values()]
+        cpu = statistics.median(ratios(result, "cpu_s"))
+        print(
+            f"| {part} | {rounds} | {seconds[0]:.3f} | {seconds[1]:.3f} | {middle:.3f} ({low:.3f} "
+            f"to {high:.3f}) | {cpu:.3f} | {compiled[0]} -> {compiled[1]} |",
+            flush=True,
+        )
+        good &= middle <= args.most and compiled[1] <= compiled[0]
+        records[part] = result
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0 if good else 1

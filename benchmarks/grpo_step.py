@@ -259,9 +259,8 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Best and median of every phase, useful tokens per second, compilations. Over given steps."""
     result: dict[str, float] = {"steps": len(steps)}
     for phase in PHASES:
-        values = [s.get(phase, 0.0) for s in steps]
-        if any(values):
-            name = phase.removesuffix("_s")
+        if all(phase in s for s in steps):
+            values, name = [s[phase] for s in steps], phase.removesuffix("_s")
             result |= {f"{name}_best": min(values), f"{name}_median": statistics.median(values)}
     rates = [s["tokens"] / s["step_s"] for s in steps]
     result |= {"tokens_per_s_best": max(rates), "tokens_per_s_median": statistics.median(rates)}
@@ -279,12 +278,8 @@ def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
 
 def describe(name: str, result: dict[str, float]) -> str:
     """The summary of one side in one line."""
-    parts = [
-        f"{phase.removesuffix('_s')} {result[phase.removesuffix('_s') + '_best']:.3f}/"
-        f"{result[phase.removesuffix('_s') + '_median']:.3f} s"
-        for phase in PHASES
-        if phase.removesuffix("_s") + "_best" in result
-    ]
+    names = [key.removesuffix("_best") for key in result if key.endswith("_best")][:-1]
+    parts = [f"{x} {result[x + '_best']:.3f}/{result[x + '_median']:.3f} s" for x in names]
     return (
         f"{name:6s} best/median {', '.join(parts)}; useful tokens/s "
         f"{result['tokens_per_s_best']:.0f}/{result['tokens_per_s_median']:.0f} "
