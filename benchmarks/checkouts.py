@@ -26,19 +26,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from peers import decode_turns, paced
+import decode
+from peers import paced
 
 PARTS = ("grpo_step", "update", "decode", "start")
-CASE = decode_turns.Case("fixed-16", 16, 1, 32, 16, (96,) * 16)
-SHAPE = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "num_layers": 6,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 64,
-    "mlp_size": 768,
-}
+DECODE = json.dumps(decode.OPTIONS)
 Record = dict[str, float]
 # One measurement of a checkout; its argument is the round, and 0 is the warm-up.
 Turn = Callable[[int], Record]
@@ -71,34 +63,29 @@ def environment(checkout: pathlib.Path) -> dict[str, str]:
 # -- one turn of each part -----------------------------------------------------------------------
 
 
-def paced_turn(
-    stack: contextlib.ExitStack, checkout: pathlib.Path, flags: list[str], seconds: str
-) -> Turn:
-    """Turns of a benchmark with `--paced` steps; `seconds` is the name in its records."""
+def side_of(checkout: pathlib.Path, script: str, *flags: str) -> paced.Side:
+    """A benchmark of the checkout that waits for its turns."""
     command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
-    side = paced.Side([*command, str(checkout / "benchmarks" / flags[0]), *flags[1:]])
-    stack.callback(side.close)
+    return paced.Side([*command, str(checkout / "benchmarks" / script), *flags])
+
+
+def paced_turn(side: paced.Side, seconds: str) -> Turn:
+    """Turns of a benchmark with `--paced` steps; `seconds` is the name in its records."""
 
     def turn(number: int) -> Record:
         for _ in range(1 if number else 2):
-            side.step()
-            record = side.result()
+            record = side.step()
         return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record[seconds]}
 
     return turn
 
 
-def decode_turn(stack: contextlib.ExitStack, checkout: pathlib.Path) -> Turn:
+def decode_turn(side: paced.Side) -> Turn:
     """Turns of decoding by the checkout's engine, with random weights."""
-    command = ["env", *(f"{k}={v}" for k, v in environment(checkout).items()), sys.executable]
-    options = {"shape": SHAPE, "model": "", "platform": "cpu", "dtype": "float32"}
-    options |= {"tokens_per_call": 16, "page_size": 32}
-    side = decode_turns.Side([*command, str(checkout / "benchmarks" / "decode_ours.py")], options)
-    stack.callback(side.close)
-    side.begin(CASE)
+    side.step(json.dumps({"case": dataclasses.asdict(decode.fixed(16, 96))}))
 
     def turn(number: int) -> Record:
-        record = side.play(number)
+        record = side.step(json.dumps({"round": number}))
         return {name: record[name] for name in ("cpu_s", "compilations")} | {"s": record["seconds"]}
 
     return turn
@@ -129,45 +116,31 @@ def start_turn(checkout: pathlib.Path) -> Turn:
 
 def make_turn(stack: contextlib.ExitStack, part: str, checkout: pathlib.Path, rounds: int) -> Turn:
     """The turns of a part by a checkout, with its process started."""
-    if part == "grpo_step":
-        flags = ["grpo_step.py", "--paced", "--beta=0.04", f"--steps={rounds + 3}"]
-        return paced_turn(stack, checkout, flags, "step_s")
-    if part == "update":
-        return paced_turn(stack, checkout, ["update.py", "--side=ours"], "seconds")
+    if part == "start":
+        return start_turn(checkout)
     if part == "decode":
-        return decode_turn(stack, checkout)
-    return start_turn(checkout)
+        scripts = "decode_ours.py", "decode.py"  # the first one until 28 November 2026
+        script = next(x for x in scripts if (checkout / "benchmarks" / x).is_file())
+        return decode_turn(stack.enter_context(side_of(checkout, script, DECODE)))
+    flags = ["--side=ours"]
+    if part == "grpo_step":
+        flags = ["--paced", "--beta=0.04", f"--steps={rounds + 3}"]
+    side = stack.enter_context(side_of(checkout, f"{part}.py", *flags))
+    return paced_turn(side, "step_s" if part == "grpo_step" else "seconds")
 
 
 # -- results -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Records of a part by both checkouts, round by round."""
-
-    old: list[Record]
-    new: list[Record]
-
-    def median(self, side: str, name: str) -> float:
-        """Median of a value of one side."""
-        return statistics.median(record[name] for record in getattr(self, side))
-
-    def ratios(self, name: str) -> list[float]:
-        """NEW over OLD of each round."""
-        return [b[name] / a[name] for a, b in zip(self.old, self.new, strict=True)]
-
-    def ratio(self, name: str) -> float:
-        """Median ratio over the rounds."""
-        return statistics.median(self.ratios(name))
-
-    def compilations(self, side: str) -> int:
-        """Compilations of all rounds."""
-        return round(sum(record["compilations"] for record in getattr(self, side)))
+def ratios(result: dict[str, list[Record]], name: str) -> list[float]:
+    """NEW over OLD of each round."""
+    return [b[name] / a[name] for a, b in zip(result["old"], result["new"], strict=True)]
 
 
-def run_part(part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: int) -> Result:
-    """Alternating turns of both checkouts, after a warm-up of each."""
+def run_part(
+    part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: int
+) -> dict[str, list[Record]]:
+    """Records of alternating turns of both checkouts, after a warm-up of each."""
     with contextlib.ExitStack() as stack:
         turns = [make_turn(stack, part, checkout, rounds) for checkout in checkouts]
         records: tuple[list[Record], list[Record]] = ([], [])
@@ -177,7 +150,7 @@ def run_part(part: str, checkouts: tuple[pathlib.Path, pathlib.Path], rounds: in
         for number in range(1, rounds + 1):
             for side in (0, 1) if number % 2 else (1, 0):
                 records[side].append(turns[side](number))
-    return Result(*records)
+    return dict(zip(("old", "new"), records, strict=True))
 
 
 def main() -> int:
@@ -189,15 +162,17 @@ def main() -> int:
     for part in args.parts.split(","):
         rounds = min(args.rounds, 5) if part == "start" else args.rounds
         result = run_part(part, checkouts, rounds)
-        low, _, high = statistics.quantiles(result.ratios("s"), n=4)
-        compiled = result.compilations("old"), result.compilations("new")
-        cells = [part, str(rounds), f"{result.median('old', 's'):.3f}"]
-        cells += [f"{result.median('new', 's'):.3f}", f"{result.ratio('s'):.3f} ({low:.3f} to "]
-        cells[-1] += f"{high:.3f})"
-        cells += [f"{result.ratio('cpu_s'):.3f}", f"{compiled[0]} -> {compiled[1]}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
-        good &= result.ratio("s") <= args.most and compiled[1] <= compiled[0]
-        records[part] = dataclasses.asdict(result)
+        low, middle, high = statistics.quantiles(ratios(result, "s"), n=4)
+        compiled = [round(sum(x["compilations"] for x in side)) for side in result.values()]
+        seconds = [statistics.median(x["s"] for x in side) for side in result.values()]
+        cpu = statistics.median(ratios(result, "cpu_s"))
+        print(
+            f"| {part} | {rounds} | {seconds[0]:.3f} | {seconds[1]:.3f} | {middle:.3f} ({low:.3f} "
+            f"to {high:.3f}) | {cpu:.3f} | {compiled[0]} -> {compiled[1]} |",
+            flush=True,
+        )
+        good &= middle <= args.most and compiled[1] <= compiled[0]
+        records[part] = result
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0 if good else 1

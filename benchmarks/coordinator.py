@@ -8,8 +8,7 @@ of 128 tokens x 8 samples, heavy-tailed responses of up to 1,024), alone or with
 prompt. In the cases "kept" the target stage has as many data ranks as there are processes, with
 about as many tokens on each. In "changed" it has half as many, each shared by two processes, and
 lengths are unbalanced, so that data must move. A step ends when every process has all columns of
-the sequences that it needs on the host; packing them into rows on the mesh is timed separately
-("with rows"). The received data are checked in full on both sides.
+the sequences that it needs on the host. The received data are checked in full on both sides.
 
 Our bytes are those of each process's TCP connections as counted by the kernel, in and out, all
 overhead included. The bytes of the peer's driver are the sizes of the arrays that it collects from
@@ -32,7 +31,6 @@ import hashlib
 import json
 import os
 import pathlib
-import resource
 import socket
 import struct
 import subprocess
@@ -43,7 +41,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from distflow_jax.batch import Prompt
@@ -51,7 +48,7 @@ from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.data.step_columns import loader_columns
-from distflow_jax.layout import Edge, Layout, move_between
+from distflow_jax.layout import Layout
 from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.mesh import MeshSizes, ranks_of_process, role_mesh
@@ -241,32 +238,19 @@ class Stages:
             for name in self._case.fields
         }
 
-    def rows(self) -> list[Any]:
-        """Packs the received columns into rows on the mesh; images have no place there yet."""
-        edges = [
-            Edge(name, source, "reader", HOST, self.layout, move_between(HOST, self.layout))
-            for name, source in (
-                ("rows", "rollout"),
-                ("rollout_logp", "rollout"),
-                ("score", "reward"),
-            )
-        ]
-        return jax.block_until_ready([self.coordinator.get(edge) for edge in edges])
-
 
 class Spent:
-    """Seconds and CPU-seconds of this process within the blocks it guards."""
+    """CPU-seconds of this process within the blocks it guards."""
 
     def __init__(self):
-        self.wall, self.cpu = 0.0, 0.0
+        self.cpu = 0.0
 
     def __enter__(self) -> "Spent":
-        self._start = time.perf_counter(), time.process_time()
+        self._start = time.process_time()
         return self
 
     def __exit__(self, *_) -> None:
-        self.wall += time.perf_counter() - self._start[0]
-        self.cpu += time.process_time() - self._start[1]
+        self.cpu += time.process_time() - self._start
 
 
 def tcp_bytes() -> np.ndarray:
@@ -287,55 +271,31 @@ def tcp_bytes() -> np.ndarray:
     return total
 
 
-def loopback_bytes() -> int:
-    """Bytes transferred by the loopback interface so far."""
-    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    return 0
-
-
 def measure(stages: Stages, args: argparse.Namespace) -> dict[str, Any]:
     """The record of a case on one process; numbers are per step."""
     n = args.repetitions
     for _ in range(args.warmup):
         stages.step()
-        stages.rows()
     stages.agreeing = Spent()
     processes.barrier("start")
-    tcp, loopback, walls, traffic = tcp_bytes(), loopback_bytes(), [time.perf_counter()], Traffic()
+    tcp, walls, traffic = tcp_bytes(), [time.perf_counter()], Traffic()
     with Spent() as all_steps:
         for _ in range(n):
             entries = stages.step()
             traffic = sum(stages.coordinator.traffic.values(), traffic)
             walls.append(time.perf_counter())
         processes.barrier("end")
-    tcp, loopback = tcp_bytes() - tcp, loopback_bytes() - loopback
-    agreeing, stages.agreeing = stages.agreeing, Spent()
-    with Spent() as with_rows:
-        for _ in range(n):
-            stages.step()
-            stages.rows()
-        processes.barrier("rows")
+    tcp = tcp_bytes() - tcp
     me = processes.process_index()
-    buffer = stages.coordinator.shares.buffer
     return {
         "rank": ranks_of_process(stages.ranks, processes.process_count(), me)[0],
         "cpu_s": all_steps.cpu / n,
-        "agreeing_cpu_s": agreeing.cpu / n,
-        "agreeing_wall_s": agreeing.wall / n,
-        "with_rows_cpu_s": with_rows.cpu / n,
-        "with_rows_wall_s": with_rows.wall / n,
+        "agreeing_cpu_s": stages.agreeing.cpu / n,
         "wall_s": np.diff(walls).tolist(),
         "sent": int(tcp[0]) / n,
         "received": int(tcp[1]) / n,
-        "loopback_bytes": loopback / n,
         "payload": traffic.payload / n,
         "padding": traffic.padding / n,
-        "rounds": traffic.rounds / n,
-        "came": int((buffer[stages.coordinator.shares.needed(stages.layout)[me]] != me).sum()),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "found": digests(tuple(entries), entries),
     }
 
@@ -377,15 +337,11 @@ def run_ours(count: int, folder: pathlib.Path, args: argparse.Namespace) -> list
                 "busiest_batch_bytes": max(
                     r["sent"] - r["received"] + 2 * (r["payload"] + r["padding"]) for r in mine
                 ),
-                "all_bytes": sum(r["received"] for r in mine),
                 "most_payload": max(r["payload"] for r in mine),
                 "most_padding": max(r["padding"] for r in mine),
                 "most_agreeing": max(r["received"] - r["payload"] - r["padding"] for r in mine),
                 "fair_share": batch_bytes(folder, case, count) / ranks,
-                "came": sum(r["came"] for r in mine),
                 "cpu_s": sum(r["cpu_s"] for r in mine),
-                "agreeing_cpu_s": sum(r["agreeing_cpu_s"] for r in mine),
-                "with_rows_cpu_s": sum(r["with_rows_cpu_s"] for r in mine),
                 "wall_s": walls.tolist(),
                 "found": found,
                 "processes": mine,
@@ -438,29 +394,13 @@ def check(record: dict[str, Any], expected: Sequence[Sequence[str]]) -> None:
 
 # -- results -----------------------------------------------------------------------------------
 
-HEADER = (
-    "case",
-    "N",
-    "busiest MB, ours",
-    "busiest MB, driver",
-    "ratio",
-    "payload / fair share",
-    "padding MB",
-    "agreement MB",
-    "CPU-s, ours",
-    "CPU-s, peer",
-    "one store",
-    "ours with rows",
-    "wall s, ours",
-    "wall s, peer",
-    "one store",
-)
+HEADER = "case|N|busiest MB, ours|busiest MB, driver|ratio|payload / fair share|padding MB"
+HEADER += "|agreement MB|CPU-s, ours|CPU-s, peer|one store|wall s, ours|wall s, peer|one store"
 
 
 def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of Markdown: a row per case and N."""
-    yield "| " + " | ".join(HEADER) + " |"
-    yield "|---" * len(HEADER) + "|"
+    yield f"|{HEADER}|\n" + "|---" * (1 + HEADER.count("|")) + "|"
     for result in sorted(results, key=lambda r: [c.name for c in CASES].index(r["case"])):
         ours, peer, one = (result.get(side) for side in ("ours", "peer", "one_store"))
         cells = [result["case"], str(result["processes"]), _megabytes(ours["busiest_bytes"])]
@@ -468,7 +408,6 @@ def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         cells.append(f"{ours['most_payload'] / ours['fair_share']:.2f}")
         cells += [_megabytes(ours["most_padding"]), _megabytes(ours["most_agreeing"])]
         cells += [f"{side['cpu_s']:.3f}" if side else "" for side in (ours, peer, one)]
-        cells.append(f"{ours['with_rows_cpu_s']:.3f}")
         cells += [f"{np.median(side['wall_s']):.3f}" if side else "" for side in (ours, peer, one)]
         yield "| " + " | ".join(cells) + " |"
 

@@ -25,7 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from peers.paced import Side, report, wait_for_turn
+from peers import paced
+from peers.paced import report, wait_for_turn
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
@@ -248,23 +249,7 @@ def take_turns(args: argparse.Namespace, case: str, beta: float) -> dict[str, li
         "ours": [sys.executable, __file__, f"--case={case}", *flags],
         "peer": [args.peer_python, str(PEER), *flags],
     }
-    steps: dict[str, list[dict]] = {name: [] for name in programs}
-    sides: dict[str, Side] = {}
-    try:
-        for name, command in programs.items():
-            sides[name] = Side(command)
-            for _ in range(args.warmup):
-                sides[name].step()
-                sides[name].result()
-        for _ in range(args.rounds):
-            for name, side in sides.items():
-                for _ in range(args.turn):
-                    side.step()
-                    steps[name].append(side.result())
-    finally:
-        for side in sides.values():
-            side.close()
-    return steps
+    return paced.take_turns(programs, args.rounds, args.warmup, args.turn)
 
 
 # -- results -----------------------------------------------------------------------------------
@@ -274,9 +259,8 @@ def summary(steps: list[dict[str, float]]) -> dict[str, float]:
     """Best and median of every phase, useful tokens per second, compilations. Over given steps."""
     result: dict[str, float] = {"steps": len(steps)}
     for phase in PHASES:
-        values = [s.get(phase, 0.0) for s in steps]
-        if any(values):
-            name = phase.removesuffix("_s")
+        if all(phase in s for s in steps):
+            values, name = [s[phase] for s in steps], phase.removesuffix("_s")
             result |= {f"{name}_best": min(values), f"{name}_median": statistics.median(values)}
     rates = [s["tokens"] / s["step_s"] for s in steps]
     result |= {"tokens_per_s_best": max(rates), "tokens_per_s_median": statistics.median(rates)}
@@ -294,12 +278,8 @@ def ratios(ours: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
 
 def describe(name: str, result: dict[str, float]) -> str:
     """The summary of one side in one line."""
-    parts = [
-        f"{phase.removesuffix('_s')} {result[phase.removesuffix('_s') + '_best']:.3f}/"
-        f"{result[phase.removesuffix('_s') + '_median']:.3f} s"
-        for phase in PHASES
-        if phase.removesuffix("_s") + "_best" in result
-    ]
+    names = [key.removesuffix("_best") for key in result if key.endswith("_best")][:-1]
+    parts = [f"{x} {result[x + '_best']:.3f}/{result[x + '_median']:.3f} s" for x in names]
     return (
         f"{name:6s} best/median {', '.join(parts)}; useful tokens/s "
         f"{result['tokens_per_s_best']:.0f}/{result['tokens_per_s_median']:.0f} "

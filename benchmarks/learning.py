@@ -44,10 +44,12 @@ APART = ("--config.mesh.devices=0:1", "--config.mesh.roles={'ROLLOUT': {'devices
 PARTIAL_BATCHES = ("--config.stream.partial_batches=ready", "--config.stream.partial_batch_rows=4")
 VARIANTS = {"-ahead": AHEAD, "-partial batches": (*AHEAD, *APART, *PARTIAL_BATCHES)}
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"  # of a CPU; other devices are as they are
-HEADER = (
-    "| run | reward, first 5 steps | last 5 | accuracy before | after | standard errors apart "
-    "| minutes | peak GiB | passes |\n|---|---|---|---|---|---|---|---|---|"
-)
+COLUMNS = "run | reward, first 5 steps | last 5 | accuracy before | after"
+
+
+def header(columns: str) -> str:
+    """The first two lines of a table with COLUMNS and these."""
+    return f"| {COLUMNS} | {columns} |\n|{'---|' * (6 + columns.count('|'))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +87,11 @@ class Result:
         """Whether the run passes."""
         return self.last >= self.first + LEAST_GAIN and self.errors_apart > LEAST_ERRORS
 
-    def row(self) -> str:
-        """A row of the table under HEADER."""
-        cells = [
-            self.name,
-            f"{self.first:.3f}",
-            f"{self.last:.3f}",
-            *(f"{mean:.3f} ± {error:.3f}" for mean, error in (self.before, self.after)),
-            f"{self.errors_apart:.1f}",
-            f"{self.minutes:.1f}",
-            f"{self.peak_gb:.1f}",
-            "yes" if self.passes else "NO",
-        ]
-        return "| " + " | ".join(cells) + " |"
+    def row(self, *more: str) -> str:
+        """A row of a table: what COLUMNS names, and `more`."""
+        cells = [self.name, f"{self.first:.3f}", f"{self.last:.3f}"]
+        cells += [f"{mean:.3f} ± {error:.3f}" for mean, error in (self.before, self.after)]
+        return f"| {' | '.join([*cells, *more])} |"
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -139,10 +133,19 @@ def train_all(args: argparse.Namespace, flags: Sequence[str]) -> list[pathlib.Pa
     return folders
 
 
-def mean_accuracy(results: Sequence[Result]) -> tuple[float, float]:
-    """(mean, standard error) of the accuracies after training, those of runs as independent."""
-    means, errors = zip(*(result.after for result in results), strict=True)
-    return float(np.mean(means)), math.hypot(*errors) / len(results)
+def apart(runs: Sequence[Result], others: Sequence[Result]) -> tuple[float, str]:
+    """Standard errors between the mean accuracies after training, and both means as text.
+
+    The errors of runs are taken as independent.
+    """
+    found = []
+    for results in (runs, others):
+        means, errors = zip(*(result.after for result in results), strict=True)
+        found.append((float(np.mean(means)), math.hypot(*errors) / len(results)))
+    (mean, error), (other, other_error) = found
+    by = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
+    text = f"{mean:.3f} ± {error:.3f}, of the others {other:.3f} ± {other_error:.3f}"
+    return by, f"{text}: {by:.1f} standard errors apart"
 
 
 def compare(results: Sequence[Result]) -> bool:
@@ -156,13 +159,9 @@ def compare(results: Sequence[Result]) -> bool:
     for suffix, runs in kinds.items():
         if not runs or not others:
             continue
-        (mean, error), (other, other_error) = mean_accuracy(runs), mean_accuracy(others)
-        apart = abs(mean - other) / max(math.hypot(error, other_error), 1e-12)
-        print(
-            f"\naccuracy of seedN{suffix} {mean:.3f} ± {error:.3f}, of synchronous runs "
-            f"{other:.3f} ± {other_error:.3f}: {apart:.1f} standard errors apart"
-        )
-        alike = alike and apart <= LEAST_ERRORS
+        by, text = apart(runs, others)
+        print(f"\naccuracy of seedN{suffix} {text}")
+        alike = alike and by <= LEAST_ERRORS
     return alike
 
 
@@ -227,9 +226,10 @@ def main() -> int:
     results = [read_run(folder) for folder in folders]
     default = pathlib.Path(args.workdir) if args.ahead or args.partial_batches else ROOT / "docs"
     draw(results, pathlib.Path(args.picture or default / "curves.png"))
-    print(HEADER)
+    print(header("standard errors apart | minutes | peak GiB | passes"))
     for result in results:
-        print(result.row())
+        numbers = (f"{x:.1f}" for x in (result.errors_apart, result.minutes, result.peak_gb))
+        print(result.row(*numbers, "yes" if result.passes else "NO"))
     alike = compare(results)
     return 0 if alike and all(result.passes for result in results) else 1
 

@@ -57,7 +57,6 @@ MODEL = [
 ]
 QUESTIONS = [f"What is {3 * i} + {7 * i % 41}?" for i in range(24)]
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
-LEFT = {grpc.StatusCode.CANCELLED}  # of a call that its client gives up
 MEMORY = 0.02  # growth of resident memory that counts as none
 WARM_SECONDS = 20.0  # of attack, then of peace, before anything is measured
 DRAIN_SECONDS = 60.0

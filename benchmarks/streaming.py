@@ -54,6 +54,7 @@ from asynchronous.real_cells import MODELS, RealCell
 from asynchronous.simulated_run import PROCESSES, SimulatedCell
 from asynchronous.worker import KINDS, Cell, run_cells
 from streaming_model import (
+    CELLS,
     DEVICES,
     PROMPTS,
     SAMPLES,
@@ -69,42 +70,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 FAR = ("equal", "uneven")  # kinds of runs with workers
 FAR_SECONDS = 60.0  # for workers to end after the last run
 RESPONSES = PROMPTS * SAMPLES  # of a step
-# the model's speed-ups and the sampler devices of the best split, `python streaming_model.py`
+# the model's speed-up / sampler devices of the best split, in CELLS: `python streaming_model.py`
+TABLE = """
+heavy-2   1.45/4 1.41/4 1.82/2 1.79/2 2.18/2 1.38/8 1.58/8
+heavy-1   1.53/2 1.51/2 1.53/2 1.56/2 1.55/2 -      -
+heavy-4   1.29/4 1.49/4 2.02/4 1.93/4 2.47/4 -      -
+mild-2    1.43/4 1.36/4 1.70/2 1.73/2 2.03/2 -      -
+uniform-2 1.33/4 1.32/4 1.54/4 1.51/4 1.56/4 -      -
+fixed-2   1.18/4 1.16/4 1.16/4 1.16/4 1.16/4 -      -
+rewards-2 -      -      -      1.81/2 2.21/2 -      -
+"""
 FIGURES = {
-    ("heavy-2", "boundary", 1): (1.45, 4),
-    ("heavy-1", "boundary", 1): (1.53, 2),
-    ("heavy-4", "boundary", 1): (1.29, 4),
-    ("mild-2", "boundary", 1): (1.43, 4),
-    ("uniform-2", "boundary", 1): (1.33, 4),
-    ("fixed-2", "boundary", 1): (1.18, 4),
-    ("heavy-2", "in_flight", 1): (1.41, 4),
-    ("heavy-1", "in_flight", 1): (1.51, 2),
-    ("heavy-4", "in_flight", 1): (1.49, 4),
-    ("mild-2", "in_flight", 1): (1.36, 4),
-    ("uniform-2", "in_flight", 1): (1.32, 4),
-    ("fixed-2", "in_flight", 1): (1.16, 4),
-    ("heavy-2", "in_flight", 2): (1.82, 2),
-    ("heavy-1", "in_flight", 2): (1.53, 2),
-    ("heavy-4", "in_flight", 2): (2.02, 4),
-    ("mild-2", "in_flight", 2): (1.70, 2),
-    ("uniform-2", "in_flight", 2): (1.54, 4),
-    ("fixed-2", "in_flight", 2): (1.16, 4),
-    ("heavy-2", "partial_batches", 1): (1.79, 2),
-    ("heavy-1", "partial_batches", 1): (1.56, 2),
-    ("heavy-4", "partial_batches", 1): (1.93, 4),
-    ("mild-2", "partial_batches", 1): (1.73, 2),
-    ("uniform-2", "partial_batches", 1): (1.51, 4),
-    ("fixed-2", "partial_batches", 1): (1.16, 4),
-    ("rewards-2", "partial_batches", 1): (1.81, 2),
-    ("heavy-2", "partial_batches", 2): (2.18, 2),
-    ("heavy-1", "partial_batches", 2): (1.55, 2),
-    ("heavy-4", "partial_batches", 2): (2.47, 4),
-    ("mild-2", "partial_batches", 2): (2.03, 2),
-    ("uniform-2", "partial_batches", 2): (1.56, 4),
-    ("fixed-2", "partial_batches", 2): (1.16, 4),
-    ("rewards-2", "partial_batches", 2): (2.21, 2),
-    ("heavy-2", "shared", 1): (1.38, DEVICES),
-    ("heavy-2", "shared", 2): (1.58, DEVICES),
+    (name, *cell): (float(figure.partition("/")[0]), int(figure.partition("/")[2]))
+    for name, *figures in map(str.split, TABLE.strip().splitlines())
+    for cell, figure in zip(CELLS, figures, strict=True)
+    if figure != "-"
 }
 ABLATION = {  # part that is added -> schedule
     "+ late weights: samplers beside the training, staleness 1": "in_flight-1",

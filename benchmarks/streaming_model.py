@@ -33,9 +33,8 @@ SWAP = 0.1  # seconds of a weight update of weights, per second of synchronous g
 EXPOSED = 0.2  # of a weight update, where samplers have devices of their own
 SPLITS = (2, 4, 6)  # sampler devices that are tried; the others train
 BUDGET = 1.0  # tokens of a rollout with a budget, over those of a synchronous step
-AT_ONCE = float(
-    "inf"
-)  # least tokens of a partial batch: a step is trained once all of its groups are there
+# least tokens of a partial batch: a step is trained once all of its groups are there
+AT_ONCE = float("inf")
 REWARD_SIGMA = 1.0  # of the logarithm of a slow reward's seconds
 REWARD_WORKERS = 16  # that score responses, one at a time each
 
@@ -210,11 +209,8 @@ def synchronous(workload: Workload, costs: Costs, steps: int, seed: int = 1) -> 
     for _ in range(steps):
         lengths = workload.lengths(rng, PROMPTS * SAMPLES)
         rewards = workload.rewards(of_rewards, len(lengths), costs.reward)
-        total += (
-            generation(lengths, rewards)
-            + costs.training(lengths.sum(), DEVICES)
-            + costs.weight_update
-        )
+        total += generation(lengths, rewards) + costs.training(lengths.sum(), DEVICES)
+        total += costs.weight_update
     return total / steps
 
 
@@ -299,6 +295,13 @@ class _Queue:
         while self._scoring and self._scoring[0][0] <= to:
             self.left[heapq.heappop(self._scoring)[1]] -= 1
 
+    def go_on(self, now: float) -> float:
+        """Decodes until something ends, and fills its slots; returns when that is."""
+        later = self.next_end(now)
+        self.advance(now, later)
+        self.fill()
+        return later
+
     def has(self, step: int) -> bool:
         """Whether a step's groups are complete."""
         return not self.left[_of(step)].any()
@@ -370,18 +373,14 @@ def in_flight(
 
 def shared(workload: Workload, costs: Costs, staleness: int, steps: int, seed: int = 1) -> float:
     """Seconds of a step on devices that sample until the step's groups are there, then train."""
-    queue = _Queue(
-        *_groups(workload, costs, steps + staleness + 1, seed), DEVICES, SLOTS // DEVICES
-    )
+    groups = _groups(workload, costs, steps + staleness + 1, seed)
+    queue = _Queue(*groups, DEVICES, SLOTS // DEVICES)
     now = 0.0
     for step in range(steps):
         queue.admit((step + 1 + staleness) * PROMPTS)
         queue.fill()
         while not queue.has(step):
-            later = queue.next_end(now)
-            queue.advance(now, later)
-            queue.fill()
-            now = later
+            now = queue.go_on(now)
         now += costs.training(queue.take(step, AT_ONCE), DEVICES) + costs.weight_update
     return now / steps
 
@@ -416,10 +415,7 @@ def rollouts(
         queue.fill()
         now, before = 0.0, sum(sampler.tokens for sampler in queue.samplers)
         while not over(step, sum(sampler.tokens for sampler in queue.samplers) - before):
-            later = queue.next_end(now)
-            queue.advance(now, later)
-            queue.fill()
-            now = later
+            now = queue.go_on(now)
         groups = len(rule.finish(step + 1).kept) if budget else PROMPTS
         found.append(Rollout(now, groups))
     return found
@@ -433,11 +429,8 @@ def variation(values: Sequence[float]) -> float:
 def least_seconds(costs: Costs, tokens: float, *, shared_devices: bool) -> float:
     """No schedule has a shorter step of so many tokens: all devices are at work all the time."""
     if shared_devices:
-        return (
-            sampling_seconds(tokens, DEVICES)
-            + costs.training(tokens, DEVICES)
-            + costs.weight_update
-        )
+        training = costs.training(tokens, DEVICES)
+        return sampling_seconds(tokens, DEVICES) + training + costs.weight_update
     return min(
         max(sampling_seconds(tokens, r), costs.training(tokens, DEVICES - r)) for r in SPLITS
     )
@@ -485,18 +478,13 @@ def main() -> int:
         help="least tokens of a partial batch that is not its step's last; 0: whatever is complete",
     )
     args = parser.parse_args()
-    print(
-        "| workload | bound | "
-        + " | ".join(f"{name}, staleness {staleness}" for name, staleness in CELLS)
-        + " |"
-    )
+    print("| workload | bound | " + " | ".join(f"{n}, staleness {s}" for n, s in CELLS) + " |")
     print("|---" * (len(CELLS) + 2) + "|")
     found = []
     for workload in (*WORKLOADS, SLOW_REWARDS):
         costs = Costs.of(workload)
-        bound = synchronous(workload, costs, args.steps) / least_seconds(
-            costs, costs.tokens, shared_devices=False
-        )
+        least = least_seconds(costs, costs.tokens, shared_devices=False)
+        bound = synchronous(workload, costs, args.steps) / least
         figures = [
             predict(workload, name, staleness, args.steps, partial_batch=args.partial_batch_tokens)
             for name, staleness in CELLS

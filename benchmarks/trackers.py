@@ -15,7 +15,6 @@ Steps while the trackers start are left out. The exit code is 1 if it is above -
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import pathlib
 import signal
@@ -23,6 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
+
+from asynchronous.marked_run import descendants
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.run_config import Config
@@ -40,36 +41,22 @@ NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 WARM_STEPS = 4  # programs compile, packages are imported, databases are made
 
 
-@dataclasses.dataclass
 class PairedSteps:
     """Notes when each step starts, and stops the trackers in every other one."""
 
-    starts: list[float] = dataclasses.field(default_factory=list)
+    def __init__(self):
+        self.starts: list[float] = []
 
     def step(self, run: OpenRun) -> Metrics:
         """One step."""
         self.starts.append(time.perf_counter())
         step = run.state.step
         if step > WARM_STEPS:
-            signal_trackers(signal.SIGCONT if with_trackers(step) else signal.SIGSTOP)
+            signal_trackers(signal.SIGSTOP if step % 2 else signal.SIGCONT)
         row = one_step(run)
         if step == run.prepared.config.training.steps:  # stopped ones could not end
             signal_trackers(signal.SIGCONT)
         return row
-
-
-def with_trackers(step: int) -> bool:
-    """Whether the trackers work in a step."""
-    return step % 2 == 0
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that a process and its children have started (Linux)."""
-    found = []
-    for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
 
 
 def signal_trackers(number: int) -> None:

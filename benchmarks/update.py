@@ -1,13 +1,11 @@
-"""Rate of an update relative to a plain matrix product, alone or alternating with peers.
+"""Rate of an update relative to a plain matrix product, with and without shared prompts.
 
 python benchmarks/update.py --model=135m
 python benchmarks/update.py --case=shared --sides=ours,separate
-python benchmarks/update.py --sides=ours,transformers,tunix --rounds=5 \
-    --transformers-python=/tmp/hf_venv/bin/python --tunix-python=/tmp/peer_venv/bin/python
 
 One optimizer step of a policy on one CPU, float32: log-probs of all responses, clipped loss,
 gradients, clipping, AdamW; random weights, prompts and responses of fixed lengths. Side "ours"
-packs a prompt with its responses, "separate" gives every response its own prompt, as peers do.
+packs a prompt with its responses, "separate" gives every response its own prompt.
 
 FLOPs are those that the work requires: six per matrix weight and distinct token, for the vocabulary
 six per weight and response token, and for attention twelve per head, dim and pair of tokens that
@@ -16,17 +14,15 @@ measured in the same process before each step.
 """
 
 import argparse
-import pathlib
 import statistics
 import sys
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from device.rates import product_rate
-from peers.paced import Side, report, wait_for_turn
+from peers.paced import report, take_turns, wait_for_turn
 
 from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
@@ -38,7 +34,7 @@ from distflow_jax.models.remat import REMATS
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
 from distflow_jax.programs.xla_options import compiler_options
-from distflow_jax.training.attention_choice import AttentionSizes, RowAttention, row_attention
+from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import (
     ForwardConfig,
     logits_in_memory,
@@ -65,8 +61,7 @@ CASES = {  # samples of a prompt, tokens of a prompt and of a response
     "short": (8, 32, 64),
     "shared": (8, 256, 64),
 }
-SIDES = ("ours", "separate", "transformers", "tunix")
-PEERS = pathlib.Path(__file__).parent / "peers"
+SIDES = ("ours", "separate")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,16 +78,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("auto", "masked", "blocks"), default="auto")
     parser.add_argument("--remat", choices=REMATS, default="none")
     parser.add_argument("--logp-chunk", type=int, default=0, help="as training.logp_chunk")
-    parser.add_argument("--transformers-python", default="", help="interpreter with torch")
-    parser.add_argument("--tunix-python", default="", help="interpreter with google-tunix")
-    parser.add_argument("--side", choices=("ours", "separate"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.prompts = args.prompts or {"5m": 8, "135m": 2}[args.model]
     for name in args.sides.split(","):
         if name not in SIDES:
             parser.error(f"--sides: {name!r} is none of {', '.join(SIDES)}")
-        if not getattr(args, f"{name}_python", True):
-            parser.error(f"--sides={args.sides} needs --{name}-python")
     return args
 
 
@@ -132,55 +123,72 @@ def needed_flops(model: DecoderConfig, rows: Rows) -> float:
     return training_flops(model, BatchWork(tokens, scored, pairs))
 
 
-def attention_of(
-    attention: str, model: DecoderConfig, rows: int, length: int, longest: int
-) -> RowAttention:
-    """The implementation that a value of training.attention selects here."""
+def forward_of(
+    model: DecoderConfig, rows: Rows, micro: int, case: str, attention: str, remat: str, chunk: int
+) -> ForwardConfig:
+    """The forward pass that values of training.attention, remat and logp_chunk select here."""
+    length, longest = rows.tokens.shape[2], sum(CASES[case][1:])
     group = model.num_heads // model.num_kv_heads
-    sizes = AttentionSizes(length, longest, rows, group, model.head_dim, "float32")
-    return row_attention(attention, "cpu", sizes)
+    sizes = AttentionSizes(length, longest, micro, group, model.head_dim, "float32")
+    block = row_attention(attention, "cpu", sizes).block
+    chunk, keep = logits_in_memory(chunk, length, rows=micro, vocab=model.vocab_size, remat=remat)
+    return ForwardConfig("float32", chunk, remat, block, keep)
+
+
+class Update:
+    """One compiled optimizer step on rows, and its state; `micro` rows at a time."""
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        rows: Rows,
+        forward: ForwardConfig,
+        settings: OptimizerConfig,
+        *,
+        micro: int,
+        response: int,
+    ):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+        optimizer = make_optimizer(settings, 1000)
+        update = make_update(
+            optimizer,
+            learning_rate(settings, 1000),
+            shape=UpdateShape(mesh, micro, response),
+            objective=policy_objective(model, AlgorithmConfig(), forward, max_response=response),
+        )
+        params = init_params(model, 0, param_shardings(model, mesh))
+        self.state = init_state(params, model, optimizer, mesh)
+        spread = np.random.default_rng(1).normal(size=rows.tokens.shape).astype(np.float32)
+        batch = PolicyBatch(rows, np.where(rows.response_mask, spread, 0), None, None, None)
+        self._inputs = jax.device_put(batch), np.int32(0), np.float32(1)
+        program = update.lower(self.state, *self._inputs)
+        self.program = program.compile(compiler_options=compiler_options(mesh))
+
+    def step(self) -> tuple[float, float]:
+        """(seconds, CPU-seconds) of one update."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.state, _ = jax.block_until_ready(self.program(self.state, *self._inputs))
+        return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def run_side(args: argparse.Namespace) -> None:
     """Runs one step for each line of stdin."""
-    model, shared = MODELS[args.model], args.side == "ours"
-    rows = packed(model, args, shared)
+    model = MODELS[args.model]
+    rows = packed(model, args, args.side == "ours")
     _, count, length = rows.tokens.shape
     wanted = args.micro or max(1, 640 // length)
     micro = max(n for n in range(1, count + 1) if count % n == 0 and n <= wanted)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
-    longest = sum(CASES[args.case][1:])
-    block = attention_of(args.attention, model, micro, length, longest).block
-    chunk, keep = logits_in_memory(
-        args.logp_chunk, length, rows=micro, vocab=model.vocab_size, remat=args.remat
-    )
-    forward = ForwardConfig("float32", chunk, args.remat, block, keep)
-    response = CASES[args.case][2]
-    settings = OptimizerConfig()
-    optimizer = make_optimizer(settings, 1000)
-    update = make_update(
-        optimizer,
-        learning_rate(settings, 1000),
-        shape=UpdateShape(mesh, micro, response),
-        objective=policy_objective(model, AlgorithmConfig(), forward, max_response=response),
-    )
-    params = init_params(model, 0, param_shardings(model, mesh))
-    state = init_state(params, model, optimizer, mesh)
-    spread = np.random.default_rng(1).normal(size=rows.tokens.shape).astype(np.float32)
-    batch = PolicyBatch(rows, np.where(rows.response_mask, spread, 0), None, None, None)
-    batch, flops = jax.device_put(batch), needed_flops(model, rows)
-    index, temperature = np.int32(0), np.float32(1)
-    program = update.lower(state, batch, index, temperature)
-    program = program.compile(compiler_options=compiler_options(mesh))
-    compilations = Compilations()
+    forward = forward_of(model, rows, micro, args.case, args.attention, args.remat, args.logp_chunk)
+    settings, response = OptimizerConfig(), CASES[args.case][2]
+    update = Update(model, rows, forward, settings, micro=micro, response=response)
+    flops, compilations = needed_flops(model, rows), Compilations()
     while True:
         wait_for_turn()
         rate = product_rate()
-        wall, cpu = time.perf_counter(), time.process_time()
-        state, _ = jax.block_until_ready(program(state, batch, index, temperature))
-        record = {"seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        record |= {"product_rate": rate, "flops": flops, "compilations": compilations.take()}
-        report(record | {"peak_gb": peak_memory_gb(), "rows": count, "row_tokens": length})
+        seconds, cpu = update.step()
+        record = {"seconds": seconds, "cpu_s": cpu, "product_rate": rate, "flops": flops}
+        record |= {"compilations": compilations.take(), "peak_gb": peak_memory_gb()}
+        report(record | {"rows": count, "row_tokens": length})
 
 
 # -- taking turns ------------------------------------------------------------------------------
@@ -188,53 +196,9 @@ def run_side(args: argparse.Namespace) -> None:
 
 def command(args: argparse.Namespace, side: str) -> list[str]:
     """The command that starts a side."""
-    model, (samples, prompt, response) = MODELS[args.model], CASES[args.case]
-    if side in ("ours", "separate"):
-        flags = [f"--{n}={getattr(args, n)}" for n in ("model", "case", "prompts", "micro")]
-        flags += [f"--attention={args.attention}", f"--remat={args.remat}"]
-        flags.append(f"--logp-chunk={args.logp_chunk}")
-        return [sys.executable, __file__, f"--side={side}", *flags]
-    sizes = {
-        "hidden": model.hidden_size,
-        "layers": model.num_layers,
-        "heads": model.num_heads,
-        "kv-heads": model.num_kv_heads,
-        "mlp": model.mlp_size,
-        "vocab": model.vocab_size,
-        "prompts": args.prompts,
-        "samples": samples,
-        "prompt-length": prompt,
-        "new-tokens": response,
-    }
-    flags = [f"--{name}={value}" for name, value in sizes.items()]
-    flags += ["--tied"] if model.tie_embeddings else []
-    if side == "transformers":
-        flags.append(f"--micro={args.micro or 8}")
-        return [args.transformers_python, str(PEERS / "transformers_update.py"), *flags]
-    flags += ["--paced", f"--steps={args.rounds + 2}"]
-    return [args.tunix_python, str(PEERS / "tunix_grpo.py"), *flags]
-
-
-def take_turns(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Runs `rounds` interleaved steps of every side, after one or two that are not counted."""
-    sides: dict[str, Side] = {}
-    records: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for name in args.sides.split(","):
-            sides[name] = Side(command(args, name))
-            for _ in range(2):
-                sides[name].step()
-                sides[name].result()
-        for _ in range(args.rounds):
-            for name, side in sides.items():
-                side.step()
-                record = side.result()
-                record["seconds"] = record.get("update_s", record.get("seconds"))
-                records.setdefault(name, []).append(record)
-    finally:
-        for side in sides.values():
-            side.close()
-    return records
+    names = ("model", "case", "prompts", "micro", "attention", "remat", "logp_chunk")
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    return [sys.executable, __file__, f"--side={side}", *flags]
 
 
 def main() -> None:
@@ -253,25 +217,24 @@ def main() -> None:
         "| share median (best) | peak GiB | compilations | ours faster |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    everyone = take_turns(args)
+    commands = {side: command(args, side) for side in args.sides.split(",")}
+    everyone = take_turns(commands, args.rounds, warmup=2)
     first = everyone[next(iter(everyone))]
     for name, steps in everyone.items():
         seconds = [s["seconds"] for s in steps]
-        cells = [name, f"{statistics.median(seconds):.3f} ({min(seconds):.3f})"]
-        cells.append(f"{tokens / statistics.median(seconds):.0f}")
-        if "flops" in steps[0]:
-            shares = [s["flops"] / s["seconds"] / s["product_rate"] for s in steps]
-            cells += [
-                f"{statistics.median(s['flops'] / s['seconds'] for s in steps) / 1e9:.1f}",
-                f"{statistics.median(s['product_rate'] for s in steps) / 1e9:.1f}",
-                f"{statistics.median(shares):.2f} ({max(shares):.2f})",
-                f"{steps[-1]['peak_gb']:.2f}",
-                f"{sum(s['compilations'] for s in steps):.0f}",
-            ]
-        else:
-            cells += [""] * 5
+        shares = [s["flops"] / s["seconds"] / s["product_rate"] for s in steps]
         pairs = zip(steps, first, strict=True)
-        cells.append(f"{statistics.median(s['seconds'] / f['seconds'] for s, f in pairs):.2f}x")
+        cells = [
+            name,
+            f"{statistics.median(seconds):.3f} ({min(seconds):.3f})",
+            f"{tokens / statistics.median(seconds):.0f}",
+            f"{statistics.median(s['flops'] / s['seconds'] for s in steps) / 1e9:.1f}",
+            f"{statistics.median(s['product_rate'] for s in steps) / 1e9:.1f}",
+            f"{statistics.median(shares):.2f} ({max(shares):.2f})",
+            f"{steps[-1]['peak_gb']:.2f}",
+            f"{sum(s['compilations'] for s in steps):.0f}",
+            f"{statistics.median(s['seconds'] / f['seconds'] for s, f in pairs):.2f}x",
+        ]
         print(f"| {' | '.join(cells)} |")
 
 

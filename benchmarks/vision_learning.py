@@ -26,7 +26,7 @@ import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
-from learning import Result, read_run, train
+from learning import Result, header, read_run, train
 
 from distflow_jax.config.shipped import open_config
 from distflow_jax.data.dataset import open_dataset
@@ -39,10 +39,6 @@ LEAST_ACCURACY = 0.6
 MOST_MINUTES = 15.0
 CHANCE = 0.25  # of four answers
 MOST_FROM_CHANCE = 0.05
-HEADER = (
-    "| run | reward, first 5 steps | last 5 | accuracy before | after | minutes | passes |\n"
-    "|---|---|---|---|---|---|---|"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +56,6 @@ class Seen:
         if self.kind == "wrong":
             return abs(accuracy - CHANCE) <= MOST_FROM_CHANCE
         return accuracy >= LEAST_ACCURACY and self.minutes < MOST_MINUTES
-
-    def row(self) -> str:
-        """A row of the table under HEADER."""
-        result = self.result
-        cells = [
-            result.name,
-            f"{result.first:.3f}",
-            f"{result.last:.3f}",
-            *(f"{mean:.3f} ± {error:.3f}" for mean, error in (result.before, result.after)),
-            f"{self.minutes:.1f}",
-            "yes" if self.passes else "NO",
-        ]
-        return "| " + " | ".join(cells) + " |"
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -135,7 +118,7 @@ def main() -> int:
         if not wrong.exists():
             write_wrong(open_dataset(open_config(CONFIG).data.train), wrong)
         own["wrong"] = [f"--config.data.train={wrong}"]
-    print(HEADER, flush=True)
+    print(header("minutes | passes"), flush=True)
     passes = True
     for seed in args.seeds:
         for kind in args.kinds:
@@ -143,7 +126,8 @@ def main() -> int:
             evaluated = f"--config.eval.num_prompts={EVALUATED}"
             train(f"configs/{CONFIG}.py", folder, seed, [evaluated, *own[kind], *flags])
             seen = Seen(kind, read_run(folder), minutes_of(folder))
-            print(seen.row(), flush=True)
+            shown = f"{seen.minutes:.1f}", "yes" if seen.passes else "NO"
+            print(seen.result.row(*shown), flush=True)
             passes = passes and seen.passes
     return 0 if passes else 1
 

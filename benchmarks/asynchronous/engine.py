@@ -129,16 +129,9 @@ class SimulatedEngine:
 
     # -- slots ------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        prefix: ReadPrompt,
-        state: Slots,
-        slots: Sequence[int],
-        requests: Sequence[SlotRequest],
-        **options: Any,
-    ) -> tuple[Slots, int]:
+    def start(self, *given: Any, **options: Any) -> tuple[Slots, int]:
         """Starts responses in slots."""
-        return self.join(prefix, state, slots, requests, **options), options.get("entry", 0)
+        return self.join(*given, **options), options.get("entry", 0)
 
     def join(
         self,

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
 from asynchronous.far_cells import FarCell
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import own_cpu_seconds
-from streaming_model import EXPOSED, SAMPLES, SLOT_STEP, STEP, Costs
+from asynchronous.simulated_run import simulated_engine
+from streaming_model import EXPOSED, Costs
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.models.parameters import abstract_params, param_shardings
@@ -78,17 +78,8 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         return
     own = dataclasses.replace(config, mesh=MeshConfig())
     sizes = derive_sizes(own, source.config, Machine.current(), graph)
-    lane, speed = Lane(cell.devices), cell.speeds[number]
-    engine = SimulatedEngine(
-        source.config,
-        sizes.engine,
-        mesh_lib.sampler_mesh(1, submesh=sizes.sampler_submesh),
-        stop_ids=source.tokenizer.stop_ids,
-        token=source.tokenizer.encode("7")[0],
-        lane=lane,
-        costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
-        lengths=DrawnLengths(cell.lengths.lengths, cell.seed, SAMPLES),
-    )
+    lane = Lane(cell.devices)
+    engine = simulated_engine(source, sizes, cell, lane, speed=cell.speeds[number])
     weight_update, ended = Costs.of(cell.lengths).weight_update, collections.deque[Response]()
     state = SamplerState(_weights(), links.first_version, engine.init_decode_state())
     sampler = SimulatedSampler(

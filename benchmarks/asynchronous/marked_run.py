@@ -46,7 +46,7 @@ class MarkedRun:
 
 def own_cpu_seconds() -> float:
     """CPU-seconds of this process and those that it has started, so far (Linux)."""
-    return sum(map(_cpu_seconds, [os.getpid(), *_descendants(os.getpid())]))
+    return sum(map(_cpu_seconds, [os.getpid(), *descendants(os.getpid())]))
 
 
 def machine_cpu_seconds() -> float:
@@ -56,11 +56,12 @@ def machine_cpu_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Processes that a process and its children have started (Linux)."""
     found = []
     for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, path.read_text().split()):
-            found += [child, *_descendants(child)]
+            found += [child, *descendants(child)]
     return found
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from streaming_model import (
     EXPOSED,
     REWARD_SIGMA,
     REWARD_WORKERS,
+    SAMPLES,
     SLOT_STEP,
     SLOW_REWARDS,
     STEP,
@@ -25,9 +26,11 @@ from streaming_model import (
 )
 
 from distflow_jax.batch import Rows
+from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh, processes
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.runtime.build import Runtime, Span, build
 from distflow_jax.runtime.open_run import OpenRun
@@ -225,14 +228,9 @@ def _counted(state: TrainState) -> TrainState:
 
 
 def simulated_engine(
-    prepared: PreparedRun,
-    lane: Lane,
-    costs: DecodeCosts,
-    draw: Callable[[np.random.Generator, int], np.ndarray],
+    source: ModelSource, sizes: Sizes, cell: SimulatedCell, lane: Lane, *, speed: float = 1.0
 ) -> SimulatedEngine:
-    """An engine in the place of a run's own; `draw(rng, n)`: lengths of the responses to a
-    prompt."""
-    source, sizes, config = prepared.source, prepared.sizes, prepared.config
+    """An engine of a cell, in the place of a run's own; at `speed` 2 it decodes twice as fast."""
     return SimulatedEngine(
         source.config,
         sizes.engine,
@@ -240,8 +238,8 @@ def simulated_engine(
         stop_ids=source.tokenizer.stop_ids,
         token=source.tokenizer.encode("7")[0],
         lane=lane,
-        costs=costs,
-        lengths=DrawnLengths(draw, config.seed, config.rollout.num_samples),
+        costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
+        lengths=DrawnLengths(cell.lengths.lengths, cell.seed, SAMPLES),
     )
 
 
@@ -259,8 +257,7 @@ class SimulatedRun(MarkedRun):
         self, prepared: PreparedRun, costs: Costs
     ) -> tuple[SimulatedEngine, SimulatedSync] | None:
         """The sampler of this process and its weight updates; None: workers sample."""
-        lengths = self.cell.lengths.lengths
-        engine = simulated_engine(prepared, self.sampler, DecodeCosts(STEP, SLOT_STEP), lengths)
+        engine = simulated_engine(prepared.source, prepared.sizes, self.cell, self.sampler)
         return engine, SimulatedSync(costs.weight_update, self.sampler)
 
     def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:

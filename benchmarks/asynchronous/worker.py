@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 from asynchronous.far_cells import FarCell
-from asynchronous.partial_batch_cells import PartialBatchCell
 from asynchronous.real_cells import RealCell
 from asynchronous.simulated_run import SimulatedCell
 
@@ -20,8 +19,8 @@ from distflow_jax.run import loop, open_run
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
-Cell = SimulatedCell | RealCell | PartialBatchCell
-KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell, PartialBatchCell)}
+Cell = SimulatedCell | RealCell
+KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell)}
 
 
 def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:

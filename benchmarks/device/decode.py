@@ -4,9 +4,8 @@ import statistics
 from typing import Any
 
 import numpy as np
-from decode_ours import Engine, random_params
+from decode import Case, Engine, clocked, random_params
 from device.work import Work
-from peers.decode_turns import Case, clocked
 
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
@@ -43,9 +42,8 @@ def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any
     }
     compilations = Compilations()
     params = random_params(source.config, dtype, mesh)
-    side = Engine(source.config, params, options, compilations, mesh, case)
-    del params
-    side.given = None  # the engine has its own copy
+    side = Engine(source.config, params, options, mesh, case)
+    del params  # the engine has its own copy
     vocab = source.config.vocab_size
     side.decode(case.prompt_ids(vocab, 0), (4,) * work.slots)
     compilations.take()

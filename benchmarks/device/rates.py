@@ -3,7 +3,6 @@
 n devices, S the side of a square matrix.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -43,13 +42,6 @@ def measured_chip(dtype: str) -> Chip:
         hop_seconds=hop,
         source="measured",
     )
-
-
-def between(first: Chip, second: Chip) -> Chip:
-    """The chip with the means of two measurements."""
-    rates = ("flops", "memory_bandwidth", "link_bandwidth", "hop_seconds")
-    means = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in rates}
-    return dataclasses.replace(first, **means)
 
 
 def product_rate(dtype: str = "float32") -> float:

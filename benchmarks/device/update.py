@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from decode_ours import random_params
+from decode import random_params
 from device.work import Work, update_run
 
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows

@@ -23,6 +23,7 @@ from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
 
+VOCAB = 512
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -101,12 +102,6 @@ def parse_arguments() -> argparse.Namespace:
     """Sizes; the defaults are those of grpo_step.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (
-        ("hidden", 256),
-        ("layers", 6),
-        ("heads", 4),
-        ("kv-heads", 2),
-        ("mlp", 768),
-        ("vocab", 512),
         ("prompts", 8),
         ("samples", 8),
         ("prompt-length", 32),
@@ -127,13 +122,13 @@ def parse_arguments() -> argparse.Namespace:
 def make_model(args: argparse.Namespace) -> llama3.Llama3:
     """A Llama with random weights, every matrix N(0, 0.02); Tunix initialises some with zeros."""
     config = llama3.ModelConfig(
-        num_layers=args.layers,
-        vocab_size=args.vocab,
-        embed_dim=args.hidden,
-        hidden_dim=args.mlp,
-        num_heads=args.heads,
-        head_dim=args.hidden // args.heads,
-        num_kv_heads=args.kv_heads,
+        num_layers=6,
+        vocab_size=VOCAB,
+        embed_dim=256,
+        hidden_dim=768,
+        num_heads=4,
+        head_dim=64,
+        num_kv_heads=2,
         rope_theta=10_000,
         norm_eps=1e-5,
         weight_tying=args.tied,
@@ -183,7 +178,7 @@ def make_cluster(
                 temperature=1.0,
                 top_p=1.0,
                 top_k=None,
-                eos_tokens=end_ids(args.vocab, args.eos_frac),
+                eos_tokens=end_ids(VOCAB, args.eos_frac),
                 return_logprobs=False,
             ),
         ),
@@ -194,7 +189,7 @@ def batches(args: argparse.Namespace, tokenizer: CharacterTokenizer) -> Iterator
     """Random prompts of exactly `prompt_length` ids, as text."""
     rng = np.random.default_rng(0)
     for _ in range(args.steps):
-        ids = rng.integers(3, args.vocab, size=(args.prompts, args.prompt_length))
+        ids = rng.integers(3, VOCAB, size=(args.prompts, args.prompt_length))
         yield {"prompts": np.array([tokenizer.decode(row) for row in ids])}
 
 
@@ -206,7 +201,7 @@ def main() -> None:
 
     def reward(prompts, completions, **_):
         """Share of ids in the lower half of the vocabulary."""
-        lower = args.vocab // 2
+        lower = VOCAB // 2
         return [sum(i < lower for i in tokenizer.encode(c)) / max(len(c), 1) for c in completions]
 
     with mesh:

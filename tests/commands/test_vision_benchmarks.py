@@ -1,4 +1,5 @@
-"""benchmarks/vision*.py on this machine: they run to their end, on the right and wrong pictures."""
+"""benchmarks/vision_learning.py runs to its end on right and wrong pictures; a new tower goes from
+demonstrations to rewards."""
 
 import importlib
 import re
@@ -41,38 +42,36 @@ def test_right_and_wrong_runs_have_a_row_each(tmp_path):
     assert [name for name, _ in rows] == ["seed0-right", "seed0-wrong"]
 
 
+def train(folder, settings):
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    finished(
+        "scripts/train.py", "--config=configs/vision_smollm2.py", f"--workdir={folder}", *flags
+    )
+
+
 @pytest.mark.slow
 def test_a_text_model_with_a_new_tower_goes_from_demonstrations_to_rewards(tmp_path):
     """configs/vision_smollm2.py with a smaller text model, which is random and trained too: the
     second run has what the first learned, its tower included."""
     text = "random:llama?hidden=64&layers=2&heads=4&kv_heads=2&mlp=96&vocab=272&max_position=512"
-    flags = [
-        f"--config.model.source={text}",
-        "--config.training.freeze=none",
-        "--config.data.max_prompt_length=192",
-        "--cold-steps=8",
-    ]
-    flags += ["--cold-lr=0.01", "--config.training.steps=2", "--config.data.prompts_per_step=8"]
-    flags += ["--config.eval.num_prompts=16", "--config.training.optimizer.warmup_steps=0"]
     count = "task:shapes?ask=count"  # with answers of a byte
-    flags += [f"--config.data.train={count}", f"--config.eval.dataset={count}&held_out=1"]
-    shown = output_of("benchmarks/vision_smollm2.py", f"--workdir={tmp_path}", *flags)
-    assert re.search(r"^\| seed0-grpo \|.*\| (yes|NO) \|$", shown, re.MULTILINE)
-    loss = [row["actor/nll"] for row in read_metrics(tmp_path / "seed0-cold" / "metrics.jsonl")]
+    common = {
+        "training.freeze": "none",
+        "training.optimizer.warmup_steps": 0,
+        "data.max_prompt_length": 192,
+        "data.prompts_per_step": 8,
+        "data.train": count,
+    }
+    cold = {"model.source": text, "dag": "sft", "eval.dataset": "", "training.steps": 8}
+    cold |= {"training.optimizer.lr": 0.01}
+    train(tmp_path / "cold", common | cold)
+    finished("scripts/export.py", f"--workdir={tmp_path / 'cold'}", f"--out={tmp_path / 'out'}")
+    own = {"model.source": tmp_path / "out", "model.vision": "", "training.steps": 2}
+    own |= {"eval.dataset": f"{count}&held_out=1", "eval.num_prompts": 16}
+    train(tmp_path / "grpo", common | own)
+    loss = [row["actor/nll"] for row in read_metrics(tmp_path / "cold" / "metrics.jsonl")]
     assert len(loss) == 8 and loss[-1] < loss[0] - 1
-    grpo = [row for row in read_metrics(tmp_path / "seed0-grpo" / "metrics.jsonl") if row["step"]]
+    grpo = [row for row in read_metrics(tmp_path / "grpo" / "metrics.jsonl") if row["step"]]
     # without the cold start, a response of 4 tokens of 272 is a single number in one of 70,000
     assert [row["data/images"] for row in grpo] == [8, 8]
     assert grpo[0]["response_length/mean"] < 3 and grpo[0]["critic/score/mean"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_no_image_is_moved_twice_to_a_data_rank(tmp_path):
-    shown = output_of("benchmarks/vision.py", "--rounds=1", "--steps=2")
-    share = float(re.search(r"own rows: (-?[\d.]+)", shown)[1])
-    assert np.isfinite(share)
-    images = re.findall(r"^\| ([a-z]+(?: [a-z]+)?) \| (\d+) \| -?[\d.]+ \|", shown, re.MULTILINE)
-    assert images == [("shared", "8"), ("own", "64"), ("forward alone", "8")]
-    copies = float(re.search(r"most copies: ([\d.]+)", shown)[1])
-    assert 0 <= copies <= 0.5  # of two ranks, one has the image
