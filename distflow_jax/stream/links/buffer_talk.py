@@ -178,6 +178,7 @@ class BufferTalk:
             size = min(1, room.take(self.place, nodes.capacity, time.monotonic()))
             waits = self._knows if waits else None
         told: dict[str, Any] = {"capacity": size, "nodes": nodes.nodes, "waits": waits}
+        told |= {"address": nodes.address} if nodes.address else {}
         try:
             answer = self._call("lease_node", Frame(told | {"samples": bool(state.slots)}))
         finally:
