@@ -135,7 +135,7 @@ def nodes_ahead(plan: Plan) -> list[Node]:
     return [task.node for task in plan.tasks if task.node.id in ahead]
 
 
-def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str) -> tuple[Unit, ...]:
+def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str = "") -> tuple[Unit, ...]:
     """The units of a plan that workers run for the nodes `names`; those that sample have none, and
     ENVIRONMENT, which is `hosted`: rollout.environment.
 

@@ -100,6 +100,8 @@ class EnvironmentHosts:
         """Gives a host up that does not answer, or not as one."""
         if self._hosts.get(host.name) is host:
             del self._hosts[host.name]
+            if host.name not in self._again:
+                log.warning("host %s of environments does not answer: %s", host.name, why)
             self._again[host.name] = time.monotonic() + AGAIN_SECONDS
             asyncio.get_running_loop().call_later(AGAIN_SECONDS + 0.1, self._meet)
             host.lose(why)
