@@ -308,7 +308,8 @@ WORKER = Subcommand(
             "nodes",
             "list",
             [],
-            "Nodes of the graph, by commas, that the worker runs; empty: those that sample.",
+            "Nodes of the graph, by commas, that the worker runs, and environment for the "
+            "environments of other workers; empty: those that sample.",
         ),
         string(
             "engine",

@@ -35,8 +35,8 @@ class EventLoop:
     A coroutine that is overdue is cancelled. A thread cannot be ended: what it returns is dropped,
     and another one takes its place, so that `threads` calls can always be at work.
 
-    Methods are called in the loop's thread, but for `soon`, `start`, `take`, `check_hung` and
-    `close`.
+    Methods are called in the loop's thread, but for `soon`, `start`, `take`, `check_hung`,
+    `check_blocked` and `close`.
 
     Attributes:
       seconds: longest duration of a call, beside its wait for a thread.
@@ -76,7 +76,7 @@ class EventLoop:
             try:
                 return answers.get(timeout=min(self.seconds, seconds))
             except queue.Empty:
-                self._check()
+                self.check_blocked()
                 if time.monotonic() >= end:
                     raise
 
@@ -117,6 +117,8 @@ class EventLoop:
         if not task.done():
             raise EnvironmentCallFailed(call.what, "timed_out")
         value, error = task.result()
+        if isinstance(error, EnvironmentCallFailed):  # of another loop, which has its cause
+            raise error
         if error is not None:
             raise EnvironmentCallFailed(call.what, "raised", error)
         return value
@@ -178,7 +180,7 @@ class EventLoop:
         await asyncio.sleep(0)
         self._loop.stop()
 
-    def _check(self) -> None:
+    def check_blocked(self) -> None:
         """EnvironmentsFailed where the loop does not answer: something blocks it."""
         alive = threading.Event()
         self.soon(alive.set)
@@ -234,6 +236,12 @@ async def in_thread(function: Callable[..., T], *args: Any) -> T:
     if call is None:
         return await asyncio.to_thread(function, *args)
     return await call.loop.in_thread(call, function, args)
+
+
+def stop_deadline() -> None:
+    """Lets the environment's call take its time: another loop keeps its deadline."""
+    if call := _CALL.get():
+        call.pause()
 
 
 def name_call(what: str) -> None:

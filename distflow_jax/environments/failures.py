@@ -9,8 +9,10 @@ import traceback
 from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
 
 # Why a call gave no answer: it raised, or returned something else than an answer; its deadline
-# passed; a new object did not answer the turns so far as the one before.
-CAUSES = ("raised", "timed_out", "diverged")
+# passed; a new object did not answer the turns so far as the one before; the host that it ran on is
+# lost, which is no fault of the environment.
+HOST_LOST = "host_lost"
+CAUSES = ("raised", "timed_out", "diverged", HOST_LOST)
 
 _WINDOW, _LEAST = 256, 64  # tries whose rate is looked at; and so many at least
 _WHY = {
@@ -21,7 +23,7 @@ _WHY = {
 # files whose frames say nothing about what is wrong in a user's code
 _OURS = {
     str(pathlib.Path(__file__).with_name(f"{name}.py"))
-    for name in ("event_loop", "handle", "registry")
+    for name in ("environment_object", "event_loop", "handle", "registry")
 }
 
 log = logging.getLogger("distflow_jax")
@@ -42,6 +44,8 @@ class CallFailure:
     @classmethod
     def of(cls, failed: EnvironmentCallFailed, seconds: float) -> "CallFailure":
         """The record of a failed call; `seconds`: what it was given."""
+        if isinstance(failed, FailedElsewhere):
+            return failed.failure
         what, error = failed.what, failed.error
         if error is None:
             return cls(failed.cause, f"{what} {_WHY[failed.cause].format(seconds)}", what)
@@ -56,6 +60,14 @@ class CallFailure:
         text = "".join(traceback.format_exception(type(error), error, trace))
         kind = f"{what}, {type(error).__name__}{place}"
         return cls(failed.cause, f"{what} raised {summary}{place}\n{text}", kind)
+
+
+class FailedElsewhere(EnvironmentCallFailed):
+    """A call that another host made, and the record of its failure."""
+
+    def __init__(self, what: str, failure: CallFailure):
+        super().__init__(what, failure.cause)
+        self.failure = failure
 
 
 class Failures:
@@ -83,8 +95,12 @@ class Failures:
         """Counts a try of `reset` or `step`, and why it failed. Calls that bring a new object to
         where the one before was are parts of the try of the turn that follows.
 
-        EnvironmentsFailed where too many of the last tries of the method have failed.
+        A lost host is told, and is no try. EnvironmentsFailed where too many of the last tries of
+        the method have failed.
         """
+        if failure is not None and failure.cause == HOST_LOST:
+            self.tell(failure.kind, failure.error)
+            return
         window = self._tries[method]
         window.append(failure)
         if failure is None:

@@ -2,18 +2,15 @@
 
 import asyncio
 import dataclasses
-import inspect
 import itertools
 import queue
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.environment import Environment
-from distflow_jax.environments.event_loop import EnvironmentCallFailed, in_thread
-from distflow_jax.environments.failures import CallFailure
+from distflow_jax.environments.environment_object import EnvironmentObject
+from distflow_jax.environments.event_loop import EnvironmentCallFailed
+from distflow_jax.environments.failures import HOST_LOST, CallFailure
 from distflow_jax.environments.registry import Environments, Observed
 
 PAUSE = 0.25  # seconds before the second try, twice as many before each further one
@@ -52,7 +49,7 @@ class EnvironmentHandle:
         self._environments, self._prompt, self._answers = environments, prompt, answers
         self._loop = environments.loop
         self._turns: asyncio.Queue[np.ndarray | None] = asyncio.Queue()
-        self._object = _Object(environments, prompt)
+        self._object = EnvironmentObject(environments, prompt)
         self._past: list[tuple[np.ndarray | None, Observed]] = []  # what was answered how
         self._work = self._loop.start(self._live())
 
@@ -79,18 +76,19 @@ class EnvironmentHandle:
             self._discard()
 
     async def _answer(self, turn: np.ndarray | None) -> None:
-        retries = self._environments.calls.retries
-        for attempt in range(retries + 1):
-            last = attempt == retries
+        retries, failures = self._environments.calls.retries, 0
+        while failures <= retries:
             try:
                 observed = await self._try(turn)
             except EnvironmentCallFailed as failed:
                 failure = CallFailure.of(failed, self._loop.seconds)
+                failures += failure.cause != HOST_LOST
+                last = failures > retries
                 self._answers.put(TryOutcome(self.number, failure, last))
                 if not (self._past and self._object.repeatable):
                     self._discard()
                 if not last:
-                    await asyncio.sleep(PAUSE * 2**attempt)
+                    await asyncio.sleep(PAUSE * 2 ** max(0, failures - 1))
             else:
                 self._past.append((turn, observed))
                 self._answers.put(TryOutcome(self.number, observed))
@@ -100,74 +98,13 @@ class EnvironmentHandle:
         """The answer to a turn; a new object is given those before it."""
         if self._object.made is None:
             for before, seen in self._past:
-                if not seen.looks_like(await self._call(before)):
+                if not seen.looks_like(await self._object.call(before)):
                     raise EnvironmentCallFailed("reset" if before is None else "step", "diverged")
-        return await self._call(turn)
-
-    async def _call(self, turn: np.ndarray | None) -> Observed:
-        one = self._object
-        if turn is None:
-            return await self._loop.call("reset", one.reset, pending=one.pending)
-        return await self._loop.call("step", one.step, turn, pending=one.pending)
+        return await self._object.call(turn)
 
     def _discard(self) -> None:
-        one, self._object = self._object, _Object(self._environments, self._prompt)
-        self._loop.finish(self._close(one))
-
-    async def _close(self, one: "_Object") -> None:
-        """Calls an object's close() once no call of it is at work."""
-        while one.pending:
-            await asyncio.wait(set(one.pending))
-        try:
-            await self._loop.call("close", one.close, pending=set())
-        except EnvironmentCallFailed as failed:
-            failure = CallFailure.of(failed, self._loop.seconds)
-            self._environments.failures.tell(failure.kind, failure.error)
-
-
-class _Object:
-    """An object of the environment, made by `reset`; coroutines for the loop's thread.
-
-    `pending` has the parts of its calls that have not ended.
-    """
-
-    def __init__(self, environments: Environments, prompt: Prompt):
-        self.made: Environment | None = None
-        self.pending: set[asyncio.Future] = set()
-        self._environments, self._prompt = environments, prompt
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether `step` may be called again after it has failed."""
-        return getattr(self.made, "repeatable", False)
-
-    async def reset(self) -> Observed:
-        """Makes it and resets it; its first observation."""
-        if self._environments.is_async:
-            self._make()
-        else:
-            await in_thread(self._make)
-        return await _read(self._environments.first, self.made.reset, self._prompt)
-
-    async def step(self, tokens: np.ndarray) -> Observed:
-        """Its answer to a turn, int32 [T]."""
-        text = self._environments.tokenizer.decode(tokens)
-        return await _read(self._environments.observed, self.made.step, tokens, text)
-
-    async def close(self) -> None:
-        """Its own close(), if there is one."""
-        if hasattr(self.made, "close"):
-            await _read(lambda _: None, self.made.close)
-
-    def _make(self) -> None:
-        self.made = self._environments.make()
-
-
-async def _read(read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
-    """read(what a method gives): in the loop for a coroutine, else in a thread."""
-    if inspect.iscoroutinefunction(method):
-        return read(await method(*args))
-    return await in_thread(lambda: read(method(*args)))
+        one, self._object = self._object, EnvironmentObject(self._environments, self._prompt)
+        self._loop.finish(one.close())
 
 
 def check_environments(environments: Environments, prompt: Prompt) -> None:

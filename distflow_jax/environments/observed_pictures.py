@@ -45,7 +45,7 @@ class ImageSupport:
     def _image(self, number: int, picture: Any, count: int) -> Image:
         place = f"image {number + 1} of an observation's {count}"
         try:
-            image = image_of(_pixels(picture))
+            image = image_of(pixels_of(picture))
             check_sides(*image.pixels.shape[:2])
             self.tokenizer.layout.size(*image.pixels.shape[:2])
         except ValueError as error:
@@ -74,7 +74,7 @@ def check_shown(shown: Shown, sight: ImageSupport | None) -> None:
         )
 
 
-def _pixels(picture: Any) -> np.ndarray:
+def pixels_of(picture: Any) -> np.ndarray:
     """uint8 [H, W, 3] of an array, or of a picture of Pillow."""
     if hasattr(picture, "convert"):
         return on_white(picture)

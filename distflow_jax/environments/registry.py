@@ -1,6 +1,7 @@
 """Environments by name, and what they return, checked."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -82,12 +83,17 @@ class Environments:
         self._check_signature()
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
+        self._new = functools.partial(self._make, tokenizer, **kwargs)
         self.failures = Failures(name, calls.max_infra_rate)
         self._loop: EventLoop | None = None
 
     def make(self) -> Environment:
         """A new one."""
-        return self._make(self.tokenizer, **self._kwargs)
+        return self._new()
+
+    def run_elsewhere(self, make: Callable[[], Environment]) -> None:
+        """Has `make` give a new one from now on, whose async methods call one of another host."""
+        self._new, self.is_async = make, True
 
     @property
     def loop(self) -> EventLoop:

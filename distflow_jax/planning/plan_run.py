@@ -344,6 +344,7 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         offload=config.training.offload,
         group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
+        environment=config.rollout.environment,
         stuck_seconds=config.health.stuck_seconds,
     )
 

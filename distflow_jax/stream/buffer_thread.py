@@ -18,7 +18,7 @@ from distflow_jax.parallel import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
-from distflow_jax.stream.tasks import EVALUATION, SAMPLING
+from distflow_jax.stream.tasks import ENVIRONMENT, EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 TELL_SECONDS = 60.0  # between two words on a missing worker
@@ -153,7 +153,9 @@ class BufferThread(SamplingSide):
         buffer, producer = self._buffer, self._producer
         waiting = self._num_open() > 0 or producer.lacks_prompts
         sampling = [producer.name] if waiting and not buffer.at_work() else []
-        return sampling + buffer.unserved()
+        needs_host = ENVIRONMENT in buffer.served and self._num_open() > 0
+        hosts = [ENVIRONMENT] if needs_host and not buffer.at_work(ENVIRONMENT) else []
+        return hosts + sampling + buffer.unserved()  # samplers stall for want of hosts
 
     def _num_open(self) -> int:
         """Groups that wait for samples, those of evaluations too."""
@@ -164,7 +166,8 @@ class BufferThread(SamplingSide):
         with self._lock:
             missing = self._unserved()
             served = bool(missing) and missing[0] in self._buffer.served
-            groups = self._buffer.num_open(missing[0]) if served else self._num_open()
+            tasks = self._buffer.num_open(missing[0]) if served else 0
+            groups = tasks or self._num_open()
             lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
             unfit = self._buffer.unfit
         if not (missing or unfit):

@@ -11,6 +11,7 @@ from distflow_jax.parsing.setting_checks import refuse
 from distflow_jax.stages.registry import takes_policy_ratio
 from distflow_jax.stream.host_nodes import units_ahead
 from distflow_jax.stream.stream_config import StreamConfig
+from distflow_jax.stream.tasks import ENVIRONMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Surroundings:
     group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
     stuck_seconds: float  # after which the watchdog ends a run that waits
+    environment: str = ""  # rollout.environment
 
 
 # {what holds, see `check_plan`: the message}; the first one that holds is told
@@ -116,7 +118,8 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "late": "".join(late[:1]),
     }
     refuse(_COMBINATIONS, holds, stream=config, plan=plan, run=run, **values)
-    check_nodes(config.worker_nodes, plan, f"stream.worker_nodes={config.worker_nodes!r}")
+    where = f"stream.worker_nodes={config.worker_nodes!r}"
+    check_nodes(config.worker_nodes, plan, where, run.environment)
 
 
 def sampling_tasks(plan: Plan) -> list[Task]:
@@ -132,8 +135,9 @@ def nodes_ahead(plan: Plan) -> list[Node]:
     return [task.node for task in plan.tasks if task.node.id in ahead]
 
 
-def check_nodes(names: Iterable[str], plan: Plan, where: str) -> tuple[Unit, ...]:
-    """The units of a plan that workers run for the nodes `names`; those that sample have none.
+def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str = "") -> tuple[Unit, ...]:
+    """The units of a plan that workers run for the nodes `names`; those that sample have none, and
+    ENVIRONMENT, which is `hosted`: rollout.environment.
 
     Raises ValueError, which names `where` the names stand, for a node that workers cannot run.
     """
@@ -142,7 +146,19 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str) -> tuple[Unit, ...
     sampled = {task.node.id for task in sampling_tasks(plan)}
     trained = {t.state_key for t in plan.tasks if t.node.type == "MODEL_TRAIN"}
     ahead = {unit.name: unit for unit in units_ahead(plan, sampled)}
+    if ENVIRONMENT in names and ENVIRONMENT in tasks:
+        raise ValueError(
+            f"{where} names {ENVIRONMENT!r}, as which workers run rollout.environment, and dag "
+            f"{plan.name!r} has a node of this name: rename it"
+        )
+    if ENVIRONMENT in names and not hosted:
+        raise ValueError(
+            f"{where} names {ENVIRONMENT!r}, an environment host without work to do: set "
+            "rollout.environment, or take it out"
+        )
     for name in names:
+        if name == ENVIRONMENT:
+            continue
         if name not in tasks:
             raise ValueError(
                 f"{where} names {name!r}, and dag {plan.name!r} has no such node "

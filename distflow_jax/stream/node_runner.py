@@ -7,7 +7,7 @@ too, and the first result counts.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -37,13 +37,15 @@ class NodeRunner:
     """Runs tasks, and hands their results to the threads that began them; none without a unit.
 
     Attributes:
-      nodes: ids of the nodes that it runs.
+      nodes: ids of the nodes that it runs, and ENVIRONMENT for a host of environments.
+      address: of this host; "": it is none.
       served: results that task buffers have.
     """
 
-    def __init__(self, units: Mapping[str, ServedUnit]):
-        """`units`: by the node's id."""
-        self.nodes, self._units = sorted(units), dict(units)
+    def __init__(self, units: Mapping[str, ServedUnit], beside: Collection[str] = ()):
+        """`units`: by the node's id. `beside`: of `nodes`, that no task is of."""
+        self.nodes, self._units = sorted({*units, *beside}), dict(units)
+        self.address = ""
         self._inputs = {
             name: [(edge.source, edge.field) for edge in one.unit.inputs]
             for name, one in units.items()

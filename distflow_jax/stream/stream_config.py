@@ -84,7 +84,8 @@ class StreamConfig:
     # trainers have no sampler then
     workers: bool = False
     # nodes that workers run on each group beside those that sample, by their ids, such as reward:
-    # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them
+    # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them.
+    # With environment, rollout.environment runs on hosts of its own (--nodes=environment)
     worker_nodes: tuple[str, ...] = ()
     listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
     save_seconds: float = 5.0  # between two times that a worker sends tokens under way

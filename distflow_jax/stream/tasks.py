@@ -15,6 +15,7 @@ Key = tuple[int, str]  # counter of the prompt, id of the node
 SAMPLING = ""  # what workers that sample serve, beside ids of nodes
 EVALUATION = "(evaluation)"  # node of the groups of an evaluation, which they serve too
 SAMPLER = (SAMPLING, EVALUATION)
+ENVIRONMENT = "environment"  # what hosts of environments serve; no task is of it
 PIECES_BYTES = 160 << 20  # of one group's responses in a frame, which holds its images too
 FRUITLESS_LEASES = 30  # for which news without a new token prolong a lease
 NODE_QUOTA = 2  # nodes that a worker holds at a time: one that runs, and one that is next

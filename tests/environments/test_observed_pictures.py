@@ -18,6 +18,8 @@ from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.vision.image_layout import image_layout
+from distflow_jax.stream.frames.environment_frames import answers_frame, answers_of, returned
+from distflow_jax.stream.frames.frames import Frame
 
 TOKENIZER = Tokenizer.byte_level(320)
 SIGHT = ImageSupport(SeeingTokenizer(TOKENIZER, image_layout(TOWER, TOKENIZER, 0)), most=12)
@@ -57,6 +59,32 @@ def test_pictures_stand_where_the_text_says():
     other = environments().observed(Turn(Shown("a<image>bc<image>", [PICTURE, PICTURE])))
     assert not shown.same_as(other.shown)
     assert [n for *_, n in shown.keys] == [0, 0] and [n for *_, n in other.shown.keys] == [0, 1]
+
+
+@pytest.mark.parametrize("role", [None, "user"])
+def test_pictures_that_cross_the_wire_are_observed_alike(role):
+    pictures = [PICTURE, PIL.Image.fromarray(PICTURE[:, ::-1])]
+    turn = Turn(Shown("a<image>bc<image>", pictures, role), 1.5, logged={"shown": 2})
+    sent = answers_frame([(1, returned(turn), False)])
+    (answer,) = answers_of(Frame.of_bytes(sent.to_bytes()))
+    here, there = (environments().observed(one) for one in (turn, answer.outcome))
+    assert there.looks_like(here) and there.shown.same_as(here.shown)
+    assert (there.reward, there.logged) == (here.reward, here.logged)
+
+
+@pytest.mark.parametrize(
+    "picture, why",
+    [
+        (PICTURE.astype(np.float32), "image 1 of an observation's 1: "),
+        (PICTURE[..., 0], "image 1 of an observation's 1: "),
+        (PICTURE[:0], "image 1 of an observation's 1: "),
+    ],
+)
+def test_pictures_of_another_form_are_refused_where_they_arrive(picture, why):
+    sent = answers_frame([(1, returned(Shown("<image>", [picture])), False)])
+    (answer,) = answers_of(Frame.of_bytes(sent.to_bytes()))
+    with pytest.raises(ValueError, match=why):
+        environments().first(answer.outcome)
 
 
 def test_what_is_transparent_is_white_as_in_files():

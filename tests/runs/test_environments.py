@@ -62,7 +62,7 @@ def test_its_metrics(folder):
         assert sum(shares.values()) == pytest.approx(1) and len(shares) == 4
         assert shares["environment/ended/turn_length"] > 0.5
         infra = {k: v for k, v in metrics.items() if k.startswith("environment/infra/")}
-        assert len(infra) == 5 and not any(infra.values())
+        assert len(infra) == 6 and not any(infra.values())
         assert metrics["environment/observation_tokens"] > 0
         # noise is never right: whatever was shown to the environment was wrong, and the last turns
         # of the others were cut

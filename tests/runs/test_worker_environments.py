@@ -18,6 +18,7 @@ from support.worker_runs import (
     PROMPTS,
     SAMPLES,
     WORKERS,
+    await_ready,
     check_account,
     check_evaluations,
     check_trained,
@@ -39,6 +40,7 @@ MARKS = pathlib.Path(__file__).parent
 class Again:
     def __init__(self, tokenizer):
         self.encode = tokenizer.encode_turn
+        (MARKS / f"made{os.getpid()}").touch()
 
     def reset(self, prompt):
         self.truth, self.turns = int(prompt.ground_truth), 0
@@ -140,6 +142,55 @@ def test_a_worker_that_dies_amid_its_episodes_and_trainers_that_are_killed_lose_
     check_trained(folder, steps, exact=False)
     check_account(folder)
     check_turns(folder, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_environments_of_other_hosts_outlive_these_and_workers_and_trainers(tmp_path, started):
+    """A worker and the host of its environments are killed amid episodes, others join, and the
+    trainers are killed and started again. No worker that samples makes an environment."""
+    folder, steps = tmp_path / "run", 6
+    flags = (*environment(tmp_path), f"training.steps={steps}")
+    flags += ("stream.worker_nodes=('environment',)", "rollout.num_slots=16")
+    job = trainers(started, folder, flags)
+    samplers = [worker(started, folder, flags) for _ in range(2)]
+    for one in samplers:
+        await_ready(one)
+    hosts = [worker(started, folder, flags, own=("--nodes=environment",))]
+    kill_amid(tmp_path, hosts[0], job)
+    until(lambda: any("is lost, its responses" in one.output() for one in samplers), job.output)
+    samplers.sort(key=lambda one: "is lost, its responses" in one.output())
+    samplers[0].kill()  # the other one tells of its loss
+    hosts.append(worker(started, folder, flags, own=("--nodes=environment",)))
+    samplers.append(worker(started, folder, flags))
+    await_step(folder, 3, job)
+    job.kill()
+    job.process.wait(HANG)
+    job = trainers(started, folder, flags)
+    assert job.end() == 0, job.output() + samplers[1].output() + hosts[1].output()
+    for one in (*samplers[1:], hosts[1]):
+        assert one.end() == 0, one.output()
+        assert "started again" in one.output()
+    made = {one.process.pid: (tmp_path / f"made{one.process.pid}").exists() for one in samplers}
+    assert not any(made.values()), made
+    assert (tmp_path / f"amid{hosts[1].process.pid}").exists()
+    check_trained(folder, steps, exact=False)
+    check_account(folder)
+    check_turns(folder, steps)
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert any(row["environment/infra/host_lost"] for row in rows if row["step"])
+
+
+@pytest.mark.slow
+def test_a_host_of_environments_without_work_is_refused(tmp_path, started):
+    """By a run whose samplers run them."""
+    folder = tmp_path / "run"
+    flags = environment(tmp_path)
+    job = trainers(started, folder, flags)
+    host = worker(started, folder, flags, own=("--nodes=environment",))
+    assert host.end() == 2, job.output() + host.output()
+    assert "the trainers run node 'environment' themselves" in host.output()
+    assert "Traceback" not in host.output()
 
 
 def facts_of(episode):

@@ -35,6 +35,11 @@ def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_
     [
         (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .*did you mean 'reward'"),
         (["actor_train"], {}, "--nodes=actor_train .* model 'actor', which this run trains"),
+        (
+            ["environment"],
+            {},
+            "--nodes=environment .* environment host without work",
+        ),
         (["reward"], {"foreign": FOREIGN}, "--nodes=reward names no node that samples, and"),
     ],
 )

@@ -317,6 +317,7 @@ SIZES = [
             ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
             ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
+            ("stream.worker_nodes=('environment',)", "an environment host without work to do: set"),
             ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
             ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
             (

@@ -44,6 +44,7 @@ from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
 from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
+from distflow_jax.stream.tasks import ENVIRONMENT
 
 log = logging.getLogger("distflow_jax")
 
@@ -228,7 +229,7 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
         version=state.step,
         lease_seconds=config.lease_seconds if config.workers else math.inf,
         max_tries=config.max_tries,
-        served=(ahead - set(sampled)) & set(config.worker_nodes),
+        served=(ahead - set(sampled) | {ENVIRONMENT}) & set(config.worker_nodes),
         environment_seconds=0.0 if prepared.environments is None else prepared.environments.seconds,
         differs=differs,
     )

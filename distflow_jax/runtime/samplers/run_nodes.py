@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
@@ -11,14 +11,24 @@ from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import RunPlan, make_plan
+from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan
 from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.links.environment_host import EnvironmentHost
 from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
+from distflow_jax.stream.tasks import ENVIRONMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosting:
+    """Calls to what runs environments of workers, see EnvironmentHost; by default there is none."""
+
+    listen: Callable[[str, bytes], str] = lambda address, token: ""
+    check: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +37,36 @@ class WorkerNodes:
 
     Attributes:
       samples: whether it serves those that sample.
+      hosts: whether it runs environments of workers that sample.
       units: host nodes.
     """
 
     samples: bool
+    hosts: bool
     units: Sequence[Unit]
     run: RunPlan
+
+    def open_host(self, files: contextlib.ExitStack) -> Hosting:
+        """Opens what runs environments of workers; `files` closes it.
+
+        Raises ValueError or FileNotFoundError for an environment that is not there.
+        """
+        if not self.hosts:
+            return Hosting()
+        config = self.run.config
+        environments = make_environments(config, self.run.source, files)
+        host = EnvironmentHost(environments, config.stream.lease_seconds)
+        files.callback(host.close)
+        return Hosting(host.listen, host.check)
 
     def open(self, files: contextlib.ExitStack) -> NodeRunner:
         """Opens the functions of the host nodes; `files` ends their processes.
 
         Raises ValueError or FileNotFoundError for functions that are not there.
         """
+        beside = [ENVIRONMENT] if self.hosts else []
         if not self.units:
-            return NodeRunner({})
+            return NodeRunner({}, beside)
         tasks = [task for unit in self.units for task in unit.tasks]
         rewards = files.enter_context(RewardPool(self.run.config.reward))
         rewards.one_by_one  # noqa: B018 - its processes have found the function then
@@ -51,7 +77,8 @@ class WorkerNodes:
             {
                 unit.name: ServedUnit(unit, lambda values, unit=unit: ahead.results(unit, values))
                 for unit in self.units
-            }
+            },
+            beside,
         )
 
 
@@ -68,7 +95,7 @@ def read_nodes(
     sampling = [task.node.id for task in sampling_tasks(plan)]
     names = tuple(names) or tuple(sampling)
     where = f"--nodes={','.join(names)}"
-    units = check_nodes(names, plan, where)
+    units = check_nodes(names, plan, where, config.rollout.environment)
     missing = [node for node in sampling if node not in names]
     if missing and len(missing) < len(sampling):
         raise ValueError(
@@ -76,7 +103,7 @@ def read_nodes(
             "all of them or none"
         )
     run = RunPlan(own, graph, machine, source, sizes, plan, models_of(plan), None)
-    return WorkerNodes(not missing and bool(sampling), units, run)
+    return WorkerNodes(not missing and bool(sampling), ENVIRONMENT in names, units, run)
 
 
 def own_sizes(

@@ -10,7 +10,7 @@ import pathlib
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,11 +39,12 @@ from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
-from distflow_jax.runtime.samplers.run_nodes import own_sizes, read_nodes
+from distflow_jax.runtime.samplers.run_nodes import Hosting, own_sizes, read_nodes
 from distflow_jax.stream.links.buffer_addresses import addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
+from distflow_jax.stream.links.environment_hosts import EnvironmentHosts
 from distflow_jax.stream.links.file_limit import raise_file_limit
 from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
@@ -105,12 +106,16 @@ def run_worker(
     with contextlib.ExitStack() as files:
         runner = served.open(files)
         environments = make_environments(config, source, files) if served.samples else None
-        asked = _Asked(config, graph, source, foreign, patience, environments)
+        hosting = served.open_host(files)
+        asked = _Asked(config, graph, source, foreign, patience, environments, hosting)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
-        joining = Joining(join, name, tables, runner.nodes)
+        joining = Joining(join, name, tables, runner.nodes, everywhere=served.hosts)
         serve = _sample if served.samples else _run_nodes
-        return serve(asked, joining, stop.is_set, runner)
+        try:
+            return serve(asked, joining, lambda: hosting.check() or stop.is_set(), runner)
+        except (EngineError, EnvironmentsFailed) as error:
+            raise ValueError(f"{error}; its groups are for other workers now") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +128,7 @@ class _Asked:
     foreign: EngineChoice | None
     patience: Patience
     environments: Environments | None  # None: a response is one turn
+    hosting: Hosting  # of environments of workers
 
 
 def _check_foreign(foreign: EngineChoice, config: Config, source: ModelSource) -> None:
@@ -140,7 +146,7 @@ def _run_nodes(
     asked: _Asked, joining: Joining, stopped: Callable[[], bool], nodes: NodeRunner
 ) -> int:
     """Runs host nodes alone until the run has ended, or `stopped()`; returns the exit code."""
-    links = _join(joining, asked.patience, stopped)
+    links = _join(asked, joining, stopped, nodes)
     if links is None:
         return EXIT_DONE
     print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.clients)} trainers", flush=True)
@@ -156,17 +162,22 @@ def _run_nodes(
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
 
-def _join(joining: Joining, patience: Patience, stopped: Callable[[], bool]) -> Links | None:
-    """Links to the task buffers; None if the run has ended."""
-    links = joining.first(patience.join, stopped)
+def _join(
+    asked: _Asked, joining: Joining, stopped: Callable[[], bool], nodes: NodeRunner
+) -> Links | None:
+    """Links to the task buffers, which a host of environments answers from now on at the address
+    that `nodes` gets; None if the run has ended."""
+    links = joining.first(asked.patience.join, stopped)
     if links is None:
         log.info("the run has ended")
+        return None
+    nodes.address = asked.hosting.listen(asked.config.stream.listen, joining.token)
     return links
 
 
 def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: NodeRunner) -> int:
     """Samples, and runs `nodes`, until the run has ended, or `ended()`; returns the exit code."""
-    links = _join(joining, asked.patience, ended)
+    links = _join(asked, joining, ended, nodes)
     if links is None:
         return EXIT_DONE
     config, graph, source = asked.config, asked.graph, asked.source
@@ -187,6 +198,9 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             newest=links.newest,
             slots=opened.slots,
         )
+        if links.hosts is not None:
+            state.meet = _run_elsewhere(asked, joining, files)
+            state.meet(links.hosts)
         responses: collections.deque[Response] = collections.deque()
         save_seconds = config.stream.save_seconds
         link = RemoteLink(state, opened.pull, responses, save_seconds=save_seconds)
@@ -201,16 +215,25 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             f"{len(links.clients)} trainers",
             flush=True,
         )
-        try:
-            finished = client.sample(worker, link, ended)
-        except (EngineError, EnvironmentsFailed) as error:
-            raise ValueError(f"{error}; its groups are for other workers now") from error
+        finished = client.sample(worker, link, ended)
     print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
         f"{worker.load_seconds:.3f} s",
         flush=True,
     )
     return EXIT_DONE if finished else EXIT_PREEMPTED
+
+
+def _run_elsewhere(
+    asked: _Asked, joining: Joining, files: contextlib.ExitStack
+) -> Callable[[Mapping[str, str]], None]:
+    """Has environments run on the hosts of the run, which the returned function takes."""
+    loop, seconds = asked.environments.loop, asked.config.stream.lease_seconds
+    hosts = EnvironmentHosts(loop, joining.name, joining.token, seconds)
+    files.callback(hosts.close)
+    files.callback(asked.environments.close)  # before that: the hosts hear of it
+    asked.environments.run_elsewhere(hosts.make)
+    return hosts.meet
 
 
 def _first_weights(

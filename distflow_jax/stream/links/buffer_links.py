@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
@@ -56,6 +56,9 @@ class Links:
     first_version: int  # that a worker which joins should hold
     clients: Sequence[WireClient]
     places: tuple[int, ...] = ()  # of the task buffers that the worker asks for work
+    ranked: bool = False  # whether the roster says which these are
+    # addresses of the hosts of the run's environments, by name; None: samplers run these
+    hosts: Mapping[str, str] | None = None
 
     def kept_of(self, attempt: str) -> int:
         """The newest version that this start has in common with an earlier one; -1: none is known.
@@ -72,7 +75,7 @@ class Links:
 
     def assign(self) -> None:
         """Has the roster say anew which task buffers the worker asks; Refused or Unreachable."""
-        if needs_roster(self.clients):
+        if self.ranked:
             answer = self.call(self.clients[0], "assign", Frame({}))
             self.places = _places(answer.facts, len(self.clients))
 
@@ -100,11 +103,24 @@ class Joining:
         name: str,
         tables: Mapping[str, Mapping[str, str]],
         nodes: Sequence[str] = (),
+        *,
+        everywhere: bool = False,
     ):
-        """`nodes`: that the worker serves; () for one that samples."""
+        """`nodes`: that the worker serves; () for one that samples. `everywhere`: whether it asks
+        all task buffers, however many these are."""
         self._join, self._name = join, name
         self._tables: Mapping[str, Any] = {**tables, **({"nodes": list(nodes)} if nodes else {})}
-        self._given = addresses(join)
+        self._given, self._everywhere = addresses(join), everywhere
+
+    @property
+    def token(self) -> bytes:
+        """The run's token. ValueError where it is not known."""
+        return find_run_token(None if self._given else self._join)
+
+    @property
+    def name(self) -> str:
+        """Of this worker."""
+        return self._name
 
     def first(
         self, seconds: float = JOIN_SECONDS, stopped: Callable[[], bool] = lambda: False
@@ -161,8 +177,7 @@ class Joining:
 
     def _meet(self, address: str, seconds: float) -> Links:
         """Links to all task buffers, whose addresses that of `address` names."""
-        token = find_run_token(None if self._given else self._join)
-        end = time.monotonic() + seconds
+        token, end = self.token, time.monotonic() + seconds
 
         with contextlib.ExitStack() as on_failure:
             with contextlib.closing(WireClient(address, token, self._name)) as first:
@@ -170,7 +185,7 @@ class Joining:
             buffers = checked(lambda: [str(one) for one in facts["buffers"]])
             made = (WireClient(b, token, self._name, limit_bytes=FRAME_BYTES) for b in buffers)
             clients = [on_failure.enter_context(contextlib.closing(one)) for one in made]
-            many = needs_roster(buffers)
+            many = needs_roster(buffers) and not self._everywhere
             ranked = self._ask(clients[0], "assign", Frame({}), end) if many else {}
             places = _places(ranked, len(buffers))
             told = [self._register(clients[place], end) for place in places]
@@ -184,6 +199,8 @@ class Joining:
             min(int(one["wanted"][0]) for one in told),
             clients,
             places,
+            many,
+            hosts_of(told),
         )
 
     def _register(self, client: WireClient, end: float) -> Mapping[str, Any]:
@@ -198,6 +215,12 @@ class Joining:
             return Frame.of_bytes(client.call(method, frame.to_bytes(), seconds)).facts
         except Refused as error:
             raise ValueError(f"{client.address}: {error}") from error
+
+
+def hosts_of(told: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
+    """The hosts of environments that answers of task buffers name; None: the run has none."""
+    found = [facts["hosts"] for facts in told if "hosts" in facts]
+    return {name: at for hosts in found for name, at in hosts.items()} if found else None
 
 
 def needs_roster(buffers: Sequence[Any]) -> bool:

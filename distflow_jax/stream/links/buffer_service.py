@@ -30,7 +30,7 @@ from distflow_jax.stream.links.refusals import Refusals
 from distflow_jax.stream.links.waiting_questions import WaitingQuestions
 from distflow_jax.stream.links.worker_pool import Roster
 from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, NodeTask, progress_of
+from distflow_jax.stream.tasks import ENVIRONMENT, SAMPLER, Key, NodeTask, progress_of
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
 
 NODE_TABLE = "node_config"  # of a registration
@@ -190,6 +190,8 @@ class BufferService:
             if self._foreign(frame) or self.ended:
                 return Frame(state)
             self._buffer.heartbeat(worker, now, nodes)
+            if "address" in frame.facts:
+                self._roster.meet_host(worker, fact_of(frame, "address", str))
             task = self._buffer.lease_node(worker, nodes, now) if capacity > 0 else None
             if task is None:
                 samples = frame.facts.get("samples") is True
@@ -292,7 +294,7 @@ class BufferService:
         """
         now, known = time.monotonic(), self._known(worker)
         if samples:
-            nodes = [*nodes, *(SAMPLER if known[1] is not None else (SAMPLING,))]
+            nodes = [*nodes, *SAMPLER[: 1 + (known[1] is not None)]]
         waits, there = frame.facts.get("waits"), self._waiting.has_tasks(nodes)
         if waits == list(known) and not there:
             return self._waiting.add(worker, nodes, known, now)
@@ -308,6 +310,8 @@ class BufferService:
         buffer = self._buffer
         state = {"newest": buffer.newest, "wanted": buffer.wanted(), "ended": self.ended}
         state["evaluates"] = buffer.evaluates(worker)
+        if ENVIRONMENT in buffer.served:
+            state["hosts"] = self._roster.hosts(buffer.at_work(ENVIRONMENT))
         return {"attempt": self._facts["attempt"], **state}
 
 

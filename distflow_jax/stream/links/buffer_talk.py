@@ -140,13 +140,13 @@ class BufferTalk:
 
     def _wait(self) -> None:
         """Asks for a hint: the answer comes once there is something to ask for."""
-        state, nodes = self._state, self._nodes.nodes
+        state = self._state
         with state.lock:
             state.waiting.add(self.place)
-            told = {"waits": self._knows, "samples": bool(state.slots), "nodes": nodes}
+            told = {"waits": self._knows, "samples": bool(state.slots), **self._served}
             told |= self._told(0)
         try:
-            self._call("lease_node" if nodes else "lease", Frame(told))
+            self._call("lease_node" if self._nodes.nodes else "lease", Frame(told))
         finally:
             with state.lock:
                 state.waiting.discard(self.place)
@@ -183,7 +183,7 @@ class BufferTalk:
         nodes, room, state = self._nodes, self._talks.runs, self._state
         with state.lock:
             size = min(1, room.take(self.place, nodes.capacity, time.monotonic()))
-            told: dict[str, Any] = {"capacity": size, "nodes": nodes.nodes}
+            told: dict[str, Any] = self._served | {"capacity": size}
             told["waits"] = size > 0 and not self._holds() or None
         try:
             answer = self._call("lease_node", Frame(told))
@@ -194,6 +194,12 @@ class BufferTalk:
         if came:
             nodes.begin(answer, state.wake)
         return came, float(answer.facts.get("again", LEAST_SECONDS))
+
+    @property
+    def _served(self) -> dict[str, Any]:
+        """What the worker tells of the nodes that it serves."""
+        address = {"address": self._nodes.address} if self._nodes.address else {}
+        return {"nodes": self._nodes.nodes, **address}
 
     def _told(self, size: int) -> dict[str, Any]:
         """State of the worker that a question for groups tells; under the lock."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.rollout.requests import GroupRequest, Response
-from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.links.buffer_links import Links, hosts_of
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
@@ -62,6 +62,9 @@ class WorkerState:
     evaluates: int | None = None  # version that it should hold for an evaluation
     # the three of each task buffer, by place
     said: dict[int, tuple[int, int, int | None]] = dataclasses.field(default_factory=dict)
+    # hosts of environments that each task buffer names, by place, and what takes them
+    hosts: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    meet: Callable[[Mapping[str, str]], None] = lambda hosts: None
     assigned: collections.deque[LeasedGroup] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
     whole: dict[Key, Progress] = dataclasses.field(default_factory=dict)
@@ -81,6 +84,7 @@ class WorkerState:
         """Takes links to task buffers of a start of the run; under the lock."""
         self.links, self.newest = links, links.newest
         self.said.clear()
+        self.hosts.clear()
         self.asked.clear()
         self._settle()
 
@@ -91,11 +95,15 @@ class WorkerState:
         if changed := said != self.said.get(place):
             self.said[place] = said
             self._settle()
+        if "hosts" in facts:
+            self.hosts[place] = facts
+            self.meet(hosts_of(self.hosts.values()) or {})
         return changed
 
     def forget(self, place: int) -> None:
         """Forgets what a task buffer has said which the worker asks no more; under the lock."""
         self.said.pop(place, None)
+        self.hosts.pop(place, None)
         self._settle()
 
     @property

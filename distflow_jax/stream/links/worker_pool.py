@@ -5,6 +5,9 @@ Nothing here communicates or reads a clock.
 
 import bisect
 import zlib
+from collections.abc import Collection
+
+from distflow_jax.parsing.addresses import checked_address
 
 MOST_PLACES = 16  # task buffers of a worker, where all have enough workers by it
 LEAST_WORKERS = 2  # of a task buffer, where there are so many
@@ -33,6 +36,7 @@ class Roster:
     def __init__(self) -> None:
         self._order: list[tuple[int, str]] = []
         self._heard: dict[str, float] = {}  # the one that was silent longest first
+        self._hosts: dict[str, str] = {}  # addresses of those that run environments
 
     def rank(self, worker: str, now: float) -> tuple[int, int]:
         """(rank of a worker that is heard of now, number of workers)."""
@@ -48,6 +52,15 @@ class Roster:
         """Notes that a worker has gone."""
         if self._heard.pop(worker, None) is not None:
             del self._order[bisect.bisect_left(self._order, _entry(worker))]
+
+    def meet_host(self, worker: str, address: str) -> None:
+        """Notes where a host of environments answers. ValueError for what is no address."""
+        self._hosts[worker] = checked_address("the address of a host", address)
+
+    def hosts(self, at_work: Collection[str]) -> dict[str, str]:
+        """The addresses of those hosts that are at work; others are forgotten."""
+        self._hosts = {name: at for name, at in self._hosts.items() if name in at_work}
+        return dict(self._hosts)
 
 
 class QuestionTimes:

@@ -1,0 +1,304 @@
+"""A worker's environments that run on other hosts: which ones there are, and the calls to them.
+
+Two threads talk with each host: one sends calls, which it answers at once, and one asks for what
+has ended. All else happens in the thread of the event loop, where a call is a coroutine that waits.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distflow_jax.batch import Prompt
+from distflow_jax.environments.environment import Turn
+from distflow_jax.environments.event_loop import EventLoop, stop_deadline
+from distflow_jax.environments.failures import HOST_LOST, CallFailure, FailedElsewhere
+from distflow_jax.stream.frames.environment_frames import (
+    EnvironmentAnswer,
+    EnvironmentCall,
+    answers_of,
+    calls_frame,
+)
+from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame
+from distflow_jax.stream.frames.prompt_frames import request_bytes
+from distflow_jax.stream.links.environment_host import CALL, WAIT
+from distflow_jax.stream.wire.calls import Refused, Unreachable
+from distflow_jax.stream.wire.wire_client import WireClient
+
+CALLS_BYTES = 32 << 20  # of the prompts in one frame, but for the first one
+AGAIN_SECONDS = 2.0  # before a host that was lost is asked again
+TELL_SECONDS = 60.0  # between two warnings that there is no host
+FIRST_SECONDS = 5.0  # before the first one
+CLOSE_SECONDS = 1.0  # for what is left to be sent
+_LAST = EnvironmentCall(0, 0, None)  # behind it nothing is sent
+
+log = logging.getLogger("distflow_jax")
+
+
+class EnvironmentHosts:
+    """The hosts that environments of a worker run on. `meet` and `close` may be called anywhere,
+    the others in the loop's thread.
+
+    Args:
+      loop: that calls are made in.
+      name: of this worker.
+      token: of the run.
+      seconds: after which a host that does not answer is lost.
+    """
+
+    def __init__(self, loop: EventLoop, name: str, token: bytes, seconds: float):
+        self.loop, self._seconds = loop, seconds
+        self._name, self._token = name, token
+        self._told: Mapping[str, str] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._again: dict[str, float] = {}  # when hosts that were lost are asked again
+        self._came = asyncio.Event()
+        self._next_told = 0.0
+
+    def meet(self, told: Mapping[str, str]) -> None:
+        """Takes the hosts that are at work now: their addresses by name."""
+        self.loop.soon(self._meet, told)
+
+    def close(self) -> None:
+        """Ends the connections, once what the hosts should know is sent."""
+        for host in list(self._hosts.values()):
+            host.close()
+
+    def make(self) -> "_Elsewhere":
+        """An environment that runs on one of the hosts."""
+        return _Elsewhere(self)
+
+    async def find(self) -> "_Host":
+        """The host at work that has the fewest objects; waits for one."""
+        began = time.monotonic()
+        while True:
+            known = [self._hosts[name] for name in self._told if name in self._hosts]
+            if ready := [host for host in known if host.ready]:
+                return min(ready, key=lambda host: len(host.objects))
+            self._came.clear()
+            self._warn(began)
+            try:
+                await asyncio.wait_for(self._came.wait(), FIRST_SECONDS)
+            except TimeoutError:
+                continue
+
+    def hear(self, host: "_Host", answers: Sequence[EnvironmentAnswer]) -> None:
+        """Takes what a host says."""
+        host.ready = not host.lost
+        self._came.set()
+        for answer in answers:
+            host.hear(answer)
+
+    def lose(self, host: "_Host", why: str) -> None:
+        """Gives a host up that does not answer, or not as one."""
+        if self._hosts.get(host.name) is host:
+            del self._hosts[host.name]
+            if host.name not in self._again:
+                log.warning("host %s of environments does not answer: %s", host.name, why)
+            self._again[host.name] = time.monotonic() + AGAIN_SECONDS
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS + 0.1, self._meet)
+            host.lose(why)
+
+    def release(self, host: "_Host", place: int) -> None:
+        """Ends an object of a host."""
+        if place in host.objects:
+            host.objects.discard(place)
+            host.send(EnvironmentCall(0, place, None))
+            self._meet()
+
+    def _meet(self, told: Mapping[str, str] | None = None) -> None:
+        self._told, now = self._told if told is None else dict(told), time.monotonic()
+        for name, host in list(self._hosts.items()):
+            if name not in self._told and not host.objects:
+                del self._hosts[name]
+                host.leave()
+        for name, address in self._told.items():
+            if name not in self._hosts and self._again.get(name, 0.0) <= now:
+                # a name of its own for each connection: the host keeps no object of one before
+                client = f"{secrets.token_hex(4)}-{self._name}"
+                wire = WireClient(address, self._token, client, limit_bytes=FRAME_BYTES)
+                self._hosts[name] = _Host(self, name, wire, self._seconds)
+
+    def _warn(self, began: float) -> None:
+        now = time.monotonic()
+        if now >= max(began + FIRST_SECONDS, self._next_told):
+            self._next_told = now + TELL_SECONDS
+            log.warning(
+                "no host of environments is at work, and responses wait for one; start one: "
+                "distflow worker --nodes=environment --config=... --join=..."
+            )
+
+
+class _Host:
+    """A host: its objects, and the calls that are under way there.
+
+    Attributes:
+      ready: whether it has answered, and is not lost.
+      objects: places of those that have not ended.
+    """
+
+    def __init__(self, hosts: EnvironmentHosts, name: str, wire: WireClient, seconds: float):
+        self.name, self.objects = name, set[int]()
+        self.ready = self.lost = False
+        self._why, self._numbers = "", itertools.count(1)
+        self._under_way: dict[int, tuple[str, asyncio.Future[EnvironmentAnswer]]] = {}
+
+        def heard(answers: Sequence[EnvironmentAnswer]) -> None:
+            hosts.loop.soon(hosts.hear, self, answers)
+
+        def failed(why: str) -> None:
+            hosts.loop.soon(hosts.lose, self, why)
+
+        self._talk = _Talk(wire, seconds, heard, failed)
+        self.send, self.leave, self.close = self._talk.send, self._talk.leave, self._talk.close
+
+    async def call(self, what: str, place: int, value: Prompt | np.ndarray) -> EnvironmentAnswer:
+        """The answer to a call of an object, `value` as of EnvironmentCall, int32 [T].
+
+        FailedElsewhere without one, ValueError for one that cannot be read.
+        """
+        if self.lost:
+            raise self._lost(what)
+        number = next(self._numbers)
+        future: asyncio.Future[EnvironmentAnswer] = asyncio.get_running_loop().create_future()
+        self._under_way[number] = what, future
+        self.send(EnvironmentCall(number, place, value))
+        try:
+            return await future
+        finally:
+            del self._under_way[number]
+
+    def hear(self, answer: EnvironmentAnswer) -> None:
+        """Takes the outcome of a call; of one that was given up, nothing."""
+        what, future = self._under_way.get(answer.number, ("", None))
+        if future is None or future.done():
+            return
+        if isinstance(answer.outcome, CallFailure):
+            future.set_exception(FailedElsewhere(what, answer.outcome))
+        elif isinstance(answer.outcome, ValueError):
+            error = f"host {self.name} of environments answers what cannot be read"
+            future.set_exception(ValueError(f"{error}: {answer.outcome}"))
+        else:
+            future.set_result(answer)
+
+    def lose(self, why: str) -> None:
+        """Fails all calls under way."""
+        self._why, self.lost, self.ready = why, True, False
+        self.leave()
+        for what, future in self._under_way.values():
+            if not future.done():
+                future.set_exception(self._lost(what))
+
+    def _lost(self, what: str) -> FailedElsewhere:
+        text = f"host {self.name} of environments is lost, its responses go on elsewhere"
+        return FailedElsewhere(what, CallFailure(HOST_LOST, f"{text}: {self._why}", text))
+
+
+class _Talk:
+    """Two threads that talk with a host: one sends calls, one takes what has ended.
+
+    `heard` gets the latter, and `failed` why the host is lost.
+    """
+
+    def __init__(
+        self,
+        wire: WireClient,
+        seconds: float,
+        heard: Callable[[Sequence[EnvironmentAnswer]], None],
+        failed: Callable[[str], None],
+    ):
+        self._wire, self._seconds, self._heard, self._failed = wire, seconds, heard, failed
+        self._outbox: queue.SimpleQueue[EnvironmentCall] = queue.SimpleQueue()
+        self._sender, listener = (
+            threading.Thread(target=one, daemon=True, name=f"environment-host-{wire.address}")
+            for one in (self._send, self._listen)
+        )
+        self._sender.start()
+        listener.start()
+
+    def send(self, call: EnvironmentCall) -> None:
+        """Has a call sent."""
+        self._outbox.put(call)
+
+    def leave(self) -> None:
+        """As `close`, and does not wait."""
+        threading.Thread(target=self.close, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the connections, once the calls before are sent."""
+        self._outbox.put(_LAST)
+        self._sender.join(CLOSE_SECONDS)
+        self._wire.close()
+
+    def _send(self) -> None:
+        while True:
+            calls = [self._outbox.get()]
+            size = _size(calls[0])
+            while calls[-1] is not _LAST and size < CALLS_BYTES and not self._outbox.empty():
+                calls.append(self._outbox.get())
+                size += _size(calls[-1])
+            sent = [call for call in calls if call is not _LAST]
+            if sent and not self._ask(CALL, calls_frame(sent)) or calls[-1] is _LAST:
+                return
+
+    def _listen(self) -> None:
+        frame = Frame({"first": True})
+        while answer := self._ask(WAIT, frame):
+            self._heard(answer[0])
+            frame = Frame({})
+
+    def _ask(self, method: str, frame: Frame) -> tuple[Sequence[EnvironmentAnswer]] | None:
+        """(what has ended,) by the host's answer; None: it is lost."""
+        try:
+            answer = Frame.of_bytes(self._wire.call(method, frame.to_bytes(), self._seconds))
+            if answer.facts.get("unknown"):
+                raise Refused("it has heard nothing of this worker for too long")
+            return (answers_of(answer),)
+        except (Unreachable, Refused, ValueError) as error:
+            self._failed(str(error))
+            return None
+
+
+class _Elsewhere:
+    """An environment that runs on a host."""
+
+    _places = itertools.count(1)
+
+    def __init__(self, hosts: EnvironmentHosts):
+        self.repeatable = False
+        self._hosts, self._place = hosts, next(self._places)
+        self._host: _Host | None = None
+
+    async def reset(self, prompt: Prompt) -> Any:
+        """As of Environment."""
+        stop_deadline()
+        self._host = await self._hosts.find()
+        self._host.objects.add(self._place)
+        answer = await self._host.call("reset", self._place, prompt)
+        self.repeatable = answer.repeatable
+        return answer.outcome
+
+    async def step(self, tokens: np.ndarray, text: str) -> Turn:
+        """As of Environment; the host has the text of the tokens int32 [T]."""
+        stop_deadline()
+        try:
+            return (await self._host.call("step", self._place, tokens)).outcome
+        except FailedElsewhere as failed:
+            self.repeatable &= failed.cause != HOST_LOST
+            raise
+
+    async def close(self) -> None:
+        """Has the host close it."""
+        if self._host is not None:
+            self._hosts.release(self._host, self._place)
+
+
+def _size(call: EnvironmentCall) -> int:
+    return request_bytes(call.value, rows=True) if isinstance(call.value, Prompt) else 0

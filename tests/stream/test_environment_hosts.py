@@ -1,0 +1,383 @@
+"""Environments that run on other hosts: frames, calls over real sockets, and hosts that end."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.tiny_model import prompt_of
+from support.waiting import HANG, until
+
+from distflow_jax.environments.environment import Shown, Turn
+from distflow_jax.environments.event_loop import EnvironmentsFailed
+from distflow_jax.environments.failures import CallFailure
+from distflow_jax.environments.handle import EnvironmentHandle
+from distflow_jax.environments.registry import CallLimits, Environments, Observed
+from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.stream.frames.environment_frames import (
+    EnvironmentCall,
+    answers_frame,
+    answers_of,
+    calls_frame,
+    calls_of,
+    returned,
+)
+from distflow_jax.stream.frames.frames import Frame
+from distflow_jax.stream.links import environment_hosts
+from distflow_jax.stream.links.environment_host import CALL, EnvironmentHost
+from distflow_jax.stream.links.environment_hosts import EnvironmentHosts
+from distflow_jax.stream.wire.calls import Refused
+from distflow_jax.stream.wire.wire_client import WireClient
+
+HERE, TOKEN = __name__, b"the token of this run"
+TOKENIZER = Tokenizer.byte_level(259)
+PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+LOGGED = {"asked": 1.0, "found": 0.5}
+
+
+class Adder:
+    """Adds the digits that it was told so far."""
+
+    open: list = []
+    held = threading.Event()  # what `hold` waits for
+
+    def __init__(self, tokenizer):
+        self.told, self.repeatable = [], False
+        Adder.open.append(self)
+
+    def reset(self, prompt):
+        self.start = int(prompt.ground_truth or 0)
+        return f"Add to {self.start}."
+
+    async def step(self, tokens, text):
+        assert TOKENIZER.decode(tokens) == text
+        if text == "hold":
+            while not Adder.held.is_set():
+                await asyncio.sleep(0.01)
+        if text == "fail":
+            raise RuntimeError("the tool is away")
+        if text == "late":
+            await asyncio.sleep(HANG)
+        if text == "block":
+            time.sleep(2.0)
+        if text == "lie":
+            return "no turn"
+        self.told.append(sum(map(int, filter(str.isdigit, text))))
+        total = self.start + sum(self.told)
+        return Turn(f"It is {total}.", reward=float(total), done=total > 9, logged=LOGGED)
+
+    def close(self):
+        Adder.open.remove(self)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(environment_hosts, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(environment_hosts, "FIRST_SECONDS", 0.2)
+    Adder.open.clear()
+    Adder.held.clear()
+
+
+def prompt(truth):
+    return dataclasses.replace(prompt_of(3, [1, 2]), ground_truth=truth)
+
+
+def environments(seconds=HANG, retries=1):
+    limits = CallLimits(seconds, retries, max_infra_rate=1.0)
+    return Environments(f"{HERE}:Adder", {}, TOKENIZER, calls=limits)
+
+
+@contextlib.contextmanager
+def hosting(silent=HANG, **limits):
+    """A host, and its address."""
+    host = EnvironmentHost(environments(**limits), silent)
+    with contextlib.closing(host):
+        yield host, host.listen("127.0.0.1:0", TOKEN)
+
+
+class Worker:
+    """A worker's responses, whose environments run on hosts."""
+
+    def __init__(self, **limits):
+        self.environments = environments(**limits)
+        self.hosts = EnvironmentHosts(self.environments.loop, "worker-1", TOKEN, HANG)
+        self.environments.run_elsewhere(self.hosts.make)
+        self.answers = queue.SimpleQueue()
+        self.failed = []
+
+    def begin(self, truth="2"):
+        """The handle of a response, which is reset."""
+        handle = EnvironmentHandle(self.environments, prompt(truth), self.answers)
+        handle.reset()
+        return handle
+
+    def next(self):
+        """What the next call gave in the end; the causes of tries before are kept."""
+        while isinstance(outcome := self.environments.loop.take(self.answers), object):
+            if isinstance(outcome.outcome, Observed) or outcome.last:
+                return outcome.outcome
+            self.failed.append(outcome.outcome)
+
+    def close(self):
+        self.environments.close()
+        self.hosts.close()
+
+
+@pytest.fixture
+def worker():
+    with contextlib.closing(Worker()) as one:
+        yield one
+
+
+def text_of(observed):
+    return TOKENIZER.decode(observed.tokens)
+
+
+def step(handle, text):
+    handle.step(TOKENIZER.encode(text))
+
+
+# -- frames ----------------------------------------------------------------------------------------
+
+
+OBSERVATIONS = [
+    None,
+    "It is 5, café.",
+    [4, 5, 6],
+    np.array([7, 8], np.int64),
+    [],
+    Shown("no picture"),
+    Shown("<image> and <image>", [PICTURE, PICTURE[:2]], role="user"),
+]
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS, ids=str)
+@pytest.mark.parametrize("turn", [None, (0.0, False, {}), (-1.5, True, LOGGED)])
+def test_what_an_environment_returns_crosses_the_wire_as_it_is(observation, turn):
+    value = observation if turn is None else Turn(observation, *turn)
+    sent = answers_frame([(7, returned(value), True), (8, returned("other"), False)])
+    answer, other = answers_of(Frame.of_bytes(sent.to_bytes()))
+    assert (answer.number, answer.repeatable) == (7, True)
+    assert (other.number, other.repeatable, other.outcome) == (8, False, "other")
+    found = answer.outcome
+    if turn is not None:
+        assert (found.reward, found.done, found.logged) == turn
+        found = found.observation
+    if isinstance(observation, Shown):
+        assert (found.text, found.role) == (observation.text, observation.role)
+        for one, before in zip(found.images, observation.images, strict=True):
+            np.testing.assert_array_equal(one, before)
+            assert one.dtype == np.uint8
+    elif observation is None or isinstance(observation, str):
+        assert found == observation
+    else:
+        np.testing.assert_array_equal(found, observation)
+
+
+def test_calls_cross_the_wire():
+    row = prompt("17")
+    calls = [
+        EnvironmentCall(1, 4, row),
+        EnvironmentCall(2, 5, np.array([9, 8], np.int32)),
+        EnvironmentCall(0, 6, None),
+    ]
+    reset, turn, end = calls_of(Frame.of_bytes(calls_frame(calls).to_bytes()))
+    assert (reset.number, reset.place, reset.value.ground_truth) == (1, 4, "17")
+    np.testing.assert_array_equal(reset.value.tokens, row.tokens)
+    assert (turn.number, turn.place, turn.value.tolist()) == (2, 5, [9, 8])
+    assert (end.place, end.value) == (6, None)
+
+
+@pytest.mark.parametrize(
+    "returned, why",
+    [
+        ({}, "KeyError"),
+        (3, "TypeError"),
+        ({"text": 3}, r"text is 3, where str or NoneType"),
+        ({"text": "x", "reward": "1", "done": False, "logged": {}}, "reward is '1'"),
+        ({"text": "x", "reward": True, "done": False, "logged": {}}, "reward is True"),
+        ({"text": "x", "reward": 1.0, "done": 0, "logged": {}}, "done is 0, where bool"),
+        ({"text": "x", "reward": 1.0, "done": True, "logged": [1]}, "logged is"),
+        ({"text": "x", "reward": 1.0, "done": True, "logged": {"a": None}}, "a is None"),
+        ({"text": "x", "role": 3, "pictures": 0}, "role is 3"),
+        ({"text": "x", "role": None, "pictures": "2"}, "pictures is '2'"),
+        ({"text": "x", "role": None, "pictures": 10**18}, "KeyError"),
+    ],
+)
+def test_garbage_in_the_place_of_what_was_returned_is_named(returned, why):
+    told = [{"call": 7, "repeatable": False, "returned": returned}]
+    (answer,) = answers_of(Frame({"answers": told}))
+    with pytest.raises(ValueError, match=why):
+        raise answer.outcome
+
+
+@pytest.mark.parametrize("failure", [["away", "a", "b"], ["raised", 3, "b"], ["raised"], 3, None])
+def test_garbage_in_the_place_of_a_failure_is_an_error(failure):
+    told = [{"call": 7, "repeatable": False, "failure": failure}]
+    (answer,) = answers_of(Frame({"answers": told}))
+    assert isinstance(answer.outcome, ValueError)
+
+
+@pytest.mark.parametrize("answers", [3, [3], [{}], [{"call": "7", "repeatable": False}]])
+def test_answers_that_name_no_call_are_no_frame(answers):
+    with pytest.raises(ValueError):
+        answers_of(Frame({"answers": answers}))
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def test_a_response_is_answered_by_a_host(worker):
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        handle = worker.begin()
+        assert text_of(worker.next()) == "Add to 2."
+        step(handle, "and 3")
+        found = worker.next()
+        assert (text_of(found), found.reward, found.done) == ("It is 5.", 5.0, False)
+        assert found.logged == LOGGED and len(Adder.open) == 1
+        step(handle, "6")
+        assert worker.next().done
+        handle.close()
+        until(lambda: not Adder.open)
+    assert not worker.failed
+
+
+def test_many_calls_are_under_way_by_two_threads(worker):
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        handles = [worker.begin(str(n)) for n in range(200)]
+        assert {text_of(worker.next()) for _ in handles} == {f"Add to {n}." for n in range(200)}
+        for handle in handles:
+            step(handle, "hold")
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("environment-host-") for name in names) == 2
+        Adder.held.set()
+        assert {worker.next().reward for _ in handles} == set(range(200))
+
+
+def test_errors_and_late_answers_of_a_host_are_those_of_the_environment():
+    with hosting(seconds=0.3) as (_, address), contextlib.closing(Worker(seconds=0.3)) as worker:
+        worker.hosts.meet({"one": address})
+        for text, cause, why in [
+            ("fail", "raised", r"step raised RuntimeError: the tool is away \(.*_hosts.py, line"),
+            ("late", "timed_out", "step gave no answer within rollout.environment_timeout=0.3"),
+            ("lie", "raised", r"step returned 'no turn' \(str\), not a Turn"),
+        ]:
+            handle = worker.begin()
+            worker.next()
+            step(handle, text)
+            failed = worker.next()
+            assert failed.cause == cause and len(worker.failed) == 1, failed
+            with pytest.raises(AssertionError, match=why):
+                raise AssertionError(failed.error)
+            worker.failed.clear()
+            handle.close()
+
+
+def test_the_death_of_a_host_moves_its_responses_to_another_with_their_turns(worker, caplog):
+    caplog.set_level(logging.WARNING)
+    with hosting() as (_, left):
+        with hosting() as (_, address):
+            worker.hosts.meet({"first": address})
+            handle = worker.begin()
+            worker.next()
+            step(handle, "3")
+            worker.next()
+            worker.hosts.meet({"first": address, "second": left})
+            step(handle, "hold 4")
+        found = worker.next()  # the first one has ended
+        assert (text_of(found), found.reward) == ("It is 9.", 9.0)
+        causes = [failure.cause for failure in worker.failed]
+        assert causes == ["host_lost"]
+        assert "host first of environments is lost" in worker.failed[0].error
+        worker.environments.failures.count("step", worker.failed[0])
+        assert "host first of environments is lost" in caplog.text
+        handle.close()
+        until(lambda: not Adder.open)
+
+
+def test_responses_wait_for_a_host(worker, caplog):
+    caplog.set_level(logging.WARNING)
+    with hosting() as (_, gone):
+        pass
+    worker.hosts.meet({"gone": gone})
+    handle = worker.begin()
+    until(lambda: "no host of environments is at work" in caplog.text)
+    assert "distflow worker --nodes=environment" in caplog.text and worker.answers.empty()
+    with hosting() as (_, address):
+        worker.hosts.meet({"new": address})
+        assert text_of(worker.next()) == "Add to 2."
+        handle.close()
+    assert not worker.failed
+
+
+def test_lost_hosts_use_up_no_try(worker):
+    handle = None
+    for number in range(4):
+        with hosting() as (_, address):
+            worker.hosts.meet({str(number): address})
+            if handle is None:
+                handle = worker.begin()
+                assert text_of(worker.next()) == "Add to 2."
+                step(handle, "hold")
+            else:
+                until(lambda: len(Adder.open) == 1)
+    with hosting() as (_, address):
+        worker.hosts.meet({"last": address})
+        Adder.held.set()
+        assert worker.next().reward == 2.0
+    assert {failure.cause for failure in worker.failed} == {"host_lost"}
+    assert len(worker.failed) >= 1 + worker.environments.calls.retries
+
+
+def test_objects_of_a_worker_that_is_silent_are_closed():
+    with hosting(silent=0.5) as (_, address):
+        one = Worker()
+        one.hosts.meet({"one": address})
+        one.begin()
+        one.next()
+        assert len(Adder.open) == 1
+        one.environments.loop.soon(
+            list(one.hosts._hosts.values())[0]._talk._wire.close
+        )  # it has died
+        until(lambda: not Adder.open)
+        one.close()
+
+
+def test_a_host_whose_environment_blocks_its_loop_says_so():
+    with hosting(seconds=0.3) as (host, address), contextlib.closing(Worker()) as worker:
+        worker.hosts.meet({"one": address})
+        handle = worker.begin()
+        worker.next()
+        step(handle, "block")
+
+        def check():
+            host._next_check = 0.0
+            host.check()
+
+        with pytest.raises(EnvironmentsFailed, match="blocked the event loop"):
+            until(check)
+
+
+def test_a_stranger_s_calls_and_garbage_are_refused():
+    with hosting() as (_, address):
+        client = WireClient(address, TOKEN, "worker-2")
+        with contextlib.closing(client):
+            calls = calls_frame([EnvironmentCall(1, 1, prompt("2"))])
+            answer = Frame.of_bytes(client.call(CALL, calls.to_bytes(), HANG))
+            assert answer.facts["unknown"] and not Adder.open
+            for frame in (Frame({}), Frame({"calls": [{"call": 1, "object": "x"}], "images": []})):
+                with pytest.raises(Refused):
+                    client.call(CALL, frame.to_bytes(), HANG)
+
+
+def test_a_failure_s_record_crosses_the_wire():
+    failure = CallFailure("raised", "step raised\ntrace", "step, RuntimeError")
+    (answer,) = answers_of(answers_frame([(1, failure, True)]))
+    assert answer.outcome == failure and answer.repeatable
