@@ -68,7 +68,7 @@ class Links:
         """The answer of one task buffer; Refused or Unreachable."""
         facts = {**frame.facts, "attempt": self.attempt}
         sent = Frame(facts, frame.arrays).to_bytes()
-        return Frame.of_bytes(client.call(method, sent, CALL_SECONDS))
+        return Frame.of_bytes(client.call(method, sent, CALL_SECONDS), FRAME_BYTES)
 
     def assign(self) -> None:
         """Has the roster say anew which task buffers the worker asks; Refused or Unreachable."""

@@ -34,6 +34,12 @@ class Roster:
         self._order: list[tuple[int, str]] = []
         self._heard: dict[str, float] = {}  # the one that was silent longest first
 
+    def __len__(self) -> int:
+        return len(self._heard)
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._heard
+
     def rank(self, worker: str, now: float) -> tuple[int, int]:
         """(rank of a worker that is heard of now, number of workers)."""
         entry = _entry(worker)
