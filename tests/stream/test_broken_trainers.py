@@ -78,17 +78,21 @@ def test_an_answer_that_no_trainer_gives_ends_its_worker_in_one_line(tmp_path, n
 
 @pytest.mark.parametrize("again", [0.0, -1])
 def test_one_that_answers_at_once_by_nothing_is_asked_at_times(tmp_path, monkeypatch, again):
-    monkeypatch.setattr(buffer_talk, "LEAST_SECONDS", HANG)
-    monkeypatch.setattr(buffer_talk, "MOST_SECONDS", HANG)
     trainers = Trainers(tmp_path, exact=False, processes=1)
     broken, calls = break_answers(trainers, lambda facts: facts | {"again": again})
     (server,) = trainers.servers
     with working(tmp_path) as (worker, _, _):
         until(lambda: worker.groups > 0 and not worker.open)  # all that may begin is there
+        monkeypatch.setattr(buffer_talk, "LEAST_SECONDS", HANG)
+        monkeypatch.setattr(buffer_talk, "MOST_SECONDS", HANG)
         broken.set()
-        with trainers.locks[0]:  # the question that waits is answered
-            trainers.answers[0].answer_waiting(math.inf)
-        until(lambda: len(calls) > MOST_FRUITLESS)
+
+        def is_asked():
+            with trainers.locks[0]:  # the question that waits is answered
+                trainers.answers[0].answer_waiting(math.inf)
+            return len(calls) > MOST_FRUITLESS // 2
+
+        until(is_asked)
         client = WireClient(f"127.0.0.1:{server.port}", (tmp_path / "token").read_bytes(), "other")
         for _ in range(1000):
             client.call("assign", Frame({}).to_bytes(), HANG)

@@ -137,11 +137,12 @@ class BufferClient:
     def _rejoin(self) -> None:
         """Waits for trainers that answer, and begins anew if the run was started again."""
         before = self.state.links.attempt
-        time.sleep(LOOK_SECONDS)  # one that answers by another attempt is not asked on and on
         links = self._joining.again(self._orphan_seconds, lambda: self.state.over)
         if links is None:
             self.state.end()
             return
+        if links.attempt == before:  # one that answers by another one is not asked on and on
+            time.sleep(LOOK_SECONDS)
         self.state.links.close()
         with self.state.lock:
             self.state.join(links)

@@ -111,7 +111,8 @@ class BufferTalk:
             gone = {(c, node) for c, node in answer.facts.get("dropped", [])}
             with state.lock:
                 if whole:
-                    self._next = 0.0  # it has room, and this task buffer may have more by it
+                    # it has room, and this task buffer may have more by it
+                    self._next, self._fruitless = 0.0, 0
                 for key, progress in samples.items():
                     told.setdefault(key, set()).update(progress.episodes)
                     if whole and not more:
