@@ -39,14 +39,17 @@ def encode(entries: Iterable[Any], what: str) -> bytes:
     return b"".join(chunks)
 
 
-def decode(data: bytes | bytearray) -> list[Any]:
+def decode(data: bytes | bytearray, most: int | None = None) -> list[Any]:
     """Inverse of encode: arrays (read-only), and NumPy scalars for numbers.
 
-    ValueError for a tag, a type or a shape that `encode` does not write, or that has no bytes.
+    ValueError for a tag, a type or a shape that `encode` does not write, or that has no bytes, and
+    for more than `most` entries: one of a byte takes a hundred in memory.
     """
     entries: list[Any] = []
     at = 0
     while at < len(data):
+        if len(entries) == most:
+            raise ValueError(f"more than {most} entries")
         tag, at = data[at : at + 1], at + 1
         if tag == _SAME:
             entries.append(entries[-1])

@@ -100,7 +100,7 @@ def check_writable(folder: pathlib.Path) -> None:
             )
     probe = folder / f".write_check_{processes.process_index()}"
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("ok")
         probe.unlink()
     except OSError as error:

@@ -34,6 +34,8 @@ from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
 MOST_CALLS = 1 << 20  # decode calls between two words of a worker
+MOST_RESPONSES = 1 << 16  # in a frame
+LOGGED_BYTES = 16 << 20  # of the metrics of all responses in a frame
 _MOST = np.iinfo(np.int32).max
 _FORMS = {  # dtype and dims of the arrays of samples
     "index": (np.dtype(np.int64), 2),
@@ -110,6 +112,8 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     index = arrays["index"]
     if index.shape[1] != len(INDEX):
         raise RefusedAnswer(f"an index of {index.shape[1]} columns, {len(INDEX)} are wanted")
+    if len(index) > MOST_RESPONSES:
+        raise RefusedAnswer(f"{len(index)} responses in a frame, of {MOST_RESPONSES} at most")
     columns = {name: index[:, place] for place, name in enumerate(INDEX)}
     for name, (least, most) in _RANGES.items():
         column = columns[name]
@@ -136,6 +140,8 @@ def _check_sizes(columns: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndar
 def _check_logged(text: np.ndarray, rows: int) -> None:
     """Raises RefusedAnswer for other text, uint8 [n], than a list of metrics by name of each
     sample."""
+    if len(text) > LOGGED_BYTES:
+        raise RefusedAnswer(f"logged {len(text)} bytes, of {LOGGED_BYTES} at most")
     try:
         found = json.loads(text.tobytes())
     except (ValueError, RecursionError) as error:
@@ -157,10 +163,11 @@ def check_index(
     """Raises RefusedAnswer for samples, rows of the index [N, columns], of other groups than the
     frame's `keys`, or that `requests`, those of them which are open, do not ask for."""
     known: set[tuple[Key, int]] = set()
+    named = frozenset(keys)
     for row in arrays["index"].tolist():
         counter, node, sample, tokens, fed, _, ended, *_ = row
         key = (counter, facts["nodes"][node] if node < len(facts["nodes"]) else "")
-        if key not in keys:
+        if key not in named:
             raise RefusedAnswer(
                 f"a response to prompt {counter} of node {node}, and the frame is of {keys!r:.80}"
             )

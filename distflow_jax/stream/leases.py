@@ -6,11 +6,13 @@ work. Nothing here communicates or reads a clock.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
 from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, Task
+
+MOST_ENDED = 10_000  # names of workers that are remembered
 
 T = TypeVar("T", bound=Task)
 
@@ -27,6 +29,7 @@ class Leases:
       idle: versions with which workers found nothing to sample; without those that have work.
       stalled: workers of which a lease has ended, and that submitted nothing since.
       ended: workers that get nothing any more, why and since when.
+      on_end: is called with a worker that is ended, and the time.
       unfit: whether an error has ended a worker, and no response came since.
     """
 
@@ -40,6 +43,7 @@ class Leases:
         self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
+        self.on_end: Callable[[str, float], None] = lambda worker, now: None
         self.unfit = False
         self._serving: dict[str, dict[str, None]] = {}  # workers by what they serve
         self._next_gone = math.inf  # before then no worker is
@@ -112,6 +116,9 @@ class Leases:
     def end(self, worker: str, why: str, now: float) -> None:
         """Ends a worker whose results are not used: what it holds is for others at once."""
         self.ended[worker] = why, now
+        if len(self.ended) > MOST_ENDED:
+            del self.ended[next(iter(self.ended))]
+        self.on_end(worker, now)
         self.deregister(worker)
 
     def take_back(self, worker: str, key: Key) -> None:

@@ -35,6 +35,7 @@ NOT_YET = b""  # the answer while a version is still to come
 # after its last chunk, in which a version that is to be forgotten counts as being pulled
 LINGER_SECONDS = 5.0
 _MOST_DIMS = 16
+_REQUEST_BYTES = 64 << 10
 
 # -- chunks ----------------------------------------------------------------------------------------
 
@@ -314,6 +315,8 @@ def _blocks(x: jax.Array) -> list[Any]:
 
 
 def _request(payload: Bytes, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
+    if len(payload) > _REQUEST_BYTES:
+        raise Refused(f"request: {len(payload)} bytes, of {_REQUEST_BYTES} at most")
     try:
         return _object(payload, kinds, "request")
     except ValueError as error:

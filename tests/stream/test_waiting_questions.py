@@ -6,45 +6,15 @@ import time
 import types
 
 import pytest
-from support.counted_buffers import BORDER, TABLES, Trainers, request_of, working
+from support.counted_buffers import TABLES, Trainers, request_of, working
+from support.task_buffer_calls import LEASE, Buffer
 from support.waiting import HANG, until
 
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.links import file_limit, worker_pool
-from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
-from distflow_jax.stream.sample_requests import SampleRequests
-from distflow_jax.stream.schedule import Rule
-from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import SAMPLING
 from distflow_jax.stream.wire.calls import Refused
-
-LEASE = {"attempt": "one", "version": 0, "capacity": 4, "slots": 4}
-
-
-class Buffer:
-    """A task buffer whose methods are called as the wire does."""
-
-    def __init__(self, **options):
-        self.lock = threading.Condition()
-        self.tasks = TaskBuffer(
-            Rule(4, 1), exact=False, version=0, lease_seconds=60.0, max_tries=2, served=["score"]
-        )
-        self.requests = SampleRequests(self.tasks, self.lock)
-        facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
-        self.service = BufferService(
-            self.requests, self.lock, TABLES, facts, border=BORDER, **options
-        )
-        self.service.meet(["127.0.0.1:1"])
-
-    def call(self, worker, method="lease", waits=False, **facts):
-        """`waits`: for a hint."""
-        facts["waits"] = list(self.service._known(worker)) if waits else True
-        return self.service.methods()[method](worker, Frame(LEASE | facts).to_bytes())
-
-    def look(self, seconds=0.0):
-        with self.lock:
-            self.service.answer_waiting(time.monotonic() + seconds)
 
 
 def facts_of(answer):

@@ -271,7 +271,15 @@ def test_processes_with_different_weights_are_refused(given):
 def test_requests_that_are_none_are_refused(given):
     with served(store_of(given)) as (client,):
         for method in (MANIFEST, CHUNK):
-            for payload in (b"", b"[]", b"{}", b'{"version":-1}', bytes(1000), b"[" * 5000):
+            for payload in (
+                b"",
+                b"[]",
+                b"{}",
+                b'{"version":-1}',
+                bytes(1000),
+                b"[" * 5000,
+                b"[" * 70_000,
+            ):
                 with pytest.raises(Refused, match="^request: "):
                     client.call(method, payload, HANG)
         for path, start in (("embed/embedding", [1, 1]), ("what", []), ("head", [-1, 0])):

@@ -25,6 +25,8 @@ from distflow_jax.stream.wire.calls import Bytes
 
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
+TOLD_BYTES = 4 << 20  # of the JSON values of a worker's frame, which take twenty times that
+MOST_ARRAYS = 1 << 16  # of a frame, and entries of a column
 _BROKEN = (
     *(KeyError, IndexError, TypeError, OverflowError, AttributeError, struct.error),
     RecursionError,  # of JSON
@@ -52,9 +54,12 @@ class Frame:
         return encode([np.frombuffer(head, np.uint8), *self.arrays.values()], "a frame")
 
     @classmethod
-    def of_bytes(cls, data: Bytes) -> "Frame":
-        """Inverse of to_bytes. ValueError for bytes that are no frame."""
-        head, *arrays = checked(lambda: decode(data))
+    def of_bytes(cls, data: Bytes, most: int = TOLD_BYTES) -> "Frame":
+        """Inverse of to_bytes. ValueError for bytes that are no frame, and for more than `most` of
+        JSON values."""
+        head, *arrays = checked(lambda: decode(data, MOST_ARRAYS))
+        if np.size(head) > most:
+            raise ValueError(f"{np.size(head)} bytes of JSON values, where {most} are the most")
         found = checked(lambda: json.loads(np.asarray(head, np.uint8).tobytes()))
         names = checked(lambda: dict(zip(found["arrays"], arrays, strict=True)))
         return cls(checked(lambda: dict(found["facts"])), names)
@@ -84,17 +89,20 @@ def fact_of(frame: Frame, name: str, kind: type[_T]) -> _T:
 
 
 def keys_of(frame: Frame) -> list[Key]:
-    """Counters and nodes of a frame with samples."""
+    """Counters and nodes of a frame with samples, each once."""
     keys = fact_of(frame, "keys", list)
     for key in keys:
         if not isinstance(key, list) or [type(part) for part in key] != [int, str]:
             raise ValueError(f"key {key!r:.80}, where [counter, node] is wanted")
-    return [(counter, node) for counter, node in keys]
+    return list(dict.fromkeys((counter, node) for counter, node in keys))
 
 
 def nodes_of(frame: Frame) -> list[str]:
     """Ids of the nodes that the worker serves which sent a frame, beside those that sample."""
-    return checked(lambda: [str(node) for node in frame.facts.get("nodes", [])])
+    nodes = frame.facts.get("nodes", [])
+    if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
+        raise ValueError(f"nodes {nodes!r:.80}, where names are wanted")
+    return nodes
 
 
 def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, Progress]:

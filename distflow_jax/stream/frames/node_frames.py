@@ -16,7 +16,7 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
-from distflow_jax.stream.frames.frames import Frame, checked, fact_of
+from distflow_jax.stream.frames.frames import MOST_ARRAYS, Frame, checked, fact_of
 from distflow_jax.stream.frames.image_frames import SentImages, images_of
 from distflow_jax.stream.frames.prompt_frames import prompt_facts, prompt_of, tokens_name
 from distflow_jax.stream.tasks import Key
@@ -190,7 +190,7 @@ def _received(frame: Frame, name: str, column: Mapping[str, Any]) -> Any:
     """A column of a frame, which may be written to."""
     array, count = np.array(frame.arrays[name]), _count(column)
     if column["kind"] == "list":
-        entries = decode(array.tobytes())
+        entries = decode(array.tobytes(), MOST_ARRAYS)
         value: Any = [np.array(x) if isinstance(x, np.ndarray) else x for x in entries]
     elif column["kind"] == "array":
         value = array

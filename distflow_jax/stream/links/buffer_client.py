@@ -141,6 +141,8 @@ class BufferClient:
         if links is None:
             self.state.end()
             return
+        if links.attempt == before:  # one that answers by another one is not asked on and on
+            time.sleep(LOOK_SECONDS)
         self.state.links.close()
         with self.state.lock:
             self.state.join(links)

@@ -7,17 +7,40 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
+from distflow_jax.parsing.checked_fields import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    SIZE,
+    TEXT,
+    TEXTS,
+    Kind,
+    check_fields,
+)
+from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame
 from distflow_jax.stream.links.buffer_addresses import addresses, read_addresses
 from distflow_jax.stream.links.run_token import find_run_token
 from distflow_jax.stream.links.worker_pool import MOST_PLACES, places_of
-from distflow_jax.stream.wire.calls import Refused, Unreachable
+from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 
 START_THEM = (
     "start the trainers first, with stream.workers=True; if they run on another host, check "
     "stream.listen, its port and the firewall"
 )
+STATE = {  # of a task buffer, which each answer has
+    "attempt": TEXT,
+    "newest": SIZE,
+    "wanted": Kind("a list of versions", lambda v: isinstance(v, list) and _are_sizes(v)),
+    "ended": FLAG,
+}
+JOINED = {"buffers": TEXTS, "after": TEXT, "began": SIZE, "exact": FLAG}  # the first one has them
+TOLD = {  # that some answers have
+    **{"evaluates": SIZE.or_null(), "again": NUMBER, "refused": TEXT},
+    **{"rank": SIZE, "workers": COUNT},
+    "dropped": Kind("a list of [counter, node]", lambda v: isinstance(v, list) and _are_keys(v)),
+    "hosts": Kind("an object of texts", lambda v: isinstance(v, dict) and TEXTS.fits([*v.values()])),
+}
 JOIN_SECONDS = 9.0  # for the trainers' first answer
 ANSWER_SECONDS = 9.0  # of one task buffer
 TELL_SECONDS = 60.0  # between two words on trainers that do not answer
@@ -71,7 +94,7 @@ class Links:
         """The answer of one task buffer; Refused or Unreachable."""
         facts = {**frame.facts, "attempt": self.attempt}
         sent = Frame(facts, frame.arrays).to_bytes()
-        return Frame.of_bytes(client.call(method, sent, CALL_SECONDS))
+        return _read(client, client.call(method, sent, CALL_SECONDS))
 
     def assign(self) -> None:
         """Has the roster say anew which task buffers the worker asks; Refused or Unreachable."""
@@ -182,7 +205,7 @@ class Joining:
         with contextlib.ExitStack() as on_failure:
             with contextlib.closing(WireClient(address, token, self._name)) as first:
                 facts = self._register(first, end)
-            buffers = checked(lambda: [str(one) for one in facts["buffers"]])
+            buffers = facts["buffers"]
             made = (WireClient(b, token, self._name, limit_bytes=FRAME_BYTES) for b in buffers)
             clients = [on_failure.enter_context(contextlib.closing(one)) for one in made]
             many = needs_roster(buffers) and not self._everywhere
@@ -191,12 +214,12 @@ class Joining:
             told = [self._register(clients[place], end) for place in places]
             on_failure.pop_all()
         return Links(
-            str(facts["attempt"]),
-            str(facts["after"]),
-            int(facts["began"]),
-            bool(facts["exact"]),
-            min(int(one["newest"]) for one in told),
-            min(int(one["wanted"][0]) for one in told),
+            facts["attempt"],
+            facts["after"],
+            facts["began"],
+            facts["exact"],
+            min(one["newest"] for one in told),
+            min(one["wanted"][0] for one in told),
             clients,
             places,
             many,
@@ -207,12 +230,13 @@ class Joining:
         facts = self._ask(client, "register", Frame(self._tables), end)
         if "buffers" not in facts:
             raise Unreachable(f"{client.address}: the trainers are starting")
+        _check(client, facts, JOINED)
         return facts
 
     def _ask(self, client: WireClient, method: str, frame: Frame, end: float) -> Mapping[str, Any]:
         seconds = max(TRY_SECONDS, end - time.monotonic())
         try:
-            return Frame.of_bytes(client.call(method, frame.to_bytes(), seconds)).facts
+            return _read(client, client.call(method, frame.to_bytes(), seconds)).facts
         except Refused as error:
             raise ValueError(f"{client.address}: {error}") from error
 
@@ -223,6 +247,29 @@ def hosts_of(told: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
     return {name: at for hosts in found for name, at in hosts.items()} if found else None
 
 
+def _read(client: WireClient, answer: Bytes) -> Frame:
+    """An answer of a task buffer. ValueError, with its address, for what none answers."""
+    try:
+        frame = Frame.of_bytes(answer, FRAME_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{client.address}: {error}") from error
+    _check(client, frame.facts, STATE)
+    return frame
+
+
+def _check(client: WireClient, facts: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    place = f"{client.address} answers as no trainer of this version does"
+    check_fields({**dict.fromkeys(kinds), **facts}, {**kinds, **TOLD}, place)
+
+
+def _are_sizes(values: Sequence[Any]) -> bool:
+    return bool(values) and all(map(SIZE.fits, values))
+
+
+def _are_keys(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, list) and [type(part) for part in v] == [int, str] for v in values)
+
+
 def needs_roster(buffers: Sequence[Any]) -> bool:
     """Whether a worker may talk to some of the task buffers alone."""
     return len(buffers) > MOST_PLACES
@@ -230,8 +277,8 @@ def needs_roster(buffers: Sequence[Any]) -> bool:
 
 def _places(ranked: Mapping[str, Any], buffers: int) -> tuple[int, ...]:
     """The places of a worker by the roster's answer; without one all are."""
-    rank, workers = checked(lambda: (int(ranked.get("rank", 0)), int(ranked.get("workers", 1))))
-    return places_of(min(max(rank, 0), workers - 1), max(workers, 1), buffers)
+    rank, workers = ranked.get("rank", 0), ranked.get("workers", 1)
+    return places_of(min(rank, workers - 1), workers, buffers)
 
 
 def deregister(links: Links, why: str = "") -> None:

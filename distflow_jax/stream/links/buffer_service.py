@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.one_line import one_line
 from distflow_jax.stream.border import Border, check_arrays, check_calls, check_index
 from distflow_jax.stream.frames.frames import (
     Frame,
@@ -26,7 +27,7 @@ from distflow_jax.stream.frames.frames import (
     samples_of,
     work_frame,
 )
-from distflow_jax.stream.links.refusals import Refusals
+from distflow_jax.stream.links.refusals import MOST_TEXT, Refusals
 from distflow_jax.stream.links.waiting_questions import WaitingQuestions
 from distflow_jax.stream.links.worker_pool import Roster
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -134,6 +135,7 @@ class BufferService:
         try:
             with self._lock:
                 self._refusals.check(worker, time.monotonic())
+                self._check_room(worker)
             found = method(worker, Frame.of_bytes(payload))
             return found if isinstance(found, Future) else found.to_bytes()
         except ValueError as error:
@@ -152,19 +154,12 @@ class BufferService:
 
     def _register(self, worker: str, frame: Frame) -> Frame:
         for name, ours in self._tables.items():
-            theirs = frame.facts.get(name, {})
-            if text := difference(name, ours, theirs):
+            if text := difference(name, ours, _table(frame, name)):
                 raise Refused(text)
-        nodes = nodes_of(frame)
-        self._check_nodes(nodes, frame)
+        nodes = self._nodes_of(frame)
+        if nodes and (text := difference("config", self._node_table, _table(frame, NODE_TABLE))):
+            raise Refused(text)
         with self._lock:
-            known = self._buffer.workers
-            if worker not in known and len(known) >= self._most_workers:
-                raise Refused(
-                    f"{len(known)} workers talk to this trainer already, as many as its limit of "
-                    "open files has room for: raise it where trainers start (ulimit -n), or start "
-                    "fewer workers"
-                )
             # an answer without the task buffers means that the trainers are starting: try again
             self._buffer.heartbeat(worker, time.monotonic(), nodes or SAMPLER)
             return Frame({**self._facts, **self._state(worker)})
@@ -184,7 +179,7 @@ class BufferService:
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         capacity, now = fact_of(frame, "capacity", int), time.monotonic()
-        nodes = nodes_of(frame)
+        nodes = self._nodes_of(frame)
         with self._lock:
             state = self._state(worker)
             if self._foreign(frame) or self.ended:
@@ -243,13 +238,12 @@ class BufferService:
             return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})
 
     def _fail(self, worker: str, frame: Frame) -> Frame:
-        keys = keys_of(frame)
+        keys, why = keys_of(frame), f"{worker}: {_why(frame)}"
         with self._lock:
             if not self._foreign(frame):
                 self._buffer.heartbeat(worker, time.monotonic(), ())
                 for key in keys:
-                    why = " ".join(str(frame.facts.get("why", "")).split())
-                    self._buffer.fail(worker, key, f"{worker}: {why:.500}")
+                    self._buffer.fail(worker, key, why)
                 self._lock.notify_all()
             return Frame(self._state(worker))
 
@@ -259,26 +253,33 @@ class BufferService:
             return Frame({"rank": rank, "workers": workers, **self._state(worker)})
 
     def _deregister(self, worker: str, frame: Frame) -> Frame:
-        if why := str(frame.facts.get("why", ""))[:500]:
-            log.warning("worker %s has ended: %s", worker, why)
         with self._lock:
+            if why := _why(frame) if worker in self._buffer.workers else "":
+                log.warning("worker %s has ended: %s", worker, why)
             self._roster.drop(worker)
             self._buffer.deregister(worker, unfit=bool(why))
             self._lock.notify_all()
             return Frame(self._state(worker))
 
-    def _check_nodes(self, nodes: list[str], frame: Frame) -> None:
-        """Refuses a worker that would run what the trainers run, or by other settings."""
-        served = self._buffer.served
-        if not nodes:
-            return
+    def _check_room(self, worker: str) -> None:
+        """Refuses a worker beyond those that there is room for; under the lock."""
+        for known in (self._buffer.workers, self._roster):
+            if worker not in known and len(known) >= self._most_workers:
+                raise Refused(
+                    f"{len(known)} workers talk to this trainer already, as many as its limit of "
+                    "open files has room for: raise it where trainers start (ulimit -n), or start "
+                    "fewer workers"
+                )
+
+    def _nodes_of(self, frame: Frame) -> list[str]:
+        """The nodes that a worker runs; refuses one that would run what the trainers run."""
+        nodes, served = list(dict.fromkeys(nodes_of(frame))), self._buffer.served
         if own := [node for node in nodes if node not in served]:
             raise Refused(
                 f"the trainers run node {own[0]!r} themselves ({hint(own[0], served)}): start them "
                 "with its name in stream.worker_nodes, or take it out of --nodes"
             )
-        if text := difference("config", self._node_table, frame.facts.get(NODE_TABLE, {})):
-            raise Refused(text)
+        return nodes
 
     def _foreign(self, frame: Frame) -> bool:
         return frame.facts.get("attempt") != self._facts["attempt"]
@@ -296,10 +297,11 @@ class BufferService:
         if samples:
             nodes = [*nodes, *SAMPLER[: 1 + (known[1] is not None)]]
         waits, there = frame.facts.get("waits"), self._waiting.has_tasks(nodes)
-        if waits == list(known) and not there:
+        full = self._waiting.full
+        if waits == list(known) and not (there or full):
             return self._waiting.add(worker, nodes, known, now)
         at_once = isinstance(waits, list) or (waits is True and not there)
-        again = 0.0 if at_once else self._waiting.seconds(now)
+        again = 0.0 if at_once and not full else self._waiting.seconds(now)
         return Frame({"again": again, **self._state(worker)})
 
     def _state(self, worker: str) -> dict[str, Any]:
@@ -313,6 +315,16 @@ class BufferService:
         if ENVIRONMENT in buffer.served:
             state["hosts"] = self._roster.hosts(buffer.at_work(ENVIRONMENT))
         return {"attempt": self._facts["attempt"], **state}
+
+
+def _table(frame: Frame, name: str) -> Table:
+    """A table that a worker must have alike with the trainers; empty where it has none."""
+    return fact_of(frame, name, dict) if name in frame.facts else {}
+
+
+def _why(frame: Frame) -> str:
+    """The reason that a worker gives, in a line of MOST_TEXT characters."""
+    return one_line(" ".join(str(frame.facts.get("why", "")).split())[:MOST_TEXT])
 
 
 def difference(name: str, ours: Table, theirs: Table) -> str:

@@ -11,11 +11,12 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Links
 from distflow_jax.stream.links.remote_link import LeasedGroup, WorkerState
-from distflow_jax.stream.links.worker_pool import LEAST_SECONDS, Room
+from distflow_jax.stream.links.worker_pool import LEAST_SECONDS, MOST_SECONDS, Room
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import Key, progress_bytes
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 
+MOST_FRUITLESS = 10  # questions that are answered at once by nothing, before there is a pause
 SUBMIT_BYTES = 32 << 20  # of the samples in one frame, but for a single response
 
 log = logging.getLogger("distflow_jax")
@@ -53,6 +54,7 @@ class BufferTalk:
         self._asked_with = -1  # version of the weights at the last question
         self._full = False  # it was asked for nothing, since there was no room
         self._empty = False  # it had nothing, and was asked for work to come since
+        self._fruitless = 0  # questions that were answered at once by nothing, since there was work
 
     def run(self) -> None:
         """Talks until the worker ends or leaves, and once more then. Unreachable where it does not
@@ -106,10 +108,11 @@ class BufferTalk:
             answer = self._call("submit", frame)
             if why := answer.facts.get("refused"):
                 log.warning("the trainers refuse samples: %s", why)
-            gone = {(int(c), str(node)) for c, node in answer.facts.get("dropped", [])}
+            gone = {(c, node) for c, node in answer.facts.get("dropped", [])}
             with state.lock:
                 if whole:
-                    self._next = 0.0  # it has room, and this task buffer may have more by it
+                    # it has room, and this task buffer may have more by it
+                    self._next, self._fruitless = 0.0, 0
                 for key, progress in samples.items():
                     told.setdefault(key, set()).update(progress.episodes)
                     if whole and not more:
@@ -136,7 +139,10 @@ class BufferTalk:
         answers += [self._lease_node()] if self._nodes.nodes else []
         came, again = any(c for c, _ in answers), max(a for _, a in answers)
         self._empty = not came and again == 0.0
-        self._next = 0.0 if came else time.monotonic() + again
+        self._fruitless = 0 if came else self._fruitless + 1
+        if self._fruitless > MOST_FRUITLESS:
+            again = max(again, LEAST_SECONDS)
+        self._next = 0.0 if came else time.monotonic() + min(again, MOST_SECONDS)
 
     def _wait(self) -> None:
         """Asks for a hint: the answer comes once there is something to ask for."""
@@ -145,11 +151,14 @@ class BufferTalk:
             state.waiting.add(self.place)
             told = {"waits": self._knows, "samples": bool(state.slots), **self._served}
             told |= self._told(0)
+        began = time.monotonic()
         try:
             self._call("lease_node" if self._nodes.nodes else "lease", Frame(told))
         finally:
             with state.lock:
                 state.waiting.discard(self.place)
+        if time.monotonic() - began >= LEAST_SECONDS:
+            self._fruitless = 0
 
     def lease(self) -> tuple[bool, float]:
         """Asks for groups; (whether any came, seconds until the next question)."""
@@ -176,7 +185,7 @@ class BufferTalk:
             elif held == state.version and size:
                 state.asked.add(self.place)
             state.lock.notify_all()
-        return bool(work), float(answer.facts.get("again", LEAST_SECONDS))
+        return bool(work), answer.facts.get("again", LEAST_SECONDS)
 
     def _lease_node(self) -> tuple[bool, float]:
         """Asks for a node to run; (whether one came, seconds until the next question)."""
@@ -193,7 +202,7 @@ class BufferTalk:
         came = "task" in answer.facts and state.links is self._links  # else it was started again
         if came:
             nodes.begin(answer, state.wake)
-        return came, float(answer.facts.get("again", LEAST_SECONDS))
+        return came, answer.facts.get("again", LEAST_SECONDS)
 
     @property
     def _served(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from distflow_jax.stream.links.worker_pool import QuestionTimes
 
 WAIT_SECONDS = 20.0  # for which a question waits at most
+MOST_QUESTIONS = 4096  # that wait; those beyond are told when to ask again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class WaitingQuestions:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further one may wait."""
+        return len(self._waiting) >= MOST_QUESTIONS
 
     def add(self, worker: str, nodes: Sequence[str], known: Hashable, now: float) -> Future[bytes]:
         """The answer to come to a question of a worker, and what this one knows."""

@@ -38,6 +38,12 @@ class Roster:
         self._heard: dict[str, float] = {}  # the one that was silent longest first
         self._hosts: dict[str, str] = {}  # addresses of those that run environments
 
+    def __len__(self) -> int:
+        return len(self._heard)
+
+    def __contains__(self, worker: str) -> bool:
+        return worker in self._heard
+
     def rank(self, worker: str, now: float) -> tuple[int, int]:
         """(rank of a worker that is heard of now, number of workers)."""
         entry = _entry(worker)
