@@ -12,9 +12,9 @@ has begun.
 measured: 32 responses of up to 4 turns to 8 prompts, whose tool sleeps for 1 s: on 8 slots with 8
 trajectories, on 8 slots with 32, and on 32 slots.
 
---workers: a run of such a model on this machine, whose workers are processes with 4 slots each and
+--workers: a run of such a model on this machine, whose workers are processes with 2 slots each and
 reach the trainer by its loopback interface; up to 3 turns of some 240 tokens, whose tool sleeps for
-10 s, and 128 trajectories a worker. A step trains on 64 a worker, and 5 steps may have begun. Steady
+10 s, and 64 trajectories a worker. A step trains on 32 a worker, and 5 steps may have begun. Steady
 state: after step 1, and while there are steps to begin.
 
 Prints a line for each. Exit code 1 where slots are busy for less than 80 % of the steady state, or
@@ -58,8 +58,8 @@ TOKENS_PER_CALL = 4
 CALL_SECONDS = TURN_SECONDS * TOKENS_PER_CALL / TURN_TOKENS
 # of workers: slots and trajectories of each, tokens of a turn, turns; trajectories of a step, for
 # each worker; steps, and the steady ones
-WORKER_SLOTS, WORKER_AT_ONCE, WORKER_TURN, WORKER_TURNS = 4, 128, 768, 3
-WORKER_STEP, STEPS, STEADY, STALENESS = 64, 7, range(2, 6), 4
+WORKER_SLOTS, WORKER_AT_ONCE, WORKER_TURN, WORKER_TURNS = 2, 64, 768, 3
+WORKER_STEP, STEPS, STEADY, STALENESS = 32, 8, range(2, 6), 4
 BUSY, TIME = "perf/slots_busy_share", "perf/time_per_step"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STOP_IDS = tuple(range(20))  # of the measured run: a turn ends after some 16 tokens
