@@ -59,7 +59,7 @@ CALL_SECONDS = TURN_SECONDS * TOKENS_PER_CALL / TURN_TOKENS
 # of workers: slots and trajectories of each, tokens of a turn, turns; trajectories of a step, for
 # each worker; steps, and the steady ones
 WORKER_SLOTS, WORKER_AT_ONCE, WORKER_TURN, WORKER_TURNS = 2, 64, 768, 3
-WORKER_STEP, STEPS, STEADY, STALENESS = 32, 8, range(2, 6), 4
+WORKER_STEP, STEPS, STEADY, STALENESS = 32, 6, range(2, 5), 4
 BUSY, TIME = "perf/slots_busy_share", "perf/time_per_step"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STOP_IDS = tuple(range(20))  # of the measured run: a turn ends after some 16 tokens
@@ -220,6 +220,7 @@ def of_workers(count: int, folder: pathlib.Path) -> dict[int, dict[str, float]]:
         "rollout.tokens_per_call": 1,
         "rollout.environment": f"{__file__}:SlowTool",
         "rollout.environment_kwargs": json.dumps({"seconds": TOOL_SECONDS, "most": 8}),
+        "rollout.environment_timeout": 6 * TOOL_SECONDS,
         "rollout.turn_length": WORKER_TURN,
         "rollout.max_turns": WORKER_TURNS,
         "rollout.max_response_length": (WORKER_TURN + 8) * WORKER_TURNS,
