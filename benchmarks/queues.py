@@ -201,7 +201,7 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
             answer = client.call("lease", Frame(facts).to_bytes(), 60)
             for key, request, _ in work_of(Frame.of_bytes(answer)):
                 found = {key: answered(request, bodies[turn % len(bodies)])}
-                facts = {"attempt": RUN, "calls": 1, "goes_on": False}
+                facts = {"attempt": RUN, "spent": [0.0] * 7, "goes_on": False}
                 client.call("submit", samples_frame(facts, found).to_bytes(), 60)
                 run_second(client)
                 cycles.append((time.monotonic(), time.monotonic() - began))

@@ -1,6 +1,7 @@
 """Decode slots that stay busy while responses wait for slow tools.
 
 python benchmarks/trajectories.py
+python benchmarks/trajectories.py --workers=2
 
 simulated: 8 slots and 64 trajectories of 4 turns; a turn decodes for 2 s, a tool answers after
 10 s. The engine is a real one of a tiny model, and so is its scheduler; a decode call moves a clock
@@ -11,12 +12,24 @@ has begun.
 measured: 32 responses of up to 4 turns to 8 prompts, whose tool sleeps for 1 s: on 8 slots with 8
 trajectories, on 8 slots with 32, and on 32 slots.
 
+--workers: a run of such a model on this machine, whose workers are processes with 2 slots each and
+reach the trainer by its loopback interface; up to 3 turns of some 240 tokens, whose tool sleeps for
+10 s, and 64 trajectories a worker. A step trains on 32 a worker, and 5 steps may have begun. Steady
+state: after step 1, and while there are steps to begin.
+
 Prints a line for each. Exit code 1 where slots are busy for less than 80 % of the steady state, or
 8 slots with 32 trajectories take more than 1.8 times the seconds of 32 slots.
 """
 
+import argparse
+import asyncio
 import contextlib
 import heapq
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 
 import jax
@@ -30,6 +43,7 @@ from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.load_params import load_or_init_params
 from distflow_jax.models.weights.source import open_model
+from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, RolloutStats, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
@@ -42,6 +56,12 @@ LEAST_BUSY, MOST_SECONDS = 0.8, 1.8
 TURN_TOKENS, TURN_SECONDS, TOOL_SECONDS, AT_ONCE, TRAJECTORIES = 16, 2.0, 10.0, 64, 192
 TOKENS_PER_CALL = 4
 CALL_SECONDS = TURN_SECONDS * TOKENS_PER_CALL / TURN_TOKENS
+# of workers: slots and trajectories of each, tokens of a turn, turns; trajectories of a step, for
+# each worker; steps, and the steady ones
+WORKER_SLOTS, WORKER_AT_ONCE, WORKER_TURN, WORKER_TURNS = 2, 64, 768, 3
+WORKER_STEP, STEPS, STEADY, STALENESS = 32, 6, range(2, 5), 4
+BUSY, TIME = "perf/slots_busy_share", "perf/time_per_step"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 STOP_IDS = tuple(range(20))  # of the measured run: a turn ends after some 16 tokens
 
 
@@ -138,21 +158,21 @@ def simulated() -> tuple[float, float, float]:
 
 
 class SlowTool:
-    """Repeats a turn after a second."""
+    """Repeats a turn, or its beginning, after some seconds."""
 
-    def __init__(self, tokenizer: Tokenizer, *, seconds: float):
+    def __init__(self, tokenizer: Tokenizer, *, seconds: float, most: int | None = None):
         del tokenizer
-        self._seconds = seconds
+        self._seconds, self._most = seconds, most
 
     def reset(self, prompt: Prompt) -> None:
         """Shows nothing."""
         del prompt
 
-    def step(self, tokens: np.ndarray, text: str) -> Turn:
+    async def step(self, tokens: np.ndarray, text: str) -> Turn:
         """Takes its time."""
         del text
-        time.sleep(self._seconds)
-        return Turn(tokens[:-1])
+        await asyncio.sleep(self._seconds)
+        return Turn(tokens[:-1][: self._most])
 
 
 def measured(lanes: int, slots: int, seconds: float = 1.0) -> tuple[float, int, dict[str, float]]:
@@ -184,8 +204,62 @@ def measured(lanes: int, slots: int, seconds: float = 1.0) -> tuple[float, int, 
     return time.perf_counter() - start, turns, stats.occupancy.metrics()
 
 
+# -- workers --------------------------------------------------------------------------------------
+
+
+def of_workers(count: int, folder: pathlib.Path) -> dict[int, dict[str, float]]:
+    """Metrics of the steps of a run with so many workers, by step."""
+    settings = {
+        # of few words, so that turns end by themselves
+        "model.source": f"{MODEL.partition('&vocab')[0]}&vocab=259&max_position=4096",
+        "data.prompts_per_step": WORKER_STEP * count // 4,
+        "data.max_prompt_length": 64,
+        "rollout.num_samples": 4,
+        "rollout.num_slots": WORKER_SLOTS,
+        "rollout.max_trajectories": WORKER_AT_ONCE,
+        "rollout.tokens_per_call": 1,
+        "rollout.environment": f"{__file__}:SlowTool",
+        "rollout.environment_kwargs": json.dumps({"seconds": TOOL_SECONDS, "most": 8}),
+        "rollout.environment_timeout": 6 * TOOL_SECONDS,
+        "rollout.turn_length": WORKER_TURN,
+        "rollout.max_turns": WORKER_TURNS,
+        "rollout.max_response_length": (WORKER_TURN + 8) * WORKER_TURNS,
+        "training.row_tokens": 2560,
+        "training.steps": STEPS,
+        "stream.workers": True,
+        "stream.max_staleness": STALENESS,
+        "eval.dataset": "",
+        "observe.trackers": (),
+    }
+    launch = ["scripts/launch_local.py", "--processes=1", f"--workers={count}", "--"]
+    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    with open(f"{folder}.log", "w") as log:
+        command = [sys.executable, *launch, *train, *flags]
+        if subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode:
+            raise SystemExit(f"the run has ended early: see {folder}.log")
+    return {row["step"]: row for row in read_metrics(folder / "metrics.jsonl") if row["step"]}
+
+
+def report_workers(count: int) -> int:
+    """Prints the part with workers; returns the exit code."""
+    rows = of_workers(count, pathlib.Path(tempfile.mkdtemp()) / "run")
+    for step, row in rows.items():
+        shown = [name for name in row if name in (BUSY, TIME) or "/trajectories/" in name]
+        numbers = ", ".join(f"{name} {row[name]:.3g}" for name in shown)
+        print(f"{count} workers, step {step}: {numbers}")
+    steady = [rows[step] for step in STEADY if BUSY in rows[step]]
+    busy = np.average([row[BUSY] for row in steady], weights=[row[TIME] for row in steady])
+    print(f"{count} workers: slots busy {busy:.1%} of steps {STEADY.start} to {STEADY.stop - 1}")
+    return int(busy < LEAST_BUSY)
+
+
 def main() -> int:
-    """Prints both parts; returns the exit code."""
+    """Prints both parts, or that with workers; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=0, help="processes that sample, in a run")
+    if count := parser.parse_args().workers:
+        return report_workers(count)
     steady, whole, seconds = simulated()
     print(
         f"simulated, {SLOTS} slots, {AT_ONCE} trajectories at a time: slots busy "

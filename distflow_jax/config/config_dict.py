@@ -132,7 +132,9 @@ def from_config_dict(
 
 
 def _convert(value: Any, annotation: Any, path: str) -> Any:
-    wrong = ValueError(f"{path} must be {_describe(annotation)}, got {shown(value)}")
+    def wrong() -> ValueError:
+        return ValueError(f"{path} must be {_describe(annotation)}, got {shown(value)}")
+
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         _check_finite(value, path)
@@ -141,7 +143,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         return _convert_union(value, annotation, path)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if not isinstance(value, Mapping | ml_collections.ConfigDict):
-            raise wrong
+            raise wrong()
         return _convert_section(value, annotation, path)
     if origin is typing.Literal:
         if value in args and type(value) in map(type, args):
@@ -152,23 +154,23 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         value = float(value)
     if annotation in (bool, int, float, str, types.NoneType):
         if not isinstance(value, annotation) or isinstance(value, bool) != (annotation is bool):
-            raise wrong
+            raise wrong()
         check_number(value, path)
         check_text(value, path)
         return value
     if (origin or annotation) is tuple:
         if not isinstance(value, tuple | list):  # JSON has no tuples
-            raise wrong
+            raise wrong()
         kinds = args or (Any, ...)
         if kinds[1:] == (...,):
             kinds = (kinds[0],) * len(value)
         if len(kinds) != len(value):
-            raise wrong
+            raise wrong()
         pairs = enumerate(zip(value, kinds, strict=True))
         return tuple(_convert(item, kind, f"{path}[{i}]") for i, (item, kind) in pairs)
     if isinstance(origin or annotation, type) and issubclass(origin or annotation, Mapping):
         if not isinstance(value, Mapping | ml_collections.ConfigDict):
-            raise wrong
+            raise wrong()
         kind = args[1] if args else Any
         return {key: _convert(value[key], kind, f"{path}.{key}") for key in value}
     raise TypeError(f"{path}: a config dataclass cannot have a field of type {annotation!r}")

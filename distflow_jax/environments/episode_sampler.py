@@ -39,7 +39,6 @@ class Progress:
 class Counts(NamedTuple):
     """Numbers of what a sampler has sampled."""
 
-    generate_calls: int = 0
     tokens: int = 0
     under_way: int = 0  # tokens of requests that it has not returned
     occupancy: Occupancy = Occupancy()
@@ -100,17 +99,17 @@ class EpisodeSampler:
     @property
     def counts(self) -> Counts:
         """Numbers of all that was sampled so far."""
-        calls, tokens, _, occupancy = self._past
+        tokens, _, occupancy = self._past
         if self._scheduler is not None:
             stats = self._scheduler.stats
-            calls, tokens = calls + stats.generate_calls, tokens + stats.tokens
-            occupancy = occupancy.plus(stats.occupancy)
+            tokens += stats.tokens
+            occupancy = occupancy.plus(stats.occupancy._replace(calls=stats.generate_calls))
         waiting = [*self._open.values(), *self._ended]
         under_way = sum(e.num_sampled for entry in waiting for e in entry.episodes.values())
         under_way += sum(len(p.tokens) - len(p.fed) for _, p in self._under_way())
         if self._driver is not None:
             under_way += self._driver.num_sampled
-        return Counts(calls, tokens, under_way, occupancy)
+        return Counts(tokens, under_way, occupancy)
 
     @property
     def busy(self) -> bool:

@@ -13,6 +13,7 @@ class Occupancy(NamedTuple):
     waiting: float = 0.0  # seconds that they waited for a slot
     ended: int = 0  # sequences
     reread_tokens: int = 0  # of sequences that were read again, with their prompts
+    calls: int = 0  # decode calls
 
     def plus(self, other: "Occupancy", times: float = 1) -> "Occupancy":
         """The sum with so many times another one."""

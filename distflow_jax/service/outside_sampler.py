@@ -14,6 +14,7 @@ from distflow_jax.environments.episodes import single_turn
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Links, deregister
@@ -108,7 +109,8 @@ class OutsideSampler:
         for place, client in enumerate(self._links.clients):
             own = {k: p for k, p in found.items() if k[0] % len(self._links.clients) == place}
             if own and not self.ended:
-                frame = samples_frame({"calls": calls, "goes_on": goes_on}, own)
+                spent = list(Occupancy(calls=calls))
+                frame = samples_frame({"spent": spent, "goes_on": goes_on}, own)
                 answer = self._call(client, "submit", frame)
                 if why := answer.facts.get("refused"):
                     raise Refused(str(why))

@@ -247,10 +247,9 @@ class Ahead:
         with self._lock:
             before, self._counts = self._counts, self.producer.counts()
             more = self.producer.measured()
-        calls = self._counts.generate_calls - before.generate_calls
         occupancy = self._counts.occupancy.plus(before.occupancy, -1)
         found, self._measured = self._measured, {}
-        return found | {"perf/generate_calls": calls} | occupancy.metrics() | more
+        return found | {"perf/generate_calls": occupancy.calls} | occupancy.metrics() | more
 
     def account_for(self, samples: Samples, step: int, gaps: Gaps) -> Metrics:
         """Accounts for the samples of a step; returns their ages."""

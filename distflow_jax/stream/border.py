@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
 from distflow_jax.images.record_checks import check_shown
 from distflow_jax.layout import Parts
 from distflow_jax.rewards.records import MOST_SCORE
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.response_checks import (
     RefusedAnswer,
@@ -33,7 +34,7 @@ from distflow_jax.rollout.response_checks import (
 from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
-MOST_CALLS = 1 << 20  # decode calls between two words of a worker
+MOST_SPENT = 1 << 30  # decode calls, or seconds of slots, between two words of a worker
 MOST_RESPONSES = 1 << 16  # in a frame
 LOGGED_BYTES = 16 << 20  # of the metrics of all responses in a frame
 _MOST = np.iinfo(np.int32).max
@@ -188,11 +189,12 @@ def check_index(
             )
 
 
-def check_calls(calls: Any) -> int:
-    """The decode calls that a worker counts since its last word; RefusedAnswer for others."""
-    if type(calls) is not int or not 0 <= calls <= MOST_CALLS:
-        raise RefusedAnswer(f"{calls!r:.40} decode calls since its last word")
-    return calls
+def check_spent(sums: Any) -> Counts:
+    """The sums that a worker counts since its last word; RefusedAnswer for others."""
+    fits = isinstance(sums, list) and len(sums) == len(Occupancy())
+    if not fits or any(type(x) not in (int, float) or not 0 <= x <= MOST_SPENT for x in sums):
+        raise RefusedAnswer(f"{sums!r:.200} for what its slots did since its last word")
+    return Counts(occupancy=Occupancy(*sums))
 
 
 def check_values(

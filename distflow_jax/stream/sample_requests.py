@@ -42,7 +42,8 @@ class SampleRequests:
         self.buffer, self.lock, self._on_response = buffer, lock, on_response
         self.here = self._here = Counts()
         self._arrived: list[Response] = []
-        self._restored = self._taken = self._calls = self._handed = 0
+        self._restored = self._taken = self._handed = 0
+        self._elsewhere = Counts().occupancy  # of the workers of other jobs
 
     @property
     def busy(self) -> bool:
@@ -55,10 +56,9 @@ class SampleRequests:
         elsewhere = [task.tokens for task in self.buffer.groups() if task.worker != HERE]
         known = sum(elsewhere) + self._handed
         return Counts(
-            self.here.generate_calls + self._calls,
             self.here.tokens + self._taken + known - self._restored,
             self.here.under_way + known,
-            self.here.occupancy,
+            self.here.occupancy.plus(self._elsewhere),
         )
 
     def begin(
@@ -163,14 +163,14 @@ class SampleRequests:
         keys: Iterable[Key],
         found: Mapping[Key, Progress],
         *,
-        calls: int = 0,
+        spent: Counts,
         goes_on: bool,
     ) -> list[Key]:
         """Takes the samples of a worker; returns the keys that it should drop.
 
-        `calls`: decode calls since it submitted something last; `goes_on`: whether it works on.
+        `spent`: since it submitted something last; `goes_on`: whether it works on.
         """
-        self._calls += calls
+        self._elsewhere = self._elsewhere.plus(spent.occupancy)
         now, dropped = time.monotonic(), []
         for key in keys:
             progress = found.get(key, Progress())

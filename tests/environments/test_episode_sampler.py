@@ -59,7 +59,7 @@ def test_answers_are_those_of_the_scheduler(engine, params, wanted):
     assert by_uid(heard).keys() == wanted.keys()
     counts = sampler.counts
     assert counts.tokens == sum(len(r.tokens) for r in got.values())
-    assert counts.generate_calls > 0 and counts.under_way == 0
+    assert counts.occupancy.calls > 0 and counts.under_way == 0
 
 
 def test_it_begins_as_new_when_nothing_is_under_way(engine, params, wanted):

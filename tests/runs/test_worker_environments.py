@@ -109,6 +109,7 @@ def check_turns(folder, steps):
     """What every step says of turns, and the score of each response: that of its environment."""
     found = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")}
     assert set(found) == set(range(1, steps + 1))
+    assert any(0 < row.get("perf/slots_busy_share", 0) <= 1 for row in found.values())
     for row in found.values():
         assert 1 < row["environment/turns/mean"] <= row["environment/turns/max"] <= 3
         assert row["environment/asked"] > 0 and row["environment/observation_tokens"] > 0

@@ -37,7 +37,7 @@ SIZES = PatchSizes(chunk=16, chunks=1, patch_bytes=6, dims=2, merge=4)
 BORDER_OF_TURNS = Border(
     dataclasses.replace(BORDER.limits, max_turns=3, turn_length=3, images=SIZES)
 )
-FACTS = {"attempt": "one", "calls": 1, "goes_on": True}
+FACTS = {"attempt": "one", "spent": [8.0, 6.0, 1.5, 0, 2, 0, 1], "goes_on": True}
 
 
 class Trainer:
@@ -205,9 +205,11 @@ LIES = {  # a lie, and the field and value of it that the log names
     "nodes that are a number": (say("nodes", 5), "nodes 5"),
     "nodes that are numbers": (say("nodes", [5]), "nodes [5]"),
     "images that are not there": (say("response_images", True), "no array 'response_image_bytes'"),
-    "decode calls of 10^18": (say("calls", 10**18), "1000000000000000000 decode calls"),
-    "decode calls below 0": (say("calls", -1), "-1 decode calls"),
-    "decode calls as text": (say("calls", "many"), "'many' decode calls"),
+    "decode calls of 10^18": (say("spent", [0] * 6 + [10**18]), "1000000000000000000] for what"),
+    "decode calls below 0": (say("spent", [0] * 6 + [-1]), "-1] for what its slots did"),
+    "decode calls as text": (say("spent", [0] * 6 + ["many"]), "'many'] for what its slots did"),
+    "slots busy for infinite seconds": (say("spent", [math.inf] * 7), "for what its slots did"),
+    "nothing of its slots": (say("spent", []), "[] for what its slots did"),
     "an array that is missing": (lambda facts, arrays: arrays.pop("mask"), "no array 'mask'"),
     "an answer to another prompt": (index(COUNTER_OF, 5), "a response to prompt 5 of node 0,"),
     "an answer to a prompt of 2^62": (
@@ -267,7 +269,7 @@ def test_a_lie_counts_for_nothing_and_names_its_worker(lie, named, caplog):
     (record,) = caplog.records
     assert record.getMessage().startswith("a result of worker liar is refused: ")
     assert named in record.getMessage() and "\n" not in record.getMessage()
-    assert trainer.requests.counts.generate_calls == 0
+    assert trainer.requests.counts.occupancy.calls == 0
     # somebody else answers the group
     trainer.buffer.deregister("liar")
     trainer.lease("honest")

@@ -18,7 +18,7 @@ from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.requests import Response, SamplingParams
@@ -232,23 +232,23 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
         ones = [np.ones(3, dtype) for dtype in (np.int32, np.float32, np.float32)]
         made = [Response(request.prompt, s, *ones, True, np.zeros(3, np.int32)) for s in (0, 1)]
         found = {key: Progress({s: single_turn(one) for s, one in enumerate(made)})}
-        requests.submit("w", [key], found, calls=1, goes_on=False)
+        requests.submit("w", [key], found, spent=Counts(), goes_on=False)
     groups = {group.counter: group for group in producer.round()}
     for group in groups.values():
         nodes.submit(group, lambda: None)
         group.running.result(HANG)
-    assert producer.counts()[1:3] == (24, 24)  # tokens sampled, and under way
+    assert producer.counts()[:2] == (24, 24)  # tokens sampled, and under way
     assert buffer.lease_node("w", ["score"], 0.0).key == (0, "score")
     buffer.fail("w", (0, "score"), "no")
     producer.round()
     assert "prompt 0 is given up" in caplog.text and producer.groups[0].given_up
-    assert producer.counts()[1:3] == (18, 18)
+    assert producer.counts()[:2] == (18, 18)
     assert groups[0].done and not groups[0].samples  # a checkpoint does not wait for it
     assert not facts_of(groups[0], 0).keep  # what the other processes hear
     producer.judge(0, False)
     assert 0 not in producer.groups and producer.facts() == {"given_up": [0]}
     producer.round()
-    assert producer.counts()[1:3] == (18, 18)
+    assert producer.counts()[:2] == (18, 18)
     assert producer.admission.cut(1).kept == (1, 2)
     nodes.close()
 

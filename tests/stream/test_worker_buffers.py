@@ -24,7 +24,7 @@ from support.faulty_wire import LATE, LOST, TWICE, UNANSWERED, Faults, Forwarder
 from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG
 
-from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
@@ -117,7 +117,7 @@ def test_a_second_result_that_differs_is_in_the_log_once(caplog):
     other.tokens = other.tokens + np.array([0, 40, 40], np.int32)
     for response in (one, one, other, other):
         found = {key: Progress({1: single_turn(response)})}
-        requests.submit("w7", [key], found, calls=1, goes_on=True)
+        requests.submit("w7", [key], found, spent=Counts(), goes_on=True)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(

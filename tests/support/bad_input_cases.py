@@ -164,7 +164,6 @@ SIZES = [
     *_under(
         "stream.max_staleness=1",
         [
-            ("", "stream.max_staleness=1 trains on tokens of older weights"),
             (
                 "stream.weight_update=boundary ; stream.cache=recompute",
                 "no effect with stream.weight_update='boundary'",
@@ -304,10 +303,6 @@ SIZES = [
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
                 "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
                 "gives",
-            ),
-            (
-                "rollout.environment=calculator",
-                "stream.workers=True evaluates without an environment, and rollo",
             ),
         ],
     ),

@@ -12,6 +12,7 @@ import numpy as np
 
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode, single_turn
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.stream.border import Border
@@ -69,7 +70,7 @@ class Sampler:
 
     @property
     def counts(self):
-        return Counts(self._calls)
+        return Counts(occupancy=Occupancy(calls=self._calls))
 
     def submit(self, key, request, progress):
         if key[0] in self.refuses:

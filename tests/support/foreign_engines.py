@@ -2,6 +2,8 @@
 
 import contextlib
 
+import jax
+import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from distflow_jax.models.weights.source import open_model
@@ -22,8 +24,8 @@ def limits_of(engine, **changes):
     return ForeignLimits(TINY.vocab_size, frozenset(engine.stop_ids), **changes)
 
 
-def folders_in(place):
-    return WeightFolders(place, TINY, TOKENIZER)
+def folders_in(place, model=TINY):
+    return WeightFolders(place, model, TOKENIZER)
 
 
 @contextlib.contextmanager
@@ -53,3 +55,34 @@ def sampler_scheduler(address, own, params, place, *, version=0, **changes):
 def loaded_folder(engine, folder):
     """An engine's weights of an exported folder."""
     return engine.load_params(unflatten_dict(dict(open_model(folder).params()), sep="/"))
+
+
+# -- weights that an engine makes of those it was given --------------------------------------------
+
+
+def step_from(params, size, seed=7):
+    """Weights some way from others, as after a training step."""
+    draw = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: x + size * np.abs(x).mean() * draw.standard_normal(x.shape).astype(x.dtype),
+        params,
+    )
+
+
+def half(given, held):
+    """Every other leaf of what was given, in the order of their names."""
+    (new, tree), (old, _) = jax.tree.flatten(given), jax.tree.flatten(held)
+    pairs = enumerate(zip(new, old, strict=True))
+    return tree.unflatten([a if place % 2 else b for place, (a, b) in pairs])
+
+
+def old_head(given, held):
+    """All that was given but the head, as of vLLM's CPU path."""
+    return {**given, **{name: held[name] for name in given if "head" in name or "embed" in name}}
+
+
+FAULTS = {
+    "none": lambda given, held: held,
+    "half": half,
+    "an old head": old_head,
+}

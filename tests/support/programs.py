@@ -58,12 +58,12 @@ def train_late(workdir, settings, delays, **size):
 class Process:
     """A program of this checkout that goes on beside the test; its output goes to a file."""
 
-    def __init__(self, log, command, devices=None, own=None):
-        """`own`: variables of its environment."""
+    def __init__(self, log, command, devices=None, own=None, program=sys.executable):
+        """`own`: variables of its environment; `program`: that has the `command`."""
         self.log = log
         with log.open("a") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                [program, *command],
                 cwd=ROOT,
                 env=haste.environment(devices) | (own or {}),
                 stdout=file,

@@ -39,7 +39,9 @@ TOLD = {  # that some answers have
     **{"evaluates": SIZE.or_null(), "again": NUMBER, "refused": TEXT},
     **{"rank": SIZE, "workers": COUNT},
     "dropped": Kind("a list of [counter, node]", lambda v: isinstance(v, list) and _are_keys(v)),
-    "hosts": Kind("an object of texts", lambda v: isinstance(v, dict) and TEXTS.fits([*v.values()])),
+    "hosts": Kind(
+        "an object of texts", lambda v: isinstance(v, dict) and TEXTS.fits([*v.values()])
+    ),
 }
 JOIN_SECONDS = 9.0  # for the trainers' first answer
 ANSWER_SECONDS = 9.0  # of one task buffer

@@ -18,7 +18,7 @@ from typing import Any
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.one_line import one_line
-from distflow_jax.stream.border import Border, check_arrays, check_calls, check_index
+from distflow_jax.stream.border import Border, check_arrays, check_index, check_spent
 from distflow_jax.stream.frames.frames import (
     Frame,
     fact_of,
@@ -222,7 +222,7 @@ class BufferService:
         with self._lock:
             requests = self._requests.requests(keys)
         try:
-            calls = check_calls(frame.facts.get("calls"))
+            spent = check_spent(frame.facts.get("spent"))
             check_arrays(frame.facts, frame.arrays)
             check_index(frame.facts, frame.arrays, keys, requests)
             found = samples_of(frame, requests)
@@ -233,7 +233,7 @@ class BufferService:
                 told = {"dropped": list(map(list, keys)), "refused": str(error)}
                 return Frame({**self._state(worker), **told})
         with self._lock:
-            dropped = self._requests.submit(worker, keys, found, calls=calls, goes_on=goes_on)
+            dropped = self._requests.submit(worker, keys, found, spent=spent, goes_on=goes_on)
             self._lock.notify_all()
             return Frame({**self._state(worker), "dropped": [list(key) for key in dropped]})
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Links
 from distflow_jax.stream.links.remote_link import LeasedGroup, WorkerState
@@ -103,8 +104,8 @@ class BufferTalk:
         untold = {key: _without(progress, told.get(key, ())) for key, progress in found.items()}
         for samples, more in frames_of(untold):
             with state.lock:
-                calls, state.calls = state.calls, 0
-            frame = samples_frame({"calls": calls, "goes_on": more or not whole}, samples)
+                spent, state.spent = list(state.spent), Occupancy()
+            frame = samples_frame({"spent": spent, "goes_on": more or not whole}, samples)
             answer = self._call("submit", frame)
             if why := answer.facts.get("refused"):
                 log.warning("the trainers refuse samples: %s", why)

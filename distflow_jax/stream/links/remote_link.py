@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.links.buffer_links import Links, hosts_of
 from distflow_jax.stream.tasks import Key
@@ -74,7 +75,7 @@ class WorkerState:
     keep_until: float = 0.0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that task buffers do not want
-    calls: int = 0  # decode calls that no task buffer knows of
+    spent: Occupancy = Occupancy()  # that no task buffer knows of
     slots: int = 0  # of the sampler; 0: there is none
     rejoined: bool = False  # the run was started again, and the worker has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
@@ -148,7 +149,7 @@ class RemoteLink:
         self._arrived: dict[Key, int] = {}  # responses of open groups that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._calls = self._lost = 0  # decode calls that were counted; pulls in a row that failed
+        self._spent, self._lost = Occupancy(), 0  # all so far; pulls in a row that failed
 
     def advance(self, worker: Worker) -> bool:
         """Takes what the task buffers have sent, and weights; whether groups came."""
@@ -168,10 +169,9 @@ class RemoteLink:
 
     def submit(self, worker: Worker, ended: Mapping[Key, Progress]) -> None:
         """Leaves what has ended to the other thread, and at times what is under way."""
-        state, counts = self._state, worker.sampler.counts
+        state, spent = self._state, worker.sampler.counts.occupancy
         with state.lock:
-            state.calls += counts.generate_calls - self._calls
-            self._calls = counts.generate_calls
+            state.spent, self._spent = state.spent.plus(spent.plus(self._spent, -1)), spent
             state.whole |= ended
             coming = sum(assignment.lacks for assignment in state.assigned)
             state.capacity = max(0, state.slots - self.under_way(worker) - coming)

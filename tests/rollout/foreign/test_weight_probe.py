@@ -4,10 +4,9 @@ import dataclasses
 import itertools
 import logging
 
-import jax
 import numpy as np
 import pytest
-from support.foreign_engines import limits_of
+from support.foreign_engines import FAULTS, limits_of, step_from
 from support.in_process_engine import InProcessEngine
 from support.tiny_model import TINY, random_params
 from support.tiny_sampler import REQUESTS, Sampler
@@ -30,35 +29,7 @@ FIRST, OTHER = random_params(TINY, 2), random_params(TINY, 5)
 PLAIN = [request for request in REQUESTS if request.sampling.temperature == 1.0]
 
 
-def step_from(params, size, seed=7):
-    """Weights some way from others, as after a training step."""
-    draw = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: x + size * np.abs(x).mean() * draw.standard_normal(x.shape).astype(x.dtype),
-        params,
-    )
-
-
 SECOND = step_from(FIRST, 0.05)
-
-
-def half(given, held):
-    """Every other leaf of what was given, in the order of their names."""
-    (new, tree), (old, _) = jax.tree.flatten(given), jax.tree.flatten(held)
-    pairs = enumerate(zip(new, old, strict=True))
-    return tree.unflatten([a if place % 2 else b for place, (a, b) in pairs])
-
-
-def old_head(given, held):
-    """All that was given but the head, as of vLLM's CPU path."""
-    return {**given, **{name: held[name] for name in given if "head" in name or "embed" in name}}
-
-
-FAULTS = {
-    "none": lambda given, held: held,
-    "half": half,
-    "an old head": old_head,
-}
 
 
 class Engine(InProcessEngine):
