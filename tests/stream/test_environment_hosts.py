@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from support.counted_buffers import TABLES, Trainers
 from support.tiny_model import prompt_of
 from support.waiting import HANG, until
 
@@ -29,8 +30,13 @@ from distflow_jax.stream.frames.environment_frames import (
 )
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.links import environment_hosts
+from distflow_jax.stream.links.buffer_client import BufferClient
+from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.environment_host import CALL, EnvironmentHost
 from distflow_jax.stream.links.environment_hosts import EnvironmentHosts
+from distflow_jax.stream.links.remote_link import WorkerState
+from distflow_jax.stream.node_runner import NodeRunner
+from distflow_jax.stream.tasks import ENVIRONMENT
 from distflow_jax.stream.wire.calls import Refused
 from distflow_jax.stream.wire.wire_client import WireClient
 
@@ -375,6 +381,69 @@ def test_a_stranger_s_calls_and_garbage_are_refused():
             for frame in (Frame({}), Frame({"calls": [{"call": 1, "object": "x"}], "images": []})):
                 with pytest.raises(Refused):
                     client.call(CALL, frame.to_bytes(), HANG)
+
+
+# -- task buffers ----------------------------------------------------------------------------------
+
+
+def hosts_of(folder):
+    """Hosts of which a sampler hears that joins now; None: the run has none."""
+    links = Joining(str(folder), "sampler", TABLES).first(HANG)
+    links.close()
+    return links.hosts
+
+
+def test_samplers_hear_from_task_buffers_where_hosts_are(tmp_path):
+    trainers = Trainers(tmp_path, exact=False, lease=1.0, served=[ENVIRONMENT])
+    assert hosts_of(tmp_path) == {}
+    nodes = NodeRunner({}, [ENVIRONMENT])
+    nodes.address = "127.0.0.1:7"
+    joining = Joining(str(tmp_path), "host", TABLES, nodes.nodes, everywhere=True)
+    state = WorkerState(links=joining.first(HANG))
+    client = BufferClient(state, joining, nodes, save_seconds=0.0, orphan_seconds=HANG)
+
+    def are(wanted):
+        trainers.look()
+        return hosts_of(tmp_path) == wanted
+
+    with client.serving():
+        until(lambda: are({"host": "127.0.0.1:7"}))
+        first = heard(trainers)
+
+        def lives():  # its questions are signs of life
+            assert are({"host": "127.0.0.1:7"})
+            return heard(trainers) > first + 2.0  # twice a lease's time
+
+        until(lives)
+    until(lambda: are({}))
+    for server in trainers.servers:
+        server.close()
+
+
+def heard(trainers):
+    """When all task buffers have heard of the host."""
+    return min(requests.buffer.workers["host"] for requests in trainers.requests)
+
+
+def test_a_run_without_hosts_names_none_and_takes_none(tmp_path):
+    trainers = Trainers(tmp_path, exact=False)
+    assert hosts_of(tmp_path) is None
+    with pytest.raises(ValueError, match="the trainers run node 'environment' themselves"):
+        Joining(str(tmp_path), "host", TABLES, [ENVIRONMENT]).first(HANG)
+    for server in trainers.servers:
+        server.close()
+
+
+def test_a_host_s_address_is_one(tmp_path):
+    trainers = Trainers(tmp_path, exact=False, served=[ENVIRONMENT])
+    links = Joining(str(tmp_path), "host", TABLES, [ENVIRONMENT]).first(HANG)
+    for address in ("nonsense", "a b:3", 7):
+        asked = Frame({"capacity": 1, "nodes": [ENVIRONMENT], "address": address})
+        with pytest.raises(Refused, match="address"):
+            links.call(links.clients[0], "lease_node", asked)
+    links.close()
+    for server in trainers.servers:
+        server.close()
 
 
 def test_a_failure_s_record_crosses_the_wire():

@@ -141,6 +141,7 @@ class Trainers:
         attempt="one",
         through=lambda port: port,
         lease=HANG,
+        served=("score",),
     ):
         """`through(port)`: the port at which workers reach a task buffer that listens at `port`."""
         self.rule, self.folder, self.exact = Rule(GROUPS, STALENESS), folder, exact
@@ -158,7 +159,7 @@ class Trainers:
                 version=step,
                 lease_seconds=lease,
                 max_tries=2,
-                served=["score"],
+                served=served,
                 differs=differs,
             )
             self.requests.append(SampleRequests(buffer, lock))
