@@ -88,7 +88,6 @@ def redistribute(actors: list, fields: list[str], ranks: int) -> dict[str, int]:
     return {
         "collected": sum(size(shard) for shard in shards[1:]),
         "sent": sum(size(targets[rank]) for rank in set(away)),
-        "sent_to_each": sum(size(targets[rank]) for rank in away),
     }
 
 
@@ -184,15 +183,6 @@ def spent(before: dict[int, tuple[str, float]]) -> dict[str, float]:
     return total
 
 
-def loopback_bytes() -> int:
-    """Bytes transferred by the loopback interface so far."""
-    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[0])
-    return 0
-
-
 def start(args: argparse.Namespace) -> Cluster:
     """Starts Ray with one object store, or one per process; process i belongs on "host{i}"."""
     hosts = [{f"host{i}": 1} for i in range(args.processes)]
@@ -234,17 +224,15 @@ def main() -> None:
         ray.get([a.load.remote(str(path)) for a, path in zip(actors, paths, strict=True)])
         for _ in range(args.warmup):
             redistribute(actors, case["fields"], ranks)
-        cpu, lo, walls = cpu_seconds(), loopback_bytes(), [time.perf_counter()]
+        cpu, walls = cpu_seconds(), [time.perf_counter()]
         for _ in range(args.repetitions):
             moved = redistribute(actors, case["fields"], ranks)
             walls.append(time.perf_counter())
-        cpu, lo = spent(cpu), loopback_bytes() - lo
-        cpu = {kind: seconds / args.repetitions for kind, seconds in cpu.items()}
+        cpu = {kind: seconds / args.repetitions for kind, seconds in spent(cpu).items()}
         record = {"case": case["name"], "ranks": ranks, **moved, "cpu_by_kind_s": cpu}
         record["busiest_bytes"] = moved["collected"] + moved["sent"]
         record["cpu_s"] = sum(seconds for kind, seconds in cpu.items() if kind in CORE)
         record["wall_s"] = np.diff(walls).tolist()
-        record["loopback_bytes"] = lo / args.repetitions
         record["found"] = ray.get([actor.digests.remote() for actor in actors])
         report.append(record)
     args.json.write_text(json.dumps(report) + "\n")
