@@ -109,8 +109,7 @@ class OutsideSampler:
         for place, client in enumerate(self._links.clients):
             own = {k: p for k, p in found.items() if k[0] % len(self._links.clients) == place}
             if own and not self.ended:
-                spent = list(Occupancy(calls=calls))
-                frame = samples_frame({"spent": spent, "goes_on": goes_on}, own)
+                frame = samples_frame({"spent": _spent(calls), "goes_on": goes_on}, own)
                 answer = self._call(client, "submit", frame)
                 if why := answer.facts.get("refused"):
                     raise Refused(str(why))
@@ -142,3 +141,8 @@ class OutsideSampler:
             held = {key: Progress() for key in self._open}
         self._bring(held, goes_on=True, calls=0)
         self.ask(self._held, 0)  # task buffers of no group hear of it too
+
+
+def _spent(calls: int) -> list[float]:
+    """Facts of what the slots did, of which decode calls alone are known."""
+    return list(Occupancy(calls=calls))

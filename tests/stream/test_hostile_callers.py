@@ -26,7 +26,7 @@ VALUES = [
 ]
 FACTS = [
     *("attempt", "version", "capacity", "slots", "idle", "waits", "samples", "nodes", "keys"),
-    *("goes_on", "calls", "why", "config", "node_config", "columns", "numbers", "parts"),
+    *("goes_on", "spent", "why", "config", "node_config", "columns", "numbers", "parts"),
 ]
 METHODS = ["register", "lease", "lease_node", "submit", "submit_node", "fail", "assign"]
 KEY: Key = (4, "gen")
@@ -84,7 +84,7 @@ def samples_frame(keys, rows):
         arrays[name] = np.zeros(0, kind)
     arrays |= {"version": np.zeros(0, np.int32), "fed": np.zeros(0, np.int32)}
     arrays["mask"] = np.zeros(0, bool)
-    return Frame({"attempt": "one", "calls": 0, "keys": keys, "nodes": ["gen"]}, arrays)
+    return Frame({"attempt": "one", "spent": [0.0] * 7, "keys": keys, "nodes": ["gen"]}, arrays)
 
 
 def test_as_many_keys_and_responses_as_a_frame_holds_leave_nothing():

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
-from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.links.buffer_links import Links
 from distflow_jax.stream.links.remote_link import LeasedGroup, WorkerState
@@ -104,7 +103,7 @@ class BufferTalk:
         untold = {key: _without(progress, told.get(key, ())) for key, progress in found.items()}
         for samples, more in frames_of(untold):
             with state.lock:
-                spent, state.spent = list(state.spent), Occupancy()
+                spent = state.take_spent()
             frame = samples_frame({"spent": spent, "goes_on": more or not whole}, samples)
             answer = self._call("submit", frame)
             if why := answer.facts.get("refused"):
@@ -207,7 +206,7 @@ class BufferTalk:
 
     @property
     def _served(self) -> dict[str, Any]:
-        """What the worker tells of the nodes that it serves."""
+        """Facts of the nodes that the worker serves."""
         address = {"address": self._nodes.address} if self._nodes.address else {}
         return {"nodes": self._nodes.nodes, **address}
 

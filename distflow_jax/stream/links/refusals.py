@@ -31,7 +31,7 @@ class _Caller:
 
 
 @dataclasses.dataclass
-class _Host:
+class _RefusedHost:
     """A host that results came from which are not used, whatever the names of their workers."""
 
     refused: int = 0  # MOST_REFUSED for a worker that was ended for its log-probs
@@ -45,7 +45,7 @@ class Refusals:
         self._leases = leases
         leases.on_end = self._note_end
         self._callers: dict[str, _Caller] = {}
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _RefusedHost] = {}
 
     def meet(self, worker: str, host: str) -> None:
         """Notes where a worker calls from."""
@@ -60,7 +60,7 @@ class Refusals:
             raise Refused(f"{worker} is ended: {ended[worker][0]}")
         if caller.joined:
             return
-        host = self._hosts.get(caller.host, _Host())
+        host = self._hosts.get(caller.host, _RefusedHost())
         times = host.refused // MOST_REFUSED
         pause = min(LAST_PAUSE, FIRST_PAUSE * 2.0 ** min(times - 1, 20))
         if times and (left := host.last + pause - now) > 0:
@@ -89,7 +89,7 @@ class Refusals:
 
     def _note(self, host: str, refused: int, now: float) -> None:
         if host:
-            found = _entry(self._hosts, host, _Host)
+            found = _entry(self._hosts, host, _RefusedHost)
             before = found.refused if now - found.last < FORGET_SECONDS else 0
             found.refused, found.last = before + refused, now
 

@@ -17,7 +17,7 @@ from typing import Any
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Response
-from distflow_jax.stream.links.buffer_links import Links, hosts_of
+from distflow_jax.stream.links.buffer_links import Links
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
@@ -64,7 +64,7 @@ class WorkerState:
     # the three of each task buffer, by place
     said: dict[int, tuple[int, int, int | None]] = dataclasses.field(default_factory=dict)
     # hosts of environments that each task buffer names, by place, and what takes them
-    hosts: dict[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    hosts: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
     meet: Callable[[Mapping[str, str]], None] = lambda hosts: None
     assigned: collections.deque[LeasedGroup] = dataclasses.field(default_factory=collections.deque)
     # to be submitted: samples that the sampler does not go on with, and those that it does
@@ -97,8 +97,8 @@ class WorkerState:
             self.said[place] = said
             self._settle()
         if "hosts" in facts:
-            self.hosts[place] = facts
-            self.meet(hosts_of(self.hosts.values()) or {})
+            self.hosts[place] = facts["hosts"]
+            self.meet(dict(collections.ChainMap(*self.hosts.values())))
         return changed
 
     def forget(self, place: int) -> None:
@@ -106,6 +106,11 @@ class WorkerState:
         self.said.pop(place, None)
         self.hosts.pop(place, None)
         self._settle()
+
+    def take_spent(self) -> list[float]:
+        """Takes what the slots did that no task buffer knows of, for one; under the lock."""
+        spent, self.spent = self.spent, Occupancy()
+        return list(spent)
 
     @property
     def drains(self) -> bool:
