@@ -100,7 +100,8 @@ def check_writable(folder: pathlib.Path) -> None:
             )
     probe = folder / f".write_check_{processes.process_index()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a file of that name is told by the probe
+            folder.mkdir(parents=True)
         probe.write_text("ok")
         probe.unlink()
     except OSError as error:
