@@ -89,6 +89,13 @@ def read(path):
 SHOWN = shown_commands()
 
 
+def commands_of(script, without="--help"):
+    """The commands of a script that a page shows, as parameters; all but the longest are slow."""
+    found = [c for c in SHOWN if c[0] == script and without not in c]
+    longest, *others = sorted(found, key=len, reverse=True)
+    return [longest, *(pytest.param(command, marks=pytest.mark.slow) for command in others)]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Where the commands run: a folder that looks like the repository's root."""
@@ -243,9 +250,7 @@ def test_report_serves_the_runs_until_a_signal(place, first_run, command):
         finish(process)
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in SHOWN if c[0] == "scripts/evaluate.py"], ids=" ".join
-)
+@pytest.mark.parametrize("command", commands_of("scripts/evaluate.py"), ids=" ".join)
 def test_evaluate_writes_json(place, first_run, command):
     output = run_shown(place, command)
     (out,) = [argument[6:] for argument in command if argument.startswith("--out=")]
@@ -267,9 +272,7 @@ def test_evaluate_writes_json(place, first_run, command):
         assert "model     runs/first at step 1\n" in output
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in SHOWN if c[0] == "scripts/generate.py"], ids=" ".join
-)
+@pytest.mark.parametrize("command", commands_of("scripts/generate.py"), ids=" ".join)
 def test_generate_answers(place, first_run, command):
     output = run_shown(place, command)
     if "--file=questions.txt" in command:
@@ -290,9 +293,7 @@ def test_generate_samples_repeat_themselves_and_differ(place, first_run):
 
 # what needs a run with adapters is in test_lora.py
 @pytest.mark.parametrize(
-    "command",
-    [c for c in SHOWN if c[0] == "scripts/export.py" and "--adapter" not in c],
-    ids=" ".join,
+    "command", commands_of("scripts/export.py", without="--adapter"), ids=" ".join
 )
 def test_export_writes_a_folder_that_opens(place, first_run, command):
     output = finish(start(place, *command))
@@ -306,14 +307,7 @@ def test_export_writes_a_folder_that_opens(place, first_run, command):
         assert finish(start(place, "scripts/generate.py", *generate))
 
 
-WORKER, *OTHER_WORKERS = [c for c in SHOWN if c[0] == "scripts/worker.py"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [WORKER, *(pytest.param(c, marks=pytest.mark.slow) for c in OTHER_WORKERS)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", commands_of("scripts/worker.py"), ids=" ".join)
 def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatch):
     """By exit code 75: started again, it may find those that tests/runs/test_workers.py starts."""
     monkeypatch.setenv("DISTFLOW_TOKEN", "0123456789abcdef" * 2)
@@ -328,15 +322,7 @@ def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatc
     )
 
 
-# the one with most flags; the others start the same server
-SERVE, *FEWER_FLAGS = sorted((c for c in SHOWN if c[0] == "scripts/serve.py"), key=len)[::-1]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [SERVE, *(pytest.param(c, marks=pytest.mark.slow) for c in FEWER_FLAGS)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", commands_of("scripts/serve.py"), ids=" ".join)
 def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -371,15 +357,8 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     assert finish(process) == "stopped\n"
 
 
-LAUNCH, *OTHER_LAUNCHES = [c for c in SHOWN if c[0] == "scripts/launch_local.py"]
-
-
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "command",
-    [LAUNCH, *(pytest.param(c, marks=pytest.mark.slow) for c in OTHER_LAUNCHES)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", commands_of("scripts/launch_local.py"), ids=" ".join)
 def test_launch_local_trains_as_one_job(place, command):
     lines = run_shown(place, command).splitlines()
     assert all(line.startswith(("[p0] ", "[p1] ")) for line in lines)

@@ -194,12 +194,18 @@ def test_gradients_of_packed_and_separate_images_are_equal(case):
         assert np.abs(x).max() > 0, path
 
 
+def slow(*case):
+    """Parameters of a case that is left to the nightly tests."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("case", "form"),
     [
-        *((case, Form(16)) for case in ("smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3")),
+        ("smolvlm", Form(16)),
+        *(slow(case, Form(16)) for case in ("qwen2_5_vl", "qwen3_vl", "gemma3")),
         # kernels, interpreted, with heads of 8 padded to what they take
-        ("qwen2_5_vl", Form(16, "tpu", 16)),
+        slow("qwen2_5_vl", Form(16, "tpu", 16)),
         ("qwen2_5_vl", Form(32, "gpu", 16)),
     ],
 )
