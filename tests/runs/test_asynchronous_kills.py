@@ -98,8 +98,9 @@ def check_tokens(folder):
 
 
 def steps_for(kills):
-    """Steps of a run that is killed so often: each start makes at least one of them."""
-    return max(STEPS, 2 * kills + 2) if kills == SOAK_KILLS else STEPS
+    """Steps of a run that is killed so often: each start makes at least one of them, and those of
+    a second where they are fast."""
+    return max(STEPS, 10 * kills) if kills == SOAK_KILLS else STEPS
 
 
 def run_with_kills(folder, flags, draw, kills, processes=(2,), environment=()):

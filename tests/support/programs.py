@@ -8,7 +8,7 @@ import sys
 
 from support import haste
 from support.paths import ROOT
-from support.waiting import HANG
+from support.waiting import HANG, until
 
 
 def finished(*command, env=None, cwd=ROOT, seconds=900, codes=(0,)):
@@ -89,9 +89,8 @@ class Process:
 
     def kill_one(self, draw):
         """SIGKILL to one of its children, any; the launcher ends the others."""
-        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
-            children = file.read().split()
-        assert children, self.output()
+        path = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        children = until(lambda: path.read_text().split(), self.output)
         os.kill(int(draw.choice(children)), signal.SIGKILL)
 
 
