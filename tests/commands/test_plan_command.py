@@ -28,6 +28,7 @@ def test_a_run_in_partial_batches_is_planned(topology, capsys):
         sweep=False,
         only=[],
         processes=1,
+        chip="",
         compile=False,
         mermaid=False,
         out="",

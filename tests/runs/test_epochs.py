@@ -66,7 +66,8 @@ def trained(folder, *flags):
     check(folder / "run", 1)
 
 
-@pytest.mark.parametrize("dag", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dag", ["grpo", "dapo"])
 def test_later_epochs_train_on_their_own_log_probs(tmp_path, dag):
     trained(tmp_path, f"dag={dag}")
 

@@ -101,7 +101,9 @@ def check(name, found):
         pytest.param(
             "qwen3_vl", True, dict(attention_block=16, tower=Form(32)), marks=pytest.mark.slow
         ),
-        ("gemma3", True, dict(attention_block=16, tower=Form(8))),
+        pytest.param(
+            "gemma3", True, dict(attention_block=16, tower=Form(8)), marks=pytest.mark.slow
+        ),
         pytest.param("gemma3", True, dict(), marks=pytest.mark.slow),
         pytest.param("qwen3_vl", False, dict(remat="none"), marks=pytest.mark.slow),
         pytest.param("gemma3", False, dict(remat="attention"), marks=pytest.mark.slow),
