@@ -164,7 +164,7 @@ class Stub:
 
 
 def _shown(request: GroupRequest, found: Progress, share: float) -> Progress:
-    """What is under way of a group, by the share of its time."""
+    """The responses of a group that are under way, by the share of its time."""
     partials = []
     for sample, episode in found.episodes.items():
         r = episode.response

@@ -76,7 +76,7 @@ GARBAGE = [
 
 @dataclasses.dataclass
 class Found:
-    """What 12 threads have seen in slices of one kind."""
+    """Counts and latencies of 12 threads in slices of one kind."""
 
     ours: list[float] = dataclasses.field(default_factory=list)  # seconds of small requests
     jetstream: list[float] = dataclasses.field(default_factory=list)

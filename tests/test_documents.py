@@ -284,6 +284,14 @@ def test_the_map_of_the_architecture_has_every_folder():
     assert not [f.name for f in folders if not re.search(rf"\b{f.name}/", text)]
 
 
+def test_the_architecture_names_modules_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = ("distflow_jax", "tests", "scripts", "configs", "benchmarks")
+    places = [f"/{path.relative_to(ROOT)}" for f in folders for path in (ROOT / f).rglob("*.py")]
+    named = set(re.findall(r"(?<![\w/.-])[a-z_]+(?:/\w+)*\.py\b", text))
+    assert not [name for name in named if not any(p.endswith(f"/{name}") for p in places)]
+
+
 def test_the_readme_links_every_built_in_graph():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [name for name in built_in() if f"configs/dags/{name}.yaml" not in text]

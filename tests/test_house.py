@@ -344,7 +344,7 @@ def banned_words() -> dict[str, str]:
 
 
 def texts() -> list[pathlib.Path]:
-    """What people read: code, configs, scripts and documents."""
+    """Files that people read: code, configs, scripts and documents."""
     kinds = {"distflow_jax": "py", "scripts": "py", "configs": "py", "docs": "md"}
     found = [p for folder, end in kinds.items() for p in (ROOT / folder).rglob(f"*.{end}")]
     return sorted([*found, ROOT / "README.md"])

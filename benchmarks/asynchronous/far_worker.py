@@ -1,4 +1,4 @@
-"""What every worker outside the job does: it joins one run after the other."""
+"""A worker outside the job, which joins one run after the other."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What every process of the job does: one run after the other, each in a folder of its name."""
+"""A process of the job: makes one run after the other, each in a folder of its name."""
 
 import contextlib
 import os

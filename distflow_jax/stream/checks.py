@@ -156,15 +156,14 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str = "") 
             f"{where} names {ENVIRONMENT!r}, an environment host without work to do: set "
             "rollout.environment, or take it out"
         )
+    known = sampled | ahead.keys() | ({ENVIRONMENT} if hosted else set())
     for name in names:
-        if name == ENVIRONMENT:
-            continue
-        if name not in tasks:
+        if name not in tasks.keys() | known:
             raise ValueError(
                 f"{where} names {name!r}, and dag {plan.name!r} has no such node "
-                f"({hint(name, sorted(sampled | ahead.keys()))})"
+                f"({hint(name, sorted(known))})"
             )
-        if name not in sampled | ahead.keys():
+        if name not in known:
             raise ValueError(f"{where} names {name!r}: {_why_not(tasks[name], trained)}")
     return tuple(unit for name, unit in ahead.items() if name in names)
 

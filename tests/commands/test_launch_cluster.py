@@ -1,4 +1,4 @@
-"""What the launchers submit, and that each host they show finds its place in the job."""
+"""Launchers submit a whole job, and each host that they show finds its place in it."""
 
 import json
 import os
@@ -364,7 +364,7 @@ def test_the_commands_of_pods_need_no_checkout():
 
 
 def test_a_dry_run_can_be_submitted_as_it_is(capsys):
-    """What follows the file are comments, in its own language."""
+    """Behind the file stand comments, in its own language."""
     slurm.main([*SLURM, "--dry_run", "--", *TRAIN])
     output = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=output, text=True).returncode == 0

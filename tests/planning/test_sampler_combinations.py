@@ -107,8 +107,8 @@ def sets_of(features, sizes):
 
 
 def cells(place):
-    """What is planned: each feature in flight and at boundaries, all sets of the stream's, and for
-    workers all pairs."""
+    """The cells that are planned: each feature in flight and at boundaries, all sets of the
+    stream's, and for workers all pairs."""
     sizes = (0, 1, 2) if place == "workers" else (0, 1)
     in_flight = {*sets_of(FEATURES, sizes)}
     return in_flight | {f | {"boundary"} for f in in_flight} | {*sets_of(STREAM, range(8))}

@@ -106,7 +106,8 @@ def kill_amid(tmp_path, victim, job):
 
 
 def check_turns(folder, steps):
-    """What every step says of turns, and the score of each response: that of its environment."""
+    """Checks the metrics of turns of every step, and that each response has the score of its
+    environment."""
     found = {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")}
     assert set(found) == set(range(1, steps + 1))
     assert any(0 < row.get("perf/slots_busy_share", 0) <= 1 for row in found.values())
@@ -195,7 +196,7 @@ def test_a_host_of_environments_without_work_is_refused(tmp_path, started):
 
 
 def facts_of(episode):
-    """What an environment gave, and what its limits did."""
+    """Facts of a response that its environment gave, or its limits."""
     return episode.reward, episode.turns, episode.reason, episode.logged
 
 

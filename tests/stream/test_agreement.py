@@ -243,7 +243,7 @@ class Modelled(Process):
                     return
 
     def events(self, draw, wanted, starving):
-        """What may happen here: calls, and their arguments."""
+        """Events that may happen here: calls, and their arguments."""
         newest = self.publications.newest
         held = min(newest, draw.randint(0, self.job.steps))
         if not self.ended and self.until():

@@ -123,7 +123,7 @@ class Worker:
         return handle
 
     def next(self):
-        """What the next call gave in the end; the causes of tries before are kept."""
+        """The outcome of the next call in the end; the causes of tries before are kept."""
         while isinstance(outcome := self.environments.loop.take(self.answers), object):
             if isinstance(outcome.outcome, Observed) or outcome.last:
                 return outcome.outcome

@@ -415,7 +415,7 @@ def test_a_node_that_fails_after_its_lease_has_failed_once():
 
 
 def check_indices(buffer):
-    """What a task buffer knows without a look at all tasks is what such a look finds."""
+    """The indices of a task buffer say what a look at all tasks finds."""
     tasks = list(buffer.open.values())
     for name in {task.worker for task in tasks} - {""}:
         held = [task.key for task in tasks if task.worker == name]

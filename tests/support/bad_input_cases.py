@@ -313,6 +313,10 @@ SIZES = [
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
             ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
             ("stream.worker_nodes=('environment',)", "an environment host without work to do: set"),
+            (
+                "rollout.environment=calculator ; stream.worker_nodes=('enviroment',)",
+                "did you mean 'environment'",
+            ),
             ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
             ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
             (

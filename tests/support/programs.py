@@ -12,7 +12,7 @@ from support.waiting import HANG, until
 
 
 def finished(*command, env=None, cwd=ROOT, seconds=900, codes=(0,)):
-    """What a Python program ended with: exit code and output, as text.
+    """The exit code and the output of a Python program, as text.
 
     Without `env` it compiles in a hurry. `codes`: how it has to end; None: in any way.
     """

@@ -112,8 +112,13 @@ def run_worker(
             tables[NODE_TABLE] = node_table(table)
         joining = Joining(join, name, tables, runner.nodes, everywhere=served.hosts)
         serve = _sample if served.samples else _run_nodes
+
+        def stopped() -> bool:
+            hosting.check()
+            return stop.is_set()
+
         try:
-            return serve(asked, joining, lambda: hosting.check() or stop.is_set(), runner)
+            return serve(asked, joining, stopped, runner)
         except (EngineError, EnvironmentsFailed) as error:
             raise ValueError(f"{error}; its groups are for other workers now") from error
 

@@ -121,7 +121,7 @@ def test_an_older_version_is_named(engine, sampler):
 
 
 def test_a_load_that_is_made_in_the_end_costs_no_response(engine, sampler, caplog):
-    """What was sampled meanwhile does not count."""
+    """Tokens that were sampled meanwhile do not count."""
     scheduler = scheduler_of(engine, sampler)
     for request in PLAIN:
         scheduler.submit(request)
