@@ -80,10 +80,13 @@ class Task:
         return True
 
     def suits(self, worker: str, others: Iterable[str]) -> bool:
-        """Whether a worker should hold it, and none of `others`, which are at work: not if it
-        failed, or let a lease of it end."""
-        tried = worker in self.failures or worker in self.silent
-        return not tried or all(other in self.failures for other in others)
+        """Whether a worker should hold it, and none of `others`, which are at work: not one that
+        let a lease of it end while others have not tried, nor one that failed while others have
+        not failed."""
+        if worker in self.failures:
+            return all(other in self.failures for other in others)
+        tried = self.failures.keys() | self.silent
+        return worker not in tried or all(other in tried for other in others)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

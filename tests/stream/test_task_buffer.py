@@ -349,6 +349,18 @@ def test_tasks_of_a_worker_that_leaves_are_for_others_at_once():
     assert tasks.lease_node("b", ["score"], 0.1).key == (0, "score")
 
 
+def test_a_task_that_each_worker_has_let_go_is_for_any_that_did_not_fail_it():
+    tasks = tasks_of((0, "score"))
+    tasks.heartbeat("b", 0.0, ["score"])
+    for worker in ("a", "b"):
+        assert tasks.lease_node(worker, ["score"], 0.0).key == (0, "score")
+        tasks.take_back(worker, (0, "score"))
+    assert tasks.lease_node("b", ["score"], 0.0).key == (0, "score")
+    tasks.fail("b", (0, "score"), "no")
+    assert tasks.lease_node("b", ["score"], 0.0) is None
+    assert tasks.lease_node("a", ["score"], 0.0).key == (0, "score")
+
+
 def test_a_failed_task_goes_to_another_worker_and_its_prompt_is_then_given_up():
     tasks = tasks_of((0, "score"), (1, "score"))
     tasks.heartbeat("b", 0.0, ["score"])
