@@ -140,7 +140,8 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
 
         key = (number, TASK)
         content = task_frame(key, unit, columns)
-        read = functools.partial(read_result, unit=unit, count=SAMPLES)
+        tokens = [len(response.tokens) for response in responses]
+        read = functools.partial(read_result, unit=unit, lengths=tokens)
         with lock:
             buffer.begin(NodeTask(key=key, content=content, read=read, then=free))
 
@@ -151,7 +152,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
     while True:
         with lock:
             lock.wait_for(lambda: requests.has_news, 0.05)
-        for (number, _), episodes in requests.round():
+        for (number, _), episodes, _ in requests.round():
             hand_over(number, episodes)
         if pipe.poll():
             word = pipe.recv()

@@ -213,8 +213,8 @@ def measure_loads(options: argparse.Namespace, folder: pathlib.Path) -> dict[str
         if run.trainers.wait(options.steps * WAIT_SECONDS) or worker.wait(60):
             raise RuntimeError(run.log("trainers")[-3000:] + run.log("worker")[-3000:])
         steps = [row["perf/time_per_step"] for row in run.rows()[SKIPPED_STEPS:]]
-        told = re.search(r"(\d+) loads of weights stopped it for ([\d.]+) s", run.log("worker"))
-    count, stopped, step = int(told[1]), float(told[2]), statistics.median(steps)
+        told = re.search(r"(\d+) loads of weights stopped it for ([\d.]+) ms", run.log("worker"))
+    count, stopped, step = int(told[1]), float(told[2]) / 1e3, statistics.median(steps)
     one = stopped / max(count, 1)
     print(
         f"loads | {config} | {count} loads of {1e3 * one:.1f} ms | step {step:.2f} s | "

@@ -223,7 +223,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         finished = client.sample(worker, link, ended)
     print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
-        f"{worker.load_seconds:.3f} s",
+        f"{1e3 * worker.load_seconds:.2f} ms",
         flush=True,
     )
     return EXIT_DONE if finished else EXIT_PREEMPTED
