@@ -28,12 +28,14 @@ import numpy as np
 from peers import paced
 from peers.paced import report, wait_for_turn
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Prompt
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.data_config import DataConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
-from distflow_jax.coordinator.coordinator import CoordinatorConfig
+from distflow_jax.config.training_config import OptimizerConfig, TrainingConfig
+from distflow_jax.config.upkeep_config import CoordinatorConfig
 from distflow_jax.dag.plan_walker import Runner, Stage, make_runner, run_step
-from distflow_jax.data.loader import DataConfig
 from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
@@ -42,11 +44,8 @@ from distflow_jax.planning import plan_run
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.run_models import States, models_of
 from distflow_jax.planning.sizes import derive_sizes
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime import build as runtime_lib
-from distflow_jax.training.optimizer import OptimizerConfig
-from distflow_jax.training.training_config import TrainingConfig
 
 PEER = pathlib.Path(__file__).parent / "peers" / "tunix_grpo.py"
 SHARED_FLAGS = ("new_tokens", "eos_frac", "prompts", "samples", "prompt_length", "beta", "lr")

@@ -14,10 +14,9 @@ import argparse
 import jax
 from update import CASES, MODELS, Update, forward_of, packed
 
+from distflow_jax.config.training_config import MOMENTS, OptimizerConfig
 from distflow_jax.models.remat import REMATS
 from distflow_jax.programs.units import format_bytes
-from distflow_jax.training.compressed_moments import MOMENTS
-from distflow_jax.training.optimizer import OptimizerConfig
 
 
 def arguments() -> argparse.Namespace:

@@ -24,8 +24,9 @@ import numpy as np
 from device.rates import product_rate
 from peers.paced import report, take_turns, wait_for_turn
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.training_config import OptimizerConfig
 from distflow_jax.models.attention import packed_mask
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.model_flops import BatchWork, training_flops
@@ -41,7 +42,7 @@ from distflow_jax.training.forward import (
     parent_segment,
 )
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, make_update
 

@@ -1,6 +1,7 @@
 """Layouts of fields, the edges between them, and names of fields with a meaning of their own."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ STEP = "step"
 # The end of names of metrics that have a number for each prompt of the step, in the order of their
 # counters: float32 [G]. They are told of groups, and are no metrics of the run
 OF_GROUP = "_of_group"
+
+Submesh = tuple[int, int]  # first and last + 1 of a host's devices
+# axes of a training mesh, the outermost first, and the least size that a config may set
+AXES = {"data": 1, "fsdp": 0, "expert": 1, "pipeline": 1, "context": 1, "tensor": 1}
 
 # name -> float, scalar array, or Parts under any name; verl's names (docs/reference/metrics.md)
 Metrics = dict[str, Any]
@@ -116,7 +121,26 @@ def axes_text(layout: Layout) -> str:
     return " x ".join(f"{name} {size}" for name, size in layout.axes)
 
 
-def submesh_text(submesh: tuple[int, int]) -> str:
+def parse_submesh(where: str, text: str | int) -> Submesh | None:
+    """Parses a submesh: "4:6" -> (4, 6), "" -> None.
+
+    `where`: the config key, named in the ValueError for malformed text.
+    """
+    if text == "":
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", str(text))
+    if not found:
+        raise ValueError(
+            f"{where} must be FIRST:LAST, as in a slice of a host's devices ('4:6' are the fifth "
+            f"and the sixth), got {text!r}"
+        )
+    first, last = int(found[1]), int(found[2])
+    if first >= last:
+        raise ValueError(f"{where}={text!r} holds no device: use '{first}:{first + 1}' for one")
+    return first, last
+
+
+def submesh_text(submesh: Submesh) -> str:
     """A submesh of every host's devices as it is written in the config: "4:6"."""
     return f"{submesh[0]}:{submesh[1]}"
 

@@ -15,8 +15,7 @@ from support.doc_blocks import blocks, commands, documents
 from support.paths import ROOT
 
 import distflow_jax
-from distflow_jax.algorithms.advantages import ADVANTAGES
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.config.algorithm_tables import ADVANTAGES, POLICY_LOSSES
 from distflow_jax.config.key_reference import keys
 from distflow_jax.dag.graph_yaml import built_in
 from distflow_jax.rewards.registry import REWARDS

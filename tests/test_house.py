@@ -29,7 +29,6 @@ FLOORS = [
     {"run", "pods"},
     {"runtime"},
     {"planning"},
-    {"config"},
     {"stream"},
     {"stages"},
     {"checkpoint", "serving", "coordinator", "environments"},
@@ -37,9 +36,11 @@ FLOORS = [
     {"models", "resharding", "watchdog", "report"},
     {"algorithms", "parallel", "data", "dag", "rewards"},
     {"programs"},
-    {"batch", "layout", "user_functions"},
+    {"batch"},
     {"images"},
-    {"did_you_mean", "parsing"},
+    {"config"},
+    {"user_functions"},
+    {"did_you_mean", "layout", "parsing"},
 ]
 # Within a room: folders, and "." for the modules that stand in the room itself.
 INNER_FLOORS = {
@@ -83,14 +84,14 @@ INNER_FLOORS = {
         {"scheduling"},
         {"engine"},
         {"prefill"},
-        {"sampler_program", "rollout_config", "cache_sizing"},
+        {"sampler_program", "cache_sizing"},
         {"decode_state", "response_checks"},
         {"kv_cache", "requests", "jetstream_api"},
         {"occupancy"},
     ],
 }
 OWNERS = {  # which rooms may import a package
-    "ml_collections": {"config"},
+    "ml_collections": {"config", "commands"},
     "jetstream": {"rollout", "serving"},
     "orbax": {"checkpoint"},
     "tensorboardX": {"report"},

@@ -17,13 +17,13 @@ from asynchronous.marked_run import own_cpu_seconds
 from asynchronous.simulated_run import simulated_engine
 from streaming_model import EXPOSED, Costs
 
+from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.models.parameters import abstract_params, param_shardings
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.weights.source import ModelSource, open_model, open_options
 from distflow_jax.notebook import load_config
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
-from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes
@@ -70,7 +70,7 @@ def join_runs(cells: Sequence[FarCell], folder: pathlib.Path, number: int) -> No
 def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
     config = load_config(cell.config, cell.settings()).config
     config, graph = settle(config)
-    source = open_model(config.model.source, **config.model.options())
+    source = open_model(config.model.source, **open_options(config.model))
     tables = shared_tables(config_table(config), processes.code_table(), source.tokenizer)
     joining = Joining(str(place), f"worker-{number}-{os.getpid()}", tables)
     links = joining.first()

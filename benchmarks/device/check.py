@@ -15,8 +15,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh

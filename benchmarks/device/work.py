@@ -2,11 +2,10 @@
 
 import dataclasses
 
+from distflow_jax.config.data_config import DataConfig, RewardConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
-from distflow_jax.data.loader import DataConfig
-from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.rollout_config import RolloutConfig
-from distflow_jax.training.training_config import TrainingConfig
+from distflow_jax.config.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

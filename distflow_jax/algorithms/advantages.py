@@ -26,8 +26,6 @@ from distflow_jax.batch import Rows
 
 AdvantageAndReturn = tuple[jax.Array, jax.Array]  # float32 [K, R, L] each, 0 outside the mask
 
-CPGD_WEIGHTS = ("std", "equal", "clip_filter")
-
 
 class GroupStatistics(NamedTuple):
     """Statistics of the valid sequences of each group, float32 [G]."""
@@ -277,25 +275,16 @@ def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
     return _spread(outcome, centred)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdvantageKind:
-    """An entry of ADVANTAGES: estimate(outcome, **options) -> (advantage, returns)."""
-
-    estimate: Callable[..., AdvantageAndReturn]
-    reads: tuple[str, ...] = ()  # fields of Outcome used beyond the rewards
-    options: tuple[str, ...] = ()  # keys of AlgorithmConfig passed to `estimate`
-
-
-ADVANTAGES: dict[str, AdvantageKind] = {
-    "gae": AdvantageKind(gae, reads=("value",), options=("gamma", "lam")),
-    "grpo": AdvantageKind(grpo),
-    "dr_grpo": AdvantageKind(dr_grpo),
-    "grpo_passk": AdvantageKind(grpo_passk, options=("norm_adv_by_std_in_grpo",)),
-    "rloo": AdvantageKind(rloo),
-    "reinforce_plus_plus": AdvantageKind(reinforce_plus_plus, options=("gamma",)),
-    "reinforce_plus_plus_baseline": AdvantageKind(reinforce_plus_plus_baseline),
-    "remax": AdvantageKind(remax, reads=("baseline",)),
-    "gpg": AdvantageKind(gpg),
-    "opo": AdvantageKind(opo),
-    "cpgd": AdvantageKind(cpgd, options=("cpgd_weight",)),
+ESTIMATORS: dict[str, Callable[..., AdvantageAndReturn]] = {  # f(outcome, **options)
+    "gae": gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gpg": gpg,
+    "opo": opo,
+    "cpgd": cpgd,
 }

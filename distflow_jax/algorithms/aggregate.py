@@ -12,15 +12,6 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.packed import index_in_sequence, order_of_sequences, per_token
 from distflow_jax.batch import Rows
 
-AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "fixed-budget",
-)
-
 
 def token_weights(mode: str, mask_RL: jax.Array, sequence_length_RL: jax.Array) -> jax.Array:
     """Weight of each token in the numerator, float32 [R, L].

@@ -6,8 +6,7 @@ rows, L tokens per row, S sequences per row. Weights carry no gradient and do no
 denominator of the loss.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,6 +23,7 @@ from distflow_jax.algorithms.packed import (
 )
 from distflow_jax.algorithms.policy_tokens import MAX_LOG_RATIO, cleaned_logp, ratio_of
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_tables import CorrectionKind
 
 
 class Correction(NamedTuple):
@@ -177,36 +177,23 @@ def seq_max_k3(log_ratio: jax.Array, rows: Rows, *, high: float) -> Correction:
     return _keep(rows, sequence_max(_k3(log_ratio), rows) <= high)
 
 
-@dataclasses.dataclass(frozen=True)
-class CorrectionKind:
-    """A function correct(log_rho, rows, **bounds) -> Correction, with the bounds' defaults."""
-
-    correct: Callable[..., Correction]
-    bounds: Mapping[str, float]
-    per_sequence: bool = False  # all tokens of a sequence have the same weight
-
-
-# weights made of the ratio itself; one of these may be combined with one of REJECTIONS
-CORRECTIONS: dict[str, CorrectionKind] = {
-    "token_tis": CorrectionKind(token_tis, {"high": 2.0}),
-    "token_mis": CorrectionKind(token_mis, {"low": 0.5, "high": 5.0}),
-    "sequence_tis": CorrectionKind(sequence_tis, {"high": 2.0}, per_sequence=True),
-    "sequence_mis": CorrectionKind(sequence_mis, {"low": 0.0, "high": 2.0}, per_sequence=True),
-}
-
-# weights of 0 or 1: what was sampled from a policy too far from the trainer's is left out
-REJECTIONS: dict[str, CorrectionKind] = {
-    "geometric": CorrectionKind(geometric, {"low": 0.99, "high": 1.01}, per_sequence=True),
-    "k2": CorrectionKind(k2_rejection, {"high": 0.01}, per_sequence=True),
-    "k3": CorrectionKind(k3_rejection, {"high": 0.01}, per_sequence=True),
-    "token_k1": CorrectionKind(token_k1, {"low": 0.5, "high": 2.0}),
-    "token_k2": CorrectionKind(token_k2, {"high": 0.25}),
-    "token_k3": CorrectionKind(token_k3, {"high": 0.25}),
-    "seq_sum_k1": CorrectionKind(seq_sum_k1, {"low": 0.5, "high": 2.0}, per_sequence=True),
-    "seq_sum_k2": CorrectionKind(seq_sum_k2, {"high": 1.0}, per_sequence=True),
-    "seq_sum_k3": CorrectionKind(seq_sum_k3, {"high": 1.0}, per_sequence=True),
-    "seq_max_k2": CorrectionKind(seq_max_k2, {"high": 0.25}, per_sequence=True),
-    "seq_max_k3": CorrectionKind(seq_max_k3, {"high": 0.25}, per_sequence=True),
+# f(log_rho, rows, **bounds): the corrections, then the rejections
+WEIGHTS: dict[str, Callable[..., Correction]] = {
+    "token_tis": token_tis,
+    "token_mis": token_mis,
+    "sequence_tis": sequence_tis,
+    "sequence_mis": sequence_mis,
+    "geometric": geometric,
+    "k2": k2_rejection,
+    "k3": k3_rejection,
+    "token_k1": token_k1,
+    "token_k2": token_k2,
+    "token_k3": token_k3,
+    "seq_sum_k1": seq_sum_k1,
+    "seq_sum_k2": seq_sum_k2,
+    "seq_sum_k3": seq_sum_k3,
+    "seq_max_k2": seq_max_k2,
+    "seq_max_k3": seq_max_k3,
 }
 
 
@@ -240,13 +227,6 @@ def rejected_sequences(rejection: Correction, rows: Rows) -> jax.Array:
 
 
 # -- the proximal policy ---------------------------------------------------------------------------
-
-# recomputed: from the trainer's own forward pass before the update (or, with one update per batch,
-# the policy itself). rollout: the sampler's log-probs; the loss's own ratio is then the correction.
-# A3PO: between the sampler's and the current policy, by the age of the token's weights. Its numbers
-# are the age of the proximal policy's weights: 0 are the newest; 1, as in AReaL, those before them
-A3PO = {"a3po": 0, "a3po_areal": 1}
-PROXIMAL = ("recomputed", "rollout", *A3PO)
 
 
 def a3po_alpha(age: np.ndarray, proximal_age: int) -> np.ndarray:

@@ -58,9 +58,6 @@ def k3_plus(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
     return straight + jax.lax.stop_gradient(k3(logp, ref_logp) - straight)
 
 
-# estimators whose gradient is that of the KL, in expectation or to second order
-LOSS_ESTIMATORS = ("k2", "k3", "k1+", "k3+")
-
 KL_ESTIMATORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "k1": k1,
     "abs": absolute,

@@ -4,8 +4,7 @@ R rows, L tokens per row, S sequences per row. Aggregation (aggregate.py) and co
 (correction.py) are the same for every loss and are applied elsewhere.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -232,62 +231,23 @@ def decoupled(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Pol
     return PolicyLoss(loss, indicator(clipped), jnp.zeros_like(loss))
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyLossKind:
-    """An entry of POLICY_LOSSES: loss(tokens, **options) -> PolicyLoss.
-
-    `options` are the keys of AlgorithmConfig that the loss takes, with its own defaults;
-    `select_options` are those of its token selection, which may share keys with it. `aggregation`
-    is its default aggregation.
-    """
-
-    loss: Callable[..., PolicyLoss]
-    options: Mapping[str, float | None]  # None: the term of that option is left out
-    aggregation: str = "token-mean"
-    fixed_aggregation: bool = False  # any other aggregation would be another algorithm
-    clips_log_ratio: bool = False  # clip_low bounds the log ratio, so it may be above 1
-    corrected: bool = False  # requires a correction weight; without one it is ppo_clip
-    of_sequences: bool = False  # one loss per sequence, weighted by one correction per sequence
-    # selection among the tokens of an optimizer step, by the policy as it is before that step
-    select: Callable[..., jax.Array] | None = None
-    select_options: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-_PER_SEQUENCE = {"aggregation": "seq-mean-token-mean", "fixed_aggregation": True}
-
-POLICY_LOSSES: dict[str, PolicyLossKind] = {
-    "ppo_clip": PolicyLossKind(ppo_clip, _CLIP | {"dual_clip": 3.0}),
-    "gspo": PolicyLossKind(
-        gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}, **_PER_SEQUENCE
-    ),
-    "cispo": PolicyLossKind(cispo, _CLIP),
-    "sapo": PolicyLossKind(
-        sapo, {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}, **_PER_SEQUENCE
-    ),
-    "gmpo": PolicyLossKind(
-        gmpo,
-        {"clip_low": 0.4, "clip_high": 0.4},
-        clips_log_ratio=True,
-        of_sequences=True,
-        **_PER_SEQUENCE,
-    ),
-    "dppo_tv": PolicyLossKind(dppo_tv, {"clip_low": 0.15, "clip_high": 0.15, "dual_clip": 20.0}),
-    "dppo_kl": PolicyLossKind(dppo_kl, {"clip_low": 0.05, "clip_high": 0.05, "dual_clip": 20.0}),
-    "gpg": PolicyLossKind(gpg, {}),
-    "cpgd": PolicyLossKind(cpgd, _CLIP | {"cpgd_drift_coef": 1e-3}),
-    "kl_cov": PolicyLossKind(
-        kl_cov,
-        {"kl_cov_coef": 1.0},
-        select=select_kl_cov,
-        select_options={"kl_cov_share": 2e-4},
-    ),
-    "clip_cov": PolicyLossKind(
-        clip_cov,
-        _CLIP,
-        select=select_clip_cov,
-        select_options=_CLIP | {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
-    ),
-    "dro": PolicyLossKind(dro, {"dro_beta": 0.05}),
-    "decoupled": PolicyLossKind(decoupled, _CLIP, corrected=True),
+LOSSES: dict[str, Callable[..., PolicyLoss]] = {  # f(tokens, **options)
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "gpg": gpg,
+    "cpgd": cpgd,
+    "kl_cov": kl_cov,
+    "clip_cov": clip_cov,
+    "dro": dro,
+    "decoupled": decoupled,
+}
+# of the losses that choose tokens: f(tokens, **select_options) -> mask
+SELECTIONS: dict[str, Callable[..., jax.Array]] = {
+    "kl_cov": select_kl_cov,
+    "clip_cov": select_clip_cov,
 }

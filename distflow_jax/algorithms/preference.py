@@ -3,37 +3,12 @@
 All return one number per pair, in the shape of their arguments. R rows, S sequences per row.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
-from distflow_jax.parsing.setting_checks import check_least, check_one_of, check_positive
-
-
-@dataclasses.dataclass(frozen=True)
-class PreferenceConfig:
-    """Loss over pairs of a chosen and a rejected response."""
-
-    loss: str = "dpo"  # dpo or ipo
-    beta: float = 0.1  # strength of the pull towards the reference; smaller lets the policy move on
-
-    def __post_init__(self):
-        check_one_of("preference.loss", self.loss, PREFERENCE_LOSSES)
-        check_positive("preference", self, "beta")
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardModelConfig:
-    """Loss of a reward model."""
-
-    margin: float = 0.0  # required lead of the chosen response's score
-    center_coef: float = 0.0  # weight of (s+ + s-)^2, which keeps scores around 0
-
-    def __post_init__(self):
-        check_least("reward_model", self, 0, "margin", "center_coef")
 
 
 def dpo(delta: jax.Array, *, beta: float) -> jax.Array:

@@ -1,28 +1,11 @@
 """The critic's loss and its explained variance. Arguments are float32 of any equal shape."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.algorithms.aggregate import AGGREGATIONS
 from distflow_jax.algorithms.masked import masked_variance, safe_divide
-from distflow_jax.parsing.setting_checks import check_one_of, check_positive
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueConfig:
-    """Loss of a critic."""
-
-    clip: float = 0.5  # distance from the old value beyond which a smaller error counts no more
-    aggregation: str = "token-mean"  # as algorithm.aggregation, without fixed-budget
-
-    def __post_init__(self):
-        check_positive("critic.loss", self, "clip")
-        # the token budget belongs to the policy's loss; the critic learns from whole responses
-        choices = sorted(set(AGGREGATIONS) - {"fixed-budget"})
-        check_one_of("critic.loss.aggregation", self.aggregation, choices)
 
 
 class ValueLoss(NamedTuple):

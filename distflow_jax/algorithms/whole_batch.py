@@ -6,7 +6,7 @@ about one group, one sequence or one token, or are sums that add up over parts. 
 a sentence, or "" where nothing has to wait.
 """
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 
 _WHITENED = (
     "is divided by the standard deviation over all response tokens of the batch, after their mean "

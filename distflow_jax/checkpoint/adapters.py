@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.checkpoint.checkpointer import Contents
-from distflow_jax.models.decoder_config import LoraConfig
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.lora import is_adapter
 from distflow_jax.parsing.json_text import read_json_object
 

@@ -10,7 +10,6 @@ removes unfinished checkpoints and renames damaged ones. This is the only module
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -24,8 +23,8 @@ from etils import epath
 
 from distflow_jax.checkpoint import additions, checksums
 from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.parallel import processes
-from distflow_jax.parsing.setting_checks import check_least
 
 ITEMS = ("arrays", "record")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
@@ -35,17 +34,6 @@ MAX_LISTED = 5  # differences named in an error
 _UNCHECKED = "it has no checksums, and flipped bits in it would not be seen"
 
 log = logging.getLogger("distflow_jax")
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are written, and how many are kept."""
-
-    every: int = 10  # steps between checkpoints; the last step and SIGTERM write one too
-    keep: int = 2  # finished checkpoints to keep; with 2 or more, one may be damaged
-
-    def __post_init__(self):
-        check_least("checkpoint", self, 1, "every", "keep")
 
 
 class Contents(NamedTuple):

@@ -14,8 +14,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from distflow_jax.checkpoint.adapters import adapters_of
-from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import ArrayTable, Checkpointer
 from distflow_jax.checkpoint.trained_weights import chosen_model, is_scalar, models_of
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     ScalarModel,

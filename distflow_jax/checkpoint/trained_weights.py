@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from distflow_jax.checkpoint.adapters import adapters_of
-from distflow_jax.checkpoint.checkpointer import ArrayTable, CheckpointConfig, Checkpointer, step_of
-from distflow_jax.models.decoder_config import LoraConfig, adapted
+from distflow_jax.checkpoint.checkpointer import ArrayTable, Checkpointer, step_of
+from distflow_jax.config.training_config import LoraConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig
+from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.lora import merged
 from distflow_jax.models.parameters import Network, param_shardings
 from distflow_jax.training.state import sharded_params

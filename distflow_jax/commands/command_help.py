@@ -112,7 +112,7 @@ def _keys() -> Iterator[str]:
         yield _wrapped(f"{section.name or 'config'}: {section.summary}", "")
         for key in section.keys:
             default = '""' if key.default == "" else str(key.default)
-            yield from _item(f"{key.name} ({key.type}; {default})", key.meaning)
+            yield from _item(f"{key.name} ({key.values}; {default})", key.full_meaning)
 
 
 def _item(name: str, meaning: str) -> list[str]:

@@ -23,6 +23,7 @@ from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.run_files import evaluation_lines
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import Evaluation, validation_metrics
@@ -48,7 +49,7 @@ def main(options: SimpleNamespace) -> int:
             source.tokenizer,
             rewards,
             prompts,
-            config.eval.sampling_params(config.rollout.max_response_length),
+            SamplingParams.of_evaluation(config.eval, config.rollout.max_response_length),
             entries_of_host(uid_column(prompts, 1), processes.process_index() % hosts, hosts),
             environments,
         )

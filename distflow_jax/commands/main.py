@@ -16,9 +16,9 @@ from absl import flags
 import distflow_jax
 from distflow_jax.commands.command_flags import Flag
 from distflow_jax.commands.command_help import help_text, launch_overview, overview
+from distflow_jax.commands.command_line import chosen_keys, define_config, run_main, with_flag_files
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.subcommands import LAUNCHERS, MODULE, SUBCOMMANDS, Subcommand
-from distflow_jax.config.command_line import chosen_keys, define_config, run_main, with_flag_files
 from distflow_jax.config.shipped import config_file
 from distflow_jax.config.user_error import EXIT_USAGE, user_error
 from distflow_jax.did_you_mean import hint

@@ -7,7 +7,6 @@ edited, printed and overridden from the command line. This module is independent
 import copy
 import dataclasses
 import json
-import math
 import re
 import types
 import typing
@@ -19,13 +18,10 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from distflow_jax.did_you_mean import nearest
-from distflow_jax.parsing.checked_fields import MOST_INTEGER
-from distflow_jax.parsing.one_line import not_utf8, shown
+from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.setting_checks import check_finite, check_number, check_text
 
 T = typing.TypeVar("T")
-
-MOST_FLOAT, LEAST_FLOAT = 3.4028235e38, 1.1754944e-38  # of float32, the latter normal
-MOST_SECONDS = MOST_INTEGER // 1000  # poll(2) takes milliseconds as an int32
 
 # {key of an earlier release: its name today}
 RENAMED = {
@@ -94,9 +90,6 @@ def _flag_type(annotation: Any) -> type:
     if dataclasses.is_dataclass(annotation):
         return ml_collections.ConfigDict
     origin = typing.get_origin(annotation) or annotation
-    if origin is typing.Literal:
-        kinds = {type(choice) for choice in typing.get_args(annotation)}
-        return kinds.pop() if len(kinds) == 1 else object
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return ml_collections.ConfigDict
     return origin if origin in (bool, int, float, str, tuple) else object
@@ -137,7 +130,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
 
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
-        _check_finite(value, path)
+        check_finite(value, path)
         return _plain(value)
     if _is_union(annotation):
         return _convert_union(value, annotation, path)
@@ -145,10 +138,6 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         if not isinstance(value, Mapping | ml_collections.ConfigDict):
             raise wrong()
         return _convert_section(value, annotation, path)
-    if origin is typing.Literal:
-        if value in args and type(value) in map(type, args):
-            return value
-        raise ValueError(f"{path}: unknown value {value!r} ({_hint(value, map(str, args))})")
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         check_number(value, path)
         value = float(value)
@@ -194,74 +183,6 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def check_number(value: Any, path: str) -> None:
-    """Raises ValueError for a number that no device or clock can take.
-
-    Integers are int32. Other numbers are finite, and neither too large nor too small for float32,
-    as which programs take them. Seconds are at most those that poll(2) takes.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    if isinstance(value, int):
-        if abs(value) > MOST_INTEGER:
-            raise ValueError(
-                f"{path} must be from {-MOST_INTEGER} to {MOST_INTEGER}, which an int32 holds, got "
-                f"{shown(value)}"
-            )
-    elif not math.isfinite(value):
-        raise ValueError(f"{path} must be a finite number, got {value}")
-    elif value and not LEAST_FLOAT <= abs(value) <= MOST_FLOAT:
-        raise ValueError(
-            f"{path} must be 0 or of a size from {LEAST_FLOAT:.3g} to {MOST_FLOAT:.3g}, which a "
-            f"float32 holds, got {value:g}"
-        )
-    if path.endswith("_seconds") and value > MOST_SECONDS:
-        raise ValueError(f"{path} must be at most {MOST_SECONDS} (24 days), got {value:g}")
-
-
-def check_text(value: Any, path: str) -> None:
-    """Raises ValueError for text that no file can hold: bytes of a shell that are not UTF-8."""
-    if isinstance(value, str) and (found := not_utf8(value)):
-        raise ValueError(f"{path} must be UTF-8 text, got {shown(value)} ({found})")
-
-
-def check_values(value: Any, path: str) -> None:
-    """Checks every number and text in a dataclass or a tuple; see check_number and check_text.
-
-    In a dict, which is for a user's own function, numbers have to be finite only.
-    """
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            check_values(getattr(value, field.name), f"{path}.{field.name}")
-    elif isinstance(value, Mapping | ml_collections.ConfigDict):
-        for key in value:
-            _check_finite(value[key], f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            check_values(item, f"{path}[{i}]")
-    else:
-        check_number(value, path)
-        check_text(value, path)
-
-
-def _check_finite(value: Any, path: str) -> None:
-    """Raises ValueError for a number without end, or no UTF-8, in a value of any form.
-
-    JSON can hold neither.
-    """
-    if isinstance(value, Mapping | ml_collections.ConfigDict):
-        for key in value:
-            check_text(key, f"a key of {path}")
-            _check_finite(value[key], f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_finite(item, f"{path}[{i}]")
-    elif isinstance(value, float):
-        check_number(value if not math.isfinite(value) else 0.0, path)
-    else:
-        check_text(value, path)
 
 
 def _former_key(path: str) -> str | None:

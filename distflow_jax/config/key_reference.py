@@ -1,20 +1,24 @@
-"""The config's keys with type, default and meaning, read from the source of the dataclasses.
+"""The config's keys with type, default, values and meaning, as its dataclasses have them.
 
 The comment of a field is its meaning: the lines directly above it, the end of its own line, or
-both. Only the standard library is imported, so that `--help` and the documentation need no jax.
+both. Nothing imported needs jax, so that `--help` and the documentation start fast.
 """
 
 import ast
+import collections
 import dataclasses
 import functools
+import inspect
 import io
-import pathlib
 import tokenize
-from collections.abc import Iterator, Mapping
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-_PACKAGE = pathlib.Path(__file__).parents[1]
-_CONFIG = "distflow_jax.config.run_config"  # module of the class that has all sections
+from distflow_jax.config.run_config import Config
+from distflow_jax.parsing.checked_fields import Kind
+from distflow_jax.parsing.setting_checks import listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +26,30 @@ class Key:
     """One key of the config, as "training.optimizer.lr"."""
 
     name: str
-    type: str  # "float", "int or None", "none, dots, attention or full"
-    default: Any  # a Python literal
+    type: str  # "float", "int or None", "tuple of str"
+    default: Any
     meaning: str  # the field's comment, one paragraph; "" if it has none
+    kind: Kind | None = None  # its range or choices; None: any value of its type
+    # {another key: the values of it with which this one has an effect; (): any but none}
+    needs: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def values(self) -> str:
+        """Values that it may have: "int, at least 1", "keep or recompute"."""
+        if self.kind is None:
+            return self.type
+        choices = self.kind.choices
+        return _listed(choices) if choices else f"{self.type}, {self.kind.words}"
+
+    @property
+    def full_meaning(self) -> str:
+        """Its meaning, and which other keys it needs."""
+        needs = " and ".join(f"{k}={_listed(v)}" if v else k for k, v in self.needs.items())
+        return f"{self.meaning}; only with {needs}" if needs else self.meaning
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class KeyTable:
     """The keys of one dataclass: those of Config itself are in the section ""."""
 
     name: str  # "training.optimizer"
@@ -36,10 +57,14 @@ class Section:
     keys: tuple[Key, ...]
 
 
+def _listed(values: Iterable[Any]) -> str:
+    return listed(str(value) or '""' for value in values)
+
+
 @functools.cache
-def sections() -> tuple[Section, ...]:
+def sections() -> tuple[KeyTable, ...]:
     """All sections of the config in the order of its dataclasses, a nested one after its owner."""
-    return tuple(_sections(_module(_CONFIG), "Config", "", {}))
+    return tuple(_sections(Config(), ""))
 
 
 def keys() -> dict[str, Key]:
@@ -47,115 +72,50 @@ def keys() -> dict[str, Key]:
     return {key.name: key for section in sections() for key in section.keys}
 
 
-# -- one dataclass ----------------------------------------------------------------------------
-
-
-def _sections(
-    module: "_Module", name: str, prefix: str, values: Mapping[str, Any]
-) -> Iterator[Section]:
-    """The section of a dataclass, then its nested ones; `values` replace defaults of its fields."""
-    module, node = module.find(name)
-    assert isinstance(node, ast.ClassDef), f"{name} is no class"
+def _sections(config: Any, prefix: str) -> Iterator[KeyTable]:
+    meanings = _comments(type(config))
     found, nested = [], []
-    for field in node.body:
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            nested.append((value, f"{prefix}{field.name}."))
             continue
-        own = field.target.id
-        path = f"{prefix}.{own}".lstrip(".")
-        assert field.value is not None, f"{path} has no default"
-        annotation = ast.unparse(field.annotation)
-        if isinstance(module.find(annotation)[1], ast.ClassDef):
-            nested.append((annotation, path, module.arguments(field.value)))
-            continue
-        default = values.get(own, module.value(field.value))
-        meaning = module.comment(field.lineno, field.end_lineno or field.lineno)
-        found.append(Key(path, _describe(field.annotation), default, meaning))
-    summary = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
-    yield Section(prefix, summary, tuple(found))
-    for annotation, path, arguments in nested:
-        yield from _sections(module, annotation, path, arguments)
+        kind, needs = (field.metadata.get(name) for name in ("kind", "needs"))
+        needs = {f"{prefix}{other}": values for other, values in (needs or {}).items()}
+        words, meaning = _describe(field.type), meanings[field.name]
+        found.append(Key(f"{prefix}{field.name}", words, value, meaning, kind, needs))
+    summary = (inspect.getdoc(config) or "").split("\n\n")[0].replace("\n", " ")
+    yield KeyTable(prefix.rstrip("."), summary, tuple(found))
+    for value, path in nested:
+        yield from _sections(value, path)
 
 
-def _describe(annotation: ast.expr) -> str:
+def _describe(annotation: Any) -> str:
     """A type in words."""
-    match annotation:
-        case ast.BinOp(left, ast.BitOr(), right):
-            return f"{_describe(left)} or {_describe(right)}"
-        case ast.Subscript(ast.Name("Literal"), ast.Tuple(choices)):
-            *first, last = [str(ast.literal_eval(choice)) for choice in choices]
-            return f"{', '.join(first)} or {last}"
-        case ast.Subscript(ast.Name("Mapping")):
-            return "dict"
-        case ast.Subscript(ast.Name("tuple"), ast.Tuple([item, *_])):
-            return f"tuple of {_describe(item)}"
-    return ast.unparse(annotation)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is types.UnionType:
+        return " or ".join(map(_describe, args))
+    if origin is tuple:
+        return f"tuple of {_describe(args[0])}"
+    if origin is not None:
+        return "dict"
+    return "None" if annotation is types.NoneType else annotation.__name__
 
 
-# -- one file ---------------------------------------------------------------------------------
-
-
-class _Module:
-    """The source of a module of this package, not imported."""
-
-    def __init__(self, dotted: str):
-        path = _PACKAGE.joinpath(*dotted.split(".")[1:]).with_suffix(".py")
-        source = path.read_text(encoding="utf-8")
-        self._lines = source.splitlines()
-        self._tree = ast.parse(source)
-        self._comments = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        self._imported = {
-            alias.asname or alias.name: node.module or ""
-            for node in self._tree.body
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distflow_jax.")
-            for alias in node.names
-        }
-
-    def find(self, name: str) -> tuple["_Module", ast.stmt | None]:
-        """The module and the statement that define a class or constant; None if none does."""
-        for node in self._tree.body:
-            match node:
-                case ast.ClassDef(name=found) | ast.Assign([ast.Name(found)]) if found == name:
-                    return self, node
-                case ast.AnnAssign(ast.Name(found)) if found == name:
-                    return self, node
-        if name in self._imported:
-            return _module(self._imported[name]).find(name)
-        return self, None
-
-    def value(self, node: ast.expr) -> Any:
-        """The value of a default: a literal, a constant's name, or field(default_factory=dict)."""
-        if isinstance(node, ast.Name):
-            module, found = self.find(node.id)
-            assert isinstance(found, ast.Assign | ast.AnnAssign) and found.value is not None
-            return module.value(found.value)
-        if isinstance(node, ast.Call):
-            factory = node.keywords[0].value
-            return {"dict": {}, "tuple": (), "list": []}[ast.unparse(factory)]
-        return ast.literal_eval(node)
-
-    def arguments(self, node: ast.expr) -> dict[str, Any]:
-        """The arguments of a section's default: field(default_factory=lambda: Other(lr=1e-5))."""
-        if not isinstance(node, ast.Call):
-            return {}
-        factory = node.keywords[0].value if node.keywords else None
-        if not (isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.Call)):
-            return {}
-        given = factory.body.keywords
-        return {word.arg: self.value(word.value) for word in given if word.arg is not None}
-
-    def comment(self, first: int, last: int) -> str:
-        """The comment of the field in the lines `first` to `last`, as one paragraph."""
-        above = first - 1
-        while self._lines[above - 1].lstrip().startswith("#"):
-            above -= 1
-        parts = [self._comments.get(line, "") for line in range(above + 1, last + 1)]
-        return " ".join(part for part in parts if part)
-
-
-@functools.cache
-def _module(dotted: str) -> _Module:
-    return _Module(dotted)
+def _comments(section: type) -> dict[str, str]:
+    """{field: its comment, as one paragraph} of a dataclass."""
+    source = inspect.getsource(section)
+    lines = source.splitlines()
+    comments: dict[int, str] = collections.defaultdict(str)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# ")
+    found = {}
+    for field in ast.walk(ast.parse(source)):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            above = field.lineno - 1
+            while lines[above - 1].lstrip().startswith("#"):
+                above -= 1
+            own = range(above + 1, (field.end_lineno or field.lineno) + 1)
+            found[field.target.id] = " ".join(filter(None, (comments[line] for line in own)))
+    return found

@@ -7,7 +7,6 @@ what moves, each with each (field_moves.py).
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -36,24 +35,6 @@ from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.resharding.rows_all_to_all import RowsAcrossSubmeshes, RowsAllToAll
-
-
-@dataclasses.dataclass(frozen=True)
-class CoordinatorConfig:
-    """How data move between stages."""
-
-    double_buffer: bool = True  # read and tokenise the next step's prompts while devices work
-    # score responses while others are being sampled; the scores are the same either way
-    overlap_rewards: bool = True
-    # share by which the busiest data rank must get lighter (rows, then tokens) for rows to move
-    balance_threshold: float = 0.03
-
-    def __post_init__(self):
-        if not 0 <= self.balance_threshold < 1:
-            raise ValueError(
-                "coordinator.balance_threshold must be at least 0 and below 1, got "
-                f"{self.balance_threshold}"
-            )
 
 
 class Coordinator:

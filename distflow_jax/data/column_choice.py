@@ -4,30 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.data.message_forms import VARIABLES
 from distflow_jax.data.pictures.image_columns import CONVERSATIONS, IMAGE_COLUMNS
 from distflow_jax.data.row_checks import listed
-from distflow_jax.did_you_mean import hint, nearest
-
-# every column with a meaning; all others go to extra_info
-COLUMNS = (
-    "prompt",
-    "messages",
-    "question",
-    "answer",
-    "solution",
-    "ground_truth",
-    "chosen",
-    "rejected",
-    "completion",
-    "reward_model",
-    "data_source",
-    "ability",
-    "extra_info",
-    *VARIABLES,
-    *IMAGE_COLUMNS,
-    CONVERSATIONS,
-)
+from distflow_jax.did_you_mean import nearest
 
 # Columns of which one is read: the others of a file would compete with one that is chosen.
 FAMILIES = (
@@ -49,18 +28,6 @@ class ColumnsKey:
 TRAINING = ColumnsKey("data.columns", "data.columns")
 EVALUATION = ColumnsKey("eval.columns", "eval.columns")
 INHERITED = ColumnsKey("data.columns", "eval.columns")  # of evaluation data without an own choice
-
-
-def check_choice(columns: Mapping[str, str], key: str) -> None:
-    """Raises ValueError if `columns`, the value of the config key `key`, cannot be applied.
-
-    >>> check_choice({"prompt": "instruction", "answer": "output"}, "data.columns")
-    """
-    for name, source in columns.items():
-        if name not in COLUMNS:
-            raise ValueError(f"{key}: no column is called {name!r} ({hint(name, COLUMNS)})")
-        if not source:
-            raise ValueError(f"{key}: {name!r} needs the name of a column of the file, got ''")
 
 
 def chosen_columns(

@@ -14,7 +14,6 @@ from distflow_jax.did_you_mean import nearest
 from distflow_jax.images.placing import Placed, SeeingTokenizer, TextTokenizer, size_in_layout
 
 PromptEncoder = TextTokenizer | SeeingTokenizer
-TRAIN_ON = ("answer", "generation")
 
 
 class RowLengths(NamedTuple):
@@ -133,8 +132,6 @@ class EncodedRows:
         )
 
 
-OVERLONG = ("error", "drop", "truncate_left")
-
 Found = tuple[np.ndarray, dict[str, int]]  # rows int64 [N], and how many were left out, by reason
 
 
@@ -144,7 +141,7 @@ class TokenLimits:
 
     prompt: int
     answer: int
-    overlong: str  # one of OVERLONG
+    overlong: str  # as data.overlong
 
 
 def rows_in_limit(encoded: EncodedRows, most: TokenLimits) -> Found:

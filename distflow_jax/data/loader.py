@@ -1,7 +1,6 @@
 """Prompts in a global order that is the same for any number of processes."""
 
 import dataclasses
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,10 +9,8 @@ import grain
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.data.column_choice import check_choice
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.data.encoded_rows import (
-    OVERLONG,
-    TRAIN_ON,
     EncodedRows,
     PromptEncoder,
     TokenLimits,
@@ -23,47 +20,6 @@ from distflow_jax.data.example import Dataset
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 from distflow_jax.images.picture_files import ImageSource
 from distflow_jax.images.placing import SeeingTokenizer, read_images
-from distflow_jax.parsing.setting_checks import check_least, check_one_of
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Which prompts to train on, and how many at a time."""
-
-    # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
-    train: str = "task:arithmetic?operands=2&operators=+&digits=2"
-    # columns of files by the name that they are read as: {'prompt': 'instruction', 'answer':
-    # 'output'}; {}: the files have the names of docs/data.md
-    columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    prompts_per_step: int = 16  # prompts of a step, over all processes
-    max_prompt_length: int = 128  # longest prompt in tokens, chat template included
-    # prompts above max_prompt_length: error, drop, or truncate_left (keep the end). Likewise
-    # answers above rollout.max_response_length if the graph trains on them (truncate_left keeps
-    # their start)
-    overlong: str = "error"
-    shuffle: bool = True  # shuffle the prompts, anew for every epoch
-    epochs: int = 0  # times that every prompt is issued; 0: until the steps are done
-    system_prompt: str = ""  # system message before each question of tasks and question data
-    prompt_suffix: str = ""  # text after each question of tasks and question data
-    # features that one image may take in a prompt; larger images are shrunk as their family does
-    image_tokens: int = 256
-    # folder of the images that files name; '': the data file's own, which no path may leave
-    image_root: str = ""
-    # variables of the chat template: {'enable_thinking': False}; a row's chat_template_kwargs win
-    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    date: str = ""  # that chat templates write, YYYY-MM-DD; '': of the run's first start, in UTC
-    # tokens of demonstrations that are learned: answer, or generation (all that the chat template
-    # encloses in {% generation %})
-    train_on: str = "answer"
-
-    def __post_init__(self):
-        check_least("data", self, 1, "prompts_per_step", "max_prompt_length", "image_tokens")
-        check_least("data", self, 0, "epochs")
-        check_choice(self.columns, "data.columns")
-        check_one_of("data.overlong", self.overlong, OVERLONG)
-        check_one_of("data.train_on", self.train_on, TRAIN_ON)
-        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
-            raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
 
 
 @dataclasses.dataclass(frozen=True)

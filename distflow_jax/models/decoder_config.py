@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.vision.vision_config import VisionConfig
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
 from distflow_jax.parsing.one_line import shown
@@ -79,38 +80,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 MOST_LAYERS = 4096  # of a model; the deepest published one has 1,000
 
-# Projections of a layer that may have adapters.
-LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
 _OF_EXPERTS = ("gate", "up", "down")  # once per expert in a mixture
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters: a projection W x becomes W x + (alpha / rank) B A x.
-
-    Only A and B are trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
-    """
-
-    rank: int = 0  # rows of A, columns of B; 0: no adapters, all parameters are trained
-    alpha: float = 32.0  # adapters are scaled by alpha / rank
-    targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters
-
-    def __post_init__(self):
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must not be negative, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.alpha must be positive, got {self.alpha}")
-        unknown = [name for name in self.targets if name not in LORA_TARGETS]
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(
-                f"lora.targets must be some of {', '.join(LORA_TARGETS)}, each once, got "
-                f"{self.targets}"
-            )
-
-    @property
-    def scale(self) -> float:
-        """Factor alpha / rank of B A x; 0 without adapters."""
-        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel, decoder_of
+from distflow_jax.config.training_config import LoraConfig
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel, decoder_of
 from distflow_jax.models.vision.vision_config import VISION
 
 A, B = "_lora_a", "_lora_b"

@@ -9,26 +9,9 @@ program on the devices has the names of its nodes.
 import contextlib
 import os
 import pathlib
-import re
 from collections.abc import Iterator
 
 import jax
-
-_STEPS = re.compile(r"(\d+)(?::(\d+))?")
-
-
-def parse_steps(text: str) -> range:
-    """Parses "3:5" (steps 3, 4 and 5), "3" or "" (no step). Raises ValueError."""
-    if not text:
-        return range(0)
-    found = _STEPS.fullmatch(text)
-    first, last = (int(n or found[1]) for n in found.groups()) if found else (0, 0)
-    if not 0 < first <= last:
-        raise ValueError(
-            f"observe.profile_steps={text!r} names no steps: write FIRST:LAST, both counted from 1 "
-            "and both profiled, 3:5, or one step, 3"
-        )
-    return range(first, last + 1)
 
 
 class Profile:

@@ -7,70 +7,13 @@ so that every process has devices in every mesh and takes part in every computat
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distflow_jax.layout import Layout, axes_text, submesh_text
-
-Submesh = tuple[int, int]  # first and last + 1 of a host's devices
-# axes of a training mesh, the outermost first, and the least size that a config may set
-_LEAST = {"data": 1, "fsdp": 0, "expert": 1, "pipeline": 1, "context": 1, "tensor": 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Meshes of the roles, over all devices or a submesh. Sizes are global.
-
-    data * fsdp * expert * pipeline * context * tensor must equal the number of devices; fsdp = 0
-    takes the devices that the others leave. Roles on disjoint submeshes run concurrently.
-    """
-
-    # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
-    # fsdp x expert. Copies exchange gradients only, whereas fsdp also gathers the parameters of
-    # every layer
-    data: int = 1
-    fsdp: int = 0  # devices that share parameters, optimizer state and rows; 0: all that are left
-    # devices that divide the experts of a mixture; tokens are sent to their experts. Each device
-    # has rows of its own, and copies of all other parameters
-    expert: int = 1
-    # devices that divide the layers; micro-batches are passed from one to the next
-    pipeline: int = 1
-    context: int = 1  # devices that divide the tokens of each row, for long rows
-    tensor: int = 1  # devices that divide each matrix product
-    # devices that divide one copy of the sampler's weights: those of a host, or of several hosts
-    rollout_tensor: int = 1
-    # the devices of every host that train and predict: "0:4" are the first four; "": all. Samplers
-    # use all devices, or those of roles.ROLLOUT
-    devices: str = ""
-    # exceptions for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}; for
-    # samplers {"ROLLOUT": {"devices": "6:8"}}, all trainers' devices or none of them
-    roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
-        for name, low in (*_LEAST.items(), ("rollout_tensor", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"mesh.{name} must be at least {low}, got {getattr(self, name)}")
-        parse_submesh("mesh.devices", self.devices)
-        for role, sizes in self.roles.items():
-            if isinstance(sizes, Mapping) and "stage" in sizes:
-                raise ValueError(f"mesh.roles.{role}.stage is now called pipeline: write that")
-            if not isinstance(sizes, Mapping) or set(sizes) - {*_LEAST, "devices"}:
-                raise ValueError(
-                    f"mesh.roles.{role} may have the keys {', '.join(_LEAST)} and devices, "
-                    f"got {sizes!r}"
-                )
-            parse_submesh(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
-            for name, low in _LEAST.items():
-                value = sizes.get(name, low)
-                if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                    raise ValueError(
-                        f"mesh.roles.{role}.{name} must be a whole number of at least {low}, got "
-                        f"{value!r}"
-                    )
+from distflow_jax.layout import AXES, Layout, Submesh, axes_text, parse_submesh, submesh_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +41,7 @@ class MeshSizes:
     @property
     def layout(self) -> Layout:
         """The mesh as a Layout. The axes fsdp and tensor are always named, others if above 1."""
-        sizes = ((name, getattr(self, name)) for name in _LEAST)
+        sizes = ((name, getattr(self, name)) for name in AXES)
         named = ((n, size) for n, size in sizes if size > 1 or n in ("fsdp", "tensor"))
         return Layout("mesh", tuple(named), self.submesh)
 
@@ -108,25 +51,6 @@ class MeshSizes:
             "" if self.submesh is None else f"on devices {submesh_text(self.submesh)} of every host"
         )
         return axes_text(self.layout), where
-
-
-def parse_submesh(where: str, text: str | int) -> Submesh | None:
-    """Parses a submesh: "4:6" -> (4, 6), "" -> None.
-
-    `where`: the config key, named in the ValueError for malformed text.
-    """
-    if text == "":
-        return None
-    found = re.fullmatch(r"(\d+):(\d+)", str(text))
-    if not found:
-        raise ValueError(
-            f"{where} must be FIRST:LAST, as in a slice of a host's devices ('4:6' are the fifth "
-            f"and the sixth), got {text!r}"
-        )
-    first, last = int(found[1]), int(found[2])
-    if first >= last:
-        raise ValueError(f"{where}={text!r} holds no device: use '{first}:{first + 1}' for one")
-    return first, last
 
 
 def resolve_submesh(where: str, text: str, local_devices: int) -> Submesh | None:
@@ -167,7 +91,7 @@ def resolve_sizes(
     `sizes` by axis; axes left out have size 1 (fsdp: 0). `where`: the config section of the sizes.
     `devices`: the number of devices in `submesh`. Raises ValueError with the fix.
     """
-    found = {name: sizes.get(name, low) for name, low in _LEAST.items()}
+    found = {name: sizes.get(name, low) for name, low in AXES.items()}
     shown = " x ".join(
         f"{where}.{name}={size or 'auto'}"
         for name, size in found.items()
@@ -175,7 +99,7 @@ def resolve_sizes(
     )
     problem = f"{shown} does not cover {devices} devices"
     left = devices
-    for name in reversed(_LEAST):
+    for name in reversed(AXES):
         if name == "fsdp":
             continue
         if left % found[name]:

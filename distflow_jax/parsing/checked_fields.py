@@ -1,11 +1,11 @@
-"""Types and ranges of named values in files that strangers wrote.
+"""Types and ranges of named values: of settings, and in files that strangers wrote.
 
 check_fields(raw, {"num_layers": COUNT, "rope_theta": NUMBER}, "config.json")
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distflow_jax.parsing.one_line import one_line, shown
@@ -19,6 +19,7 @@ class Kind:
 
     words: str
     fits: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()  # all values, where they are names
 
     def or_null(self) -> "Kind":
         """The same kind, or null."""
@@ -43,6 +44,36 @@ def _is_list_of(value: Any, kind: type) -> bool:
 def integer_up_to(most: int) -> Kind:
     """An integer from 1 to `most`."""
     return Kind(f"an integer from 1 to {most}", lambda v: _is_integer(v, 1) and v <= most)
+
+
+def at_least(least: float) -> Kind:
+    """A finite number from `least` on."""
+    return Kind(f"at least {least}", lambda value: is_number(value) and value >= least)
+
+
+def above(least: float) -> Kind:
+    """A finite number above `least`."""
+    words = f"above {least}" if least else "positive"
+    return Kind(words, lambda value: is_number(value) and value > least)
+
+
+def between(least: float, most: float, ends: str = "[]") -> Kind:
+    """A number from `least` to `most`; `ends` has a round bracket for an end that is left out."""
+    low, high = ends[0] == "(", ends[1] == ")"
+    words = f"{'above' if low else 'at least'} {least} and {'below' if high else 'at most'} {most}"
+
+    def fits(value: Any) -> bool:
+        inside = is_number(value) and least <= value <= most
+        return inside and not (low and value == least) and not (high and value == most)
+
+    return Kind(words if low or high else f"from {least} to {most}", fits)
+
+
+def one_of(choices: Iterable[str]) -> Kind:
+    """One of these names."""
+    names = tuple(choices)
+    words = f"one of {', '.join(name or repr('') for name in names)}"
+    return Kind(words, lambda value: value in names, names)
 
 
 COUNT = integer_up_to(MOST_INTEGER)

@@ -4,16 +4,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from distflow_jax.layout import submesh_text
+from distflow_jax.config.mesh_config import MeshConfig
+from distflow_jax.layout import Submesh, submesh_text
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.parallel.mesh import (
-    MeshConfig,
-    MeshSizes,
-    Submesh,
-    check_hosts,
-    resolve_sizes,
-    resolve_submesh,
-)
+from distflow_jax.parallel.mesh import MeshSizes, check_hosts, resolve_sizes, resolve_submesh
 from distflow_jax.planning.machine import Machine
 
 SAMPLERS = "ROLLOUT"  # the key of mesh.roles for the samplers' devices

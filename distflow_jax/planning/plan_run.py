@@ -44,7 +44,7 @@ from distflow_jax.environments.registry import CallLimits, Environments, load_en
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.vision.image_layout import image_layout
-from distflow_jax.models.weights.source import ModelSource, freeze, open_model
+from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.parallel.own_code import hashes_of, strings_in
@@ -65,6 +65,7 @@ from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.rewards.registry import NEED_TRUTH
 from distflow_jax.stages.evaluate import FIRST_COUNTER
 from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
+from distflow_jax.stages.update_model import update_reads
 from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
 from distflow_jax.stream.batches.streamed_nodes import (
@@ -96,7 +97,7 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
         raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
     updates = config.training.mini_batches * config.training.epochs
-    written = {ALPHA: ALPHA in config.algorithm.update_reads, AGE: config.stream.ahead}
+    written = {ALPHA: ALPHA in update_reads(config.algorithm), AGE: config.stream.ahead}
     ages = [name for name, asked in written.items() if asked]
     changes = (  # (whether the run needs it, change of the graph)
         (config.rollout.environment, with_environment_rewards),
@@ -356,7 +357,7 @@ def open_configured(
 
     Raises ValueError or FileNotFoundError.
     """
-    source = open_source(config.model.source, **config.model.options())
+    source = open_source(config.model.source, **open_options(config.model))
     variables, date = config.data.template_kwargs, config.data.date
     if variables and source.tokenizer.chat_template is None:
         raise ValueError(f"data.template_kwargs={variables}: the model has no chat template")

@@ -5,25 +5,28 @@ import math
 from collections.abc import Mapping
 
 from distflow_jax.batch import TokenColumn
+from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.training_config import TrainingConfig
+from distflow_jax.config.upkeep_config import parse_steps
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
 from distflow_jax.images.patch_chunks import PatchSizes
-from distflow_jax.layout import Layout
+from distflow_jax.layout import Layout, Submesh
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.vision.chunks import patch_room
-from distflow_jax.observe.profile import parse_steps
-from distflow_jax.parallel.mesh import MeshConfig, MeshSizes, Submesh, hosts_per_sampler
+from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
 from distflow_jax.parallel.pipeline import bubble_share
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes, sampler_submesh
 from distflow_jax.planning.room_checks import check_batch_room, check_sampler_room
-from distflow_jax.rollout.cache_sizing import fitting_slots
+from distflow_jax.rollout.cache_sizing import fitting_slots, trajectories
 from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
+from distflow_jax.stages.reward import overlong_tokens
 from distflow_jax.training.attention_choice import (
     AttentionSizes,
     RowAttention,
@@ -37,7 +40,6 @@ from distflow_jax.training.microbatch import (
     check_pipeline_repeats,
     pipeline_microbatches,
 )
-from distflow_jax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +263,7 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
             f"data.max_prompt_length={data.max_prompt_length} + eval.max_response_length="
             f"{config.eval.max_response_length} exceed the model's {model.max_position} positions"
         )
-    if config.reward.overlong_tokens(rollout.max_response_length) > rollout.max_response_length:
+    if overlong_tokens(config.reward, rollout.max_response_length) > rollout.max_response_length:
         raise ValueError(
             f"reward.overlong_buffer={config.reward.overlong_buffer:g} is above "
             f"rollout.max_response_length={rollout.max_response_length}; use at most that, or 0"
@@ -447,7 +449,7 @@ def with_trajectories(
     """
     rollout, lanes = config.rollout, engine.slots
     useful = (1 + config.stream.max_staleness) * config.data.prompts_per_step * rollout.num_samples
-    wanted = min(useful, rollout.trajectories(lanes * samplers))
+    wanted = min(useful, trajectories(rollout, lanes * samplers))
     slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
     return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
 

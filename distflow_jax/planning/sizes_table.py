@@ -1,7 +1,8 @@
 """The sizes of a run as a table of text."""
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.config.training_config import LoraConfig
+from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.parallel.host_memory import HOST
 from distflow_jax.planning.machine import Machine

@@ -8,15 +8,13 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.data_config import DataConfig, RewardConfig
+from distflow_jax.config.mesh_config import MeshConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
-from distflow_jax.data.loader import DataConfig
-from distflow_jax.parallel.mesh import MeshConfig
-from distflow_jax.rewards.pool import RewardConfig
-from distflow_jax.rollout.rollout_config import RolloutConfig
-from distflow_jax.training.training_config import TrainingConfig
-from distflow_jax.watchdog.controller import HealthConfig
+from distflow_jax.config.training_config import TrainingConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig, HealthConfig
 
 CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
 CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.run_config import Config
-from distflow_jax.models.weights.source import ModelSource, open_shapes
-from distflow_jax.parallel.mesh import MeshConfig
+from distflow_jax.models.weights.source import ModelSource, open_options, open_shapes
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.pods.pod_plan import SPARE, PodPlan, plan_on
@@ -207,7 +207,7 @@ def price(
     The formulas cover FLOPs, links and HBM, but not the transfers of offload. Arguments and errors:
     see `sweep`.
     """
-    source = open_shapes(config.model.source, **config.model.options())
+    source = open_shapes(config.model.source, **open_options(config.model))
     kept = {*chosen, *(f"mesh.{axis}" for axis in AXES)}
     unlike: list[str] = []  # reasons why sizes are no mesh of this model
     meshes = list(_training_meshes(pod, config, source, unlike))

@@ -1,7 +1,6 @@
 """RewardPool: scores responses by one reward function, in worker processes with deadlines."""
 
 import collections
-import dataclasses
 import logging
 import math
 import os
@@ -12,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from distflow_jax.parsing.setting_checks import check_least, check_positive
+from distflow_jax.config.data_config import QUICK, RewardConfig
 from distflow_jax.rewards.function_calls import check_signature, load_function, score_requests
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
-from distflow_jax.rewards.registry import MATHEMATICAL, QUICK, same_answers
+from distflow_jax.rewards.registry import MATHEMATICAL, same_answers
 from distflow_jax.rewards.worker_process import (
     CallTimeout,
     WorkerDied,
@@ -30,57 +29,6 @@ WORKER_BYTES = 32 << 20  # of memory that a worker takes at least
 WORKER_FILES = 4  # open files of a worker in its parent: a socket, and three while it starts
 _MOST_FILES = 1 << 20  # where there is no limit
 CLOSE_SECONDS = 5.0  # for each thread to end after its worker was killed
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardConfig:
-    """The reward function, its worker processes, and the handling of its errors."""
-
-    # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
-    # format, pattern, reasoning_gym, zero (all rewards come from rollout.environment),
-    # my_module:my_function or file.py:function
-    function: str = "gsm8k"
-    # keyword arguments of the function
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # whether a function of batches gets prompts and completions as lists of one message, TRL's form
-    # for chat prompts; otherwise they are text
-    conversational: bool = False
-    timeout_seconds: float = 10.0  # deadline of one call of the function
-    start_seconds: float = 60.0  # deadline for starting a worker and importing the function
-    # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
-    # quick built-in functions, one per core up to 8 for others
-    num_workers: int = -1
-    on_error: float = 0.0  # score of a response whose call raises, hangs or crashes
-    max_error_rate: float = 0.1  # above this share of a step's responses, errors end the run
-    # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of
-    # the limit; 0: no penalty
-    overlong_buffer: float = 0.0
-    overlong_penalty: float = 1.0  # length penalty at the limit
-    overlong_cap: bool = False  # clip the length penalty at -1
-
-    def __post_init__(self):
-        check_positive("reward", self, "timeout_seconds", "start_seconds")
-        check_least("reward", self, -1, "num_workers")
-        check_least("reward", self, 0, "overlong_buffer")
-        if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(
-                f"reward.max_error_rate must be between 0 and 1, got {self.max_error_rate}"
-            )
-        if self.overlong_buffer >= 1 and self.overlong_buffer != int(self.overlong_buffer):
-            raise ValueError(
-                "reward.overlong_buffer must be a whole number of tokens, or a share below 1, got "
-                f"{self.overlong_buffer}"
-            )
-        if self.num_workers == 0 and self.function not in QUICK:
-            raise ValueError(
-                f"reward.num_workers 0 is for {', '.join(sorted(QUICK))}; {self.function!r} may "
-                "hang or crash and needs at least 1"
-            )
-
-    def overlong_tokens(self, limit: int) -> int:
-        """`overlong_buffer` in tokens, for responses of at most `limit` tokens."""
-        share = 0 < self.overlong_buffer < 1
-        return max(1, round(self.overlong_buffer * limit)) if share else int(self.overlong_buffer)
 
 
 class Scoring(NamedTuple):

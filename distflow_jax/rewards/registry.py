@@ -32,9 +32,6 @@ REWARDS = {
     "zero": zero,
 }
 
-# They take microseconds for any text, and need no process of their own.
-QUICK = frozenset({"gsm8k", "exact", "format", "boxed_only", "zero"})
-
 MATHEMATICAL = frozenset({"math", "math_verify", "math_verify_anchored", "geo3k"})
 
 # They compare with a ground truth, which every row must have.

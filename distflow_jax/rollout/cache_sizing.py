@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_specs
@@ -14,6 +15,11 @@ from distflow_jax.parallel.rules import partition_spec
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
 FEATURE_BATCHES = 4  # of encoded images that stay: those of prompts that wait to be read
+
+
+def trajectories(config: RolloutConfig, slots: int) -> int:
+    """Most responses under way beside so many slots, over all processes."""
+    return (config.max_trajectories or 4 * slots) if config.environment else slots
 
 
 def feature_bytes(model: DecoderConfig, config: EngineConfig) -> int:

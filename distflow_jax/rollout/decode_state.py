@@ -11,23 +11,22 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from distflow_jax.config.rollout_config import ATTENTION, STORED
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel.rules import sharding
-from distflow_jax.parsing.setting_checks import check_least, check_one_of
+from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 
-ATTENTIONS = ("auto", "pages", "reference", "gpu", "tpu")
-CACHE_DTYPES = ("auto", "int8")
-WEIGHTS_DTYPES = ("auto", "int8")
 PAGE_CHUNK = 32  # pages that attention takes at a time: more than these are a multiple
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Section, name="rollout"):
     """Static sizes of an engine."""
 
     slots: int  # responses that have begun and keep their pages, at most
@@ -43,12 +42,15 @@ class EngineConfig:
     max_read: int = 0  # longest prompt with tokens of a resumed response; 0: max_prompt
     max_forced: int = 64  # tokens that are fed to a slot between its own, at most at a time
     dtype: str = "float32"  # of activations, and of weights where `weights_dtype` is "auto"
-    weights_dtype: str = "auto"  # of matrices and tables: `dtype`, "int8": with a scale per output
-    cache_dtype: str = "auto"  # of keys and values: "auto": `dtype`, "int8": with a scale per token
-    attention: str = "auto"  # "pages" (any platform), "gpu" or "tpu" (their kernels), "reference"
+    # of matrices and tables: "auto": `dtype`, "int8": with a scale per output
+    weights_dtype: str = setting("auto", STORED)
+    # of keys and values: "auto": `dtype`, "int8": with a scale per token
+    cache_dtype: str = setting("auto", STORED)
+    attention: str = setting("auto", ATTENTION)
     weights: str = "auto"  # of layers, one of matmul_layouts.WEIGHTS
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
-    speculative_ngram: int = 2  # tokens that must have stood before for a guess
+    # tokens that must have stood before for a guess
+    speculative_ngram: int = setting(2, at_least(1))
     record_experts: bool = False  # of a mixture: Response.routed_experts, see engine_programs.py
     images: PatchSizes | None = None  # patches that are encoded together; None: no tower
     tower: Form = WHOLE  # of attention between these patches
@@ -112,7 +114,6 @@ def check_speculation(config: EngineConfig) -> None:
             f"rollout.speculative_tokens {config.speculative_tokens} must be at least 0 and below "
             f"the page size of {config.page_size} tokens"
         )
-    check_least("rollout", config, 1, "speculative_ngram")
 
 
 def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
@@ -124,29 +125,17 @@ def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
         )
 
 
-def check_cache_dtype(name: str) -> None:
-    """ValueError for what keys and values cannot be kept as."""
-    check_one_of("rollout.cache_dtype", name, CACHE_DTYPES)
-
-
-def check_attention(name: str, platform: str = "") -> None:
-    """ValueError for no way of attention, or a kernel that is not for this platform."""
-    check_one_of("rollout.attention", name, ATTENTIONS)
-    if platform and name in ("gpu", "tpu") and implementation_for(platform) != name:
+def check_attention(name: str, platform: str) -> None:
+    """ValueError for a kernel that is not for this platform."""
+    if name in ("gpu", "tpu") and implementation_for(platform) != name:
         raise ValueError(
             f"rollout.attention={name!r} is a kernel for {name.upper()}s, and the devices here are "
             f'of platform {platform!r}: use "auto" or "pages"'
         )
 
 
-def check_weights_dtype(name: str) -> None:
-    """ValueError for what a sampler's weights cannot be kept as."""
-    check_one_of("rollout.weights_dtype", name, WEIGHTS_DTYPES)
-
-
 def stored_dtype(config: EngineConfig) -> str:
     """The dtype that keys and values are stored as."""
-    check_cache_dtype(config.cache_dtype)
     return config.dtype if config.cache_dtype == "auto" else config.cache_dtype
 
 
@@ -204,8 +193,7 @@ def num_pages(config: EngineConfig, ranks: int) -> int:
 
 
 def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:
-    """How attention runs on the mesh. ValueError for an unknown way."""
-    check_attention(config.attention)
+    """How attention runs on the mesh."""
     if config.attention != "auto":
         return config.attention
     kernel = implementation_for(mesh.devices.flat[0].platform)

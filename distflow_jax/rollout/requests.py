@@ -5,49 +5,15 @@ import dataclasses
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.config.rollout_config import TEMPERATURE, TOP_P, EvalConfig, RolloutConfig
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.occupancy import Occupancy
-
-LEAST_TOP_P = 2.0**-126  # the least float32 that no device rounds to 0
-LEAST_TEMPERATURE = 1e-30  # below it logits / temperature may be infinite
-
-
-def check_sampling(
-    *,
-    num_samples: int = 1,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    section: str = "",
-) -> None:
-    """Raises ValueError for values that no response can be sampled with.
-
-    `section`: printed before the name of the value, e.g. "rollout.".
-    """
-    if num_samples < 1:
-        raise ValueError(f"{section}num_samples must be at least 1, got {num_samples}")
-    if not temperature >= 0:  # true of nan too
-        raise ValueError(
-            f"{section}temperature must not be negative, got {temperature:g}; 0 is greedy"
-        )
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise ValueError(
-            f"{section}temperature must be at least {LEAST_TEMPERATURE:g}, got {temperature:g}; "
-            "0 is greedy"
-        )
-    if top_k < 0:
-        raise ValueError(f"{section}top_k must not be negative, got {top_k}; 0 is off")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"{section}top_p must be above 0 and at most 1, got {top_p:g}; 1 is off")
-    if top_p < LEAST_TOP_P:  # 0 as a float32 of a device
-        raise ValueError(
-            f"{section}top_p must be above 0 in float32, at least {LEAST_TOP_P:g}, got {top_p:g}; "
-            "temperature 0 is greedy"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Section):
     """How the responses to a prompt are sampled: the host's record.
 
     A new option of sampling touches three places: the config that sets it (RolloutConfig,
@@ -57,22 +23,28 @@ class SamplingParams:
     Raises ValueError for values that no response can be sampled with.
     """
 
-    num_samples: int  # responses to each prompt
-    limit: int  # longest response in tokens, the end token included
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # likeliest tokens that are drawn from; 0: off
-    top_p: float = 1.0  # probability of the likeliest tokens that are drawn from; 1: off
+    num_samples: int = dataclasses.field(metadata={"kind": at_least(1)})  # responses to each prompt
+    # longest response in tokens, the end token included
+    limit: int = dataclasses.field(metadata={"kind": at_least(1)})
+    temperature: float = setting(1.0, TEMPERATURE)  # 0: greedy
+    top_k: int = setting(0, at_least(0))  # likeliest tokens that are drawn from; 0: off
+    top_p: float = setting(1.0, TOP_P)  # probability of the likeliest tokens that are drawn from
     record: bool = True  # with the experts of the tokens, where the engine records them
 
-    def __post_init__(self):
-        if self.limit < 1:
-            raise ValueError(f"the limit of a response must be at least 1 token, got {self.limit}")
-        check_sampling(
-            num_samples=self.num_samples,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
+    @classmethod
+    def of_training(cls, config: RolloutConfig) -> "SamplingParams":
+        """How the responses that a policy is trained on are sampled."""
+        limit, temperature = config.max_response_length, config.temperature
+        return cls(config.num_samples, limit, temperature, config.top_k, config.top_p)
+
+    @classmethod
+    def of_evaluation(cls, config: EvalConfig, longest: int) -> "SamplingParams":
+        """How the responses of an evaluation are sampled, on which nothing is trained.
+
+        `longest`: tokens, where max_response_length is 0.
+        """
+        limit = config.max_response_length or longest
+        return cls(config.num_samples, limit, config.temperature, 0, config.top_p, record=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS
 from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.observe.phases import Phases
 from distflow_jax.planning.plan_run import PreparedRun
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler import SamplerState, update_weights
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.run_state import RunState
@@ -66,7 +67,7 @@ def evaluation_of(prepared: PreparedRun, runtime: Runtime) -> Evaluation:
         prepared.source.tokenizer,
         prepared.rewards,
         prompts,
-        config.eval.sampling_params(config.rollout.max_response_length),
+        SamplingParams.of_evaluation(config.eval, config.rollout.max_response_length),
         entries_of_host(uid_column(prompts, 1), runtime.member, runtime.hosts),
         prepared.environments,
     )

@@ -84,7 +84,7 @@ class Trainer:
                 f"a program samples for one node, and dag {config.dag!r} has {len(nodes)} that do"
             )
         self._source = open_configured(config)
-        self.sampling: SamplingParams = config.rollout.sampling_params()
+        self.sampling: SamplingParams = SamplingParams.of_training(config.rollout)
         self._folder = named_path("workdir", workdir)
         self._folder.mkdir(parents=True, exist_ok=True)
         # rounds of a region, and prompts in the place of those that nobody answered, need more

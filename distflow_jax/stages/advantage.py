@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.advantages import ESTIMATORS, Outcome
 from distflow_jax.algorithms.kl import (
     KL_ESTIMATORS,
     adapted_coef,
@@ -23,6 +22,8 @@ from distflow_jax.algorithms.packed import counted, per_sequence, per_token
 from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.algorithms.value import explained_variance
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import ADVANTAGES
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.stages.stage_context import RewardContext, require
 
@@ -40,7 +41,8 @@ def build_advantage(context: RewardContext) -> Stage:
             f"algorithm.advantage='grpo_passk' compares the responses to a prompt, got "
             f"rollout.num_samples={context.num_samples}; use at least 2"
         )
-    kind, options = ADVANTAGES[algorithm.advantage], algorithm.advantage_options
+    estimate, kind = ESTIMATORS[algorithm.advantage], ADVANTAGES[algorithm.advantage]
+    options = {name: getattr(algorithm, name) for name in kind.options}
 
     @jax.jit
     def compute(coef, rows, fields):
@@ -48,7 +50,7 @@ def build_advantage(context: RewardContext) -> Stage:
         reward, coef, metrics = rewards_of(coef, rows, fields, algorithm)
         extra = {name: fields[name] for name in kind.reads}
         outcome = Outcome(reward, rows, context.prompts_per_step, **extra)
-        advantage, returns = kind.estimate(outcome, **options)
+        advantage, returns = estimate(outcome, **options)
         mask = rows.response_mask
         score = per_sequence(reward, rows)
         metrics |= _summary("critic/rewards", score, counted(rows))
@@ -60,7 +62,7 @@ def build_advantage(context: RewardContext) -> Stage:
         return coef, advantage, returns, metrics
 
     def advantage(state, fields, options):
-        require(fields, algorithm.advantage_reads, f"algorithm.advantage={algorithm.advantage!r}")
+        require(fields, advantage_reads(algorithm), f"algorithm.advantage={algorithm.advantage!r}")
         arrays = {name: fields[name] for name in _ARRAYS if name in fields}
         coef = jnp.float32(algorithm.kl_coef) if state is None else state
         coef, value, returns, metrics = compute(coef, fields["rows"], arrays)
@@ -119,3 +121,9 @@ def _summary(prefix: str, x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]
         f"{prefix}/max": masked_max(x, mask),
         f"{prefix}/min": masked_min(x, mask),
     }
+
+
+def advantage_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Fields that the stage requires, by their names inside it."""
+    penalty = ("old_logp", "ref_logp") if algorithm.kl_in_reward else ()
+    return ("score", "rows", *ADVANTAGES[algorithm.advantage].reads, *penalty)

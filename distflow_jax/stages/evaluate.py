@@ -10,63 +10,21 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.data.column_choice import check_choice
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parallel import processes
-from distflow_jax.parsing.setting_checks import check_least
 from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams, check_sampling
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 
 # uids of evaluation lie above those of any training run, so that their noise is another one
 FIRST_COUNTER = 1 << 30
 EVALUATED = "val-"  # how the names of an evaluation's metrics begin
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """The evaluation set, how it is sampled, and when."""
-
-    dataset: str = ""  # data set, named as in data.train; "": no evaluation
-    # columns of eval.dataset, as data.columns; None: those of data.columns
-    columns: dict[str, str] | None = None
-    every: int = 0  # steps between evaluations; 0: only the untrained weights and the last ones
-    num_prompts: int = 128  # number of prompts, the first of the data set; 0: all
-    num_samples: int = 1  # responses per prompt: N of mean@N, best@N and maj@N
-    temperature: float = 0.0  # sampling temperature; 0: greedy
-    top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
-    max_response_length: int = 0  # longest response in tokens; 0: rollout.max_response_length
-
-    def __post_init__(self):
-        check_least("eval", self, 0, "every", "num_prompts", "max_response_length")
-        check_choice(self.columns or {}, "eval.columns")
-        check_sampling(
-            num_samples=self.num_samples,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            section="eval.",
-        )
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"eval.num_samples={self.num_samples} needs eval.temperature above 0: greedy "
-                "responses to one prompt are all the same"
-            )
-
-    def sampling_params(self, longest: int) -> SamplingParams:
-        """How responses are sampled; `longest`: tokens, where max_response_length is 0."""
-        return SamplingParams(
-            self.num_samples,
-            self.max_response_length or longest,
-            self.temperature,
-            top_p=self.top_p,
-            record=False,  # nothing is trained on these responses
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
-from distflow_jax.stages.advantage import build_advantage, first_coefficient
+from distflow_jax.stages.advantage import advantage_reads, build_advantage, first_coefficient
 from distflow_jax.stages.predictions import (
     build_old_logp,
     build_ref_logp,
@@ -32,6 +32,7 @@ from distflow_jax.stages.update_model import (
     build_reward_model_update,
     build_sft_update,
     build_value_update,
+    update_reads,
 )
 from distflow_jax.user_functions import load_function
 
@@ -54,10 +55,10 @@ class Demands:
             why = f"algorithm.advantage={algorithm.advantage!r}"
             if algorithm.kl_in_reward:
                 why += " with algorithm.kl_in_reward"
-            return dict.fromkeys(algorithm.advantage_reads, f"{why} needs it")
+            return dict.fromkeys(advantage_reads(algorithm), f"{why} needs it")
         if kind.build is not build_policy_update:
             return {}
-        wanted = dict.fromkeys(algorithm.update_reads, "what the section algorithm asks for")
+        wanted = dict.fromkeys(update_reads(algorithm), "what the section algorithm asks for")
         if algorithm.kl_in_loss:
             wanted["ref_logp"] = "algorithm.kl_coef is above 0"
         if self.updates > 1 and algorithm.proximal == "recomputed":

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.algorithms.correction import A3PO, a3po_alpha
+from distflow_jax.algorithms.correction import a3po_alpha
 from distflow_jax.batch import Prompt
+from distflow_jax.config.algorithm_tables import A3PO
+from distflow_jax.config.data_config import RewardConfig
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.layout import STEP, VERSION, Parts
 from distflow_jax.observe.metrics import merge
@@ -71,7 +73,7 @@ def build_reward(context: RewardContext) -> Stage:
             penalty_N = overlong_penalty(
                 np.array([len(response) for response in responses]),
                 max_response_length=limit,
-                buffer=config.overlong_tokens(limit),
+                buffer=overlong_tokens(config, limit),
                 factor=config.overlong_penalty,
                 cap=config.overlong_cap,
             )
@@ -107,6 +109,12 @@ def _sums(numbers: Sequence[dict[str, float]]) -> dict[str, tuple[float, int]]:
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + value, count + 1
     return sums
+
+
+def overlong_tokens(config: RewardConfig, limit: int) -> int:
+    """`overlong_buffer` in tokens, for responses of at most `limit` tokens."""
+    share = 0 < config.overlong_buffer < 1
+    return max(1, round(config.overlong_buffer * limit)) if share else int(config.overlong_buffer)
 
 
 def overlong_penalty(

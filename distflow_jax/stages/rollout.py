@@ -77,7 +77,7 @@ def node_sampling(context: SamplingContext) -> SamplingParams:
             f"node {node.id!r}: writes {ROUTED_EXPERTS!r}, which a sampler records with "
             "training.router_replay alone: set that, or take it out of the node's writes"
         )
-    sampling = dataclasses.replace(context.rollout.sampling_params(), record=record)
+    sampling = dataclasses.replace(SamplingParams.of_training(context.rollout), record=record)
     if is_greedy(node):
         sampling = dataclasses.replace(sampling, num_samples=1, temperature=0.0, top_k=0, top_p=1.0)
     return sampling

@@ -6,19 +6,23 @@ from typing import Any
 
 import optax
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
-from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import (
+    AlgorithmConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    ValueConfig,
+)
+from distflow_jax.config.data_config import RewardConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.registry import Environments
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rewards.pool import RewardConfig, RewardPool
+from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import Response
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.update import UpdateShape
 

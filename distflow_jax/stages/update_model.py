@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import A3PO
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import Network
 from distflow_jax.parallel.rules import use_mesh
@@ -149,7 +150,7 @@ def build_policy_update(context: TrainContext) -> UpdateStage:
     )
 
     def batch_of(fields: dict[str, Any]) -> PolicyBatch:
-        require(fields, algorithm.update_reads, _settings(algorithm))
+        require(fields, update_reads(algorithm), _settings(algorithm))
         return PolicyBatch(
             rows=routed_rows(fields),
             advantage=fields["advantage"],
@@ -225,3 +226,20 @@ def _merge(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
             counts = has.reshape(-1, *[1] * (values.ndim - 1))
             merged[name] = jnp.where(counts, values, 0.0).sum(0) / updates
     return merged
+
+
+def update_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Fields that the actor's update requires, by their names inside the stage.
+
+    With several optimizer steps per batch the update requires old_logp, too.
+    """
+    off_policy = {algorithm.correction, algorithm.rejection} != {"none"}
+    # what is taken over a whole optimizer step is known before its first forward pass
+    ahead = algorithm.selects or algorithm.correction_batch_normalize
+    wanted = {
+        "ref_logp": algorithm.kl_in_loss,
+        "rollout_logp": off_policy or algorithm.proximal != "recomputed",
+        "old_logp": ahead and algorithm.proximal == "recomputed",
+        "prox_alpha": algorithm.proximal in A3PO,
+    }
+    return ("rows", "advantage", *(name for name, needed in wanted.items() if needed))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from distflow_jax.batch import Samples
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
@@ -37,7 +38,6 @@ from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
-from distflow_jax.stream.stream_config import StreamConfig
 
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 

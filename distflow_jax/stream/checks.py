@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Iterable
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.setting_checks import refuse
 from distflow_jax.stages.registry import takes_policy_ratio
 from distflow_jax.stream.host_nodes import units_ahead
-from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.tasks import ENVIRONMENT
 
 

@@ -5,6 +5,7 @@ import functools
 import threading
 from collections.abc import Callable
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.parallel import processes
 from distflow_jax.parallel.peers import Peers
@@ -14,7 +15,6 @@ from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide
-from distflow_jax.stream.stream_config import StreamConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations, Evaluator
@@ -18,7 +19,6 @@ from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.resume import SampleSaver
 from distflow_jax.stream.sampling_side import Hooks
-from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.weight_update_times import WeightUpdateTimes
 from distflow_jax.watchdog.gossip import OTHERS
 

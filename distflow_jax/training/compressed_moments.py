@@ -21,7 +21,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-MOMENTS = ("float32", "bfloat16", "int8")
 _BLOCKS = range(64, 257)
 
 
@@ -40,7 +39,8 @@ def is_blocks(x: Any) -> bool:
 def kept_as(
     moments: str, adam: optax.GradientTransformation, *, whole: tuple[str, ...] = ()
 ) -> optax.GradientTransformation:
-    """`adam`, an optax.scale_by_adam, with its moments in the format `moments`, one of MOMENTS.
+    """`adam`, an optax.scale_by_adam, with its moments in the format `moments`, one of
+    MOMENTS.
 
     With int8, small moments stay float32: those of one dim, and those with a name that ends in one
     of `whole`. The state is that of `adam`, with Blocks for moments in codes.

@@ -1,42 +1,13 @@
 """The optimizer: AdamW with warm-up, constant or cosine schedule, and global-norm clipping."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
 
-from distflow_jax.parsing.setting_checks import check_least, check_one_of
-from distflow_jax.training.compressed_moments import MOMENTS, kept_as
+from distflow_jax.config.training_config import OptimizerConfig
+from distflow_jax.training.compressed_moments import kept_as
 
 _VECTORS = ("norm", "bias")  # suffixes of parameters that are not matrices
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
-
-    lr: float = 1e-6  # peak learning rate
-    schedule: str = "constant"  # of lr after the warm-up: constant, or cosine to min_lr_ratio * lr
-    warmup_steps: int = 0  # optimizer steps over which lr rises linearly, from lr/(n+1)
-    min_lr_ratio: float = 0.0  # learning rate at the end of the cosine, as a share of lr
-    b1: float = 0.9  # decay of the first moment
-    b2: float = 0.95  # decay of the second moment; not 0.999: runs are short, gradients noisy
-    eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.0  # decoupled decay of matrices; norms and biases have none
-    clip_norm: float = 1.0  # largest global norm of the gradient; 0: no clipping
-    # format of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
-    # scale per block; see compressed_moments.py). Arithmetic is float32
-    moments: str = "float32"
-
-    def __post_init__(self):
-        zeros = ("lr", "warmup_steps", "min_lr_ratio", "eps", "weight_decay", "clip_norm")
-        check_least("optimizer", self, 0, *zeros)
-        check_one_of("optimizer.schedule", self.schedule, ("constant", "cosine"))
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}")
-        check_one_of("optimizer.moments", self.moments, MOMENTS)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

@@ -29,7 +29,6 @@ interpreter hangs. faulthandler writes the stack traces on SIGUSR1, even while t
 C++ code.
 """
 
-import dataclasses
 import faulthandler
 import json
 import logging
@@ -44,7 +43,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from distflow_jax.parsing.setting_checks import check_positive
+from distflow_jax.config.upkeep_config import HealthConfig
 from distflow_jax.watchdog.gossip import NOTE
 
 START_SECONDS = 60.0  # for a child to start on a loaded host
@@ -57,34 +56,6 @@ PROGRAM = (
 )
 
 log = logging.getLogger("distflow_jax")
-
-
-@dataclasses.dataclass(frozen=True)
-class HealthConfig:
-    """The watchdog of each process, and when a process counts as dead or stuck."""
-
-    enabled: bool = True  # start a watchdog process beside each controller
-    heartbeat_seconds: float = 1.0  # seconds between two beats of a controller
-    # seconds without a beat after which a process counts as stopped, or its host as gone; at least
-    # 3 beats, and longer than the longest pause of a busy host
-    dead_seconds: float = 30.0
-    # seconds in which no process begins or ends a phase, after which the job counts as stuck;
-    # longer than the longest compilation, rollout, update or evaluation: each is one phase
-    stuck_seconds: float = 1800.0
-
-    def __post_init__(self):
-        check_positive("health", self, "heartbeat_seconds", "dead_seconds", "stuck_seconds")
-        if self.dead_seconds < 3 * self.heartbeat_seconds:
-            raise ValueError(
-                f"health.dead_seconds={self.dead_seconds:g} must be at least 3 beats: use "
-                f"{3 * self.heartbeat_seconds:g} or more, or lower health.heartbeat_seconds="
-                f"{self.heartbeat_seconds:g}"
-            )
-        if self.stuck_seconds <= self.dead_seconds:
-            raise ValueError(
-                f"health.stuck_seconds={self.stuck_seconds:g} must be more than "
-                f"health.dead_seconds={self.dead_seconds:g}"
-            )
 
 
 class Watchdog:

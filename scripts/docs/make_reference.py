@@ -41,10 +41,11 @@ def config_page() -> str:
     for section in key_reference.sections():
         lines += [f"## {section.name or 'top level'}\n", f"{section.summary}\n"]
         rows = [
-            (f"`{key.name}`", key.type, f"`{key.default!r}`", key.meaning) for key in section.keys
+            (f"`{key.name}`", key.values, f"`{key.default!r}`", key.full_meaning)
+            for key in section.keys
         ]
         if rows:
-            lines += _table(("key", "type", "default", "meaning"), rows)
+            lines += _table(("key", "values", "default", "meaning"), rows)
     return MADE + "\n".join(lines)
 
 

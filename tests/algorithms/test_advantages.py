@@ -15,10 +15,11 @@ from support import formulas
 from support.partial_batches import rows_of_groups
 from support.ragged import QUICK, SHAPE, SIZES, Packed, assert_close, draw, pack, random_sequences
 
-from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.algorithms.advantages import ESTIMATORS, Outcome
 from distflow_jax.algorithms.whole_batch import advantage_waits
 from distflow_jax.batch import RowShape
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import ADVANTAGES
 
 TWO = RowShape(2, SHAPE.rows, SHAPE.tokens, SHAPE.sequences)
 GROUPS = 9
@@ -115,7 +116,7 @@ def compiled(case):
     def run(reward, value, baseline, rows):
         extra = {"value": value, "baseline": baseline}
         extra = {field: extra[field] for field in kind.reads}
-        return kind.estimate(Outcome(reward, rows, GROUPS, **extra), **options)
+        return ESTIMATORS[name](Outcome(reward, rows, GROUPS, **extra), **options)
 
     return run
 

@@ -10,12 +10,7 @@ import pytest
 from support import formulas
 from support.ragged import QUICK, assert_close, draw, first, pack, random_sequences
 
-from distflow_jax.algorithms.aggregate import (
-    AGGREGATIONS,
-    denominator,
-    token_weights,
-    within_budget,
-)
+from distflow_jax.algorithms.aggregate import denominator, token_weights, within_budget
 from distflow_jax.algorithms.masked import (
     masked_max,
     masked_mean,
@@ -27,6 +22,7 @@ from distflow_jax.algorithms.masked import (
     whiten,
 )
 from distflow_jax.algorithms.packed import per_token
+from distflow_jax.config.algorithm_tables import AGGREGATIONS
 
 SEQUENCES = random_sequences(0)
 TOKENS = sum(s.length for s in SEQUENCES)

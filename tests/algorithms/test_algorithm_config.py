@@ -2,9 +2,10 @@
 
 import pytest
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import A3PO
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import A3PO, POLICY_LOSSES
+from distflow_jax.stages.advantage import advantage_reads
+from distflow_jax.stages.update_model import update_reads
 
 
 @pytest.mark.parametrize(
@@ -35,41 +36,22 @@ def test_aggregation_is_the_loss_s_own_unless_given():
 
 NORMALIZED = {"correction": "token_tis", "correction_batch_normalize": True}
 REFUSED = [
-    ({"advantage": "grp"}, "advantage must be one of .*, got 'grp'"),
-    ({"gamma": 0.9}, "gamma=0.9 has no effect with algorithm.advantage='grpo'; .* gae, "),
-    ({"advantage": "gae", "lam": 1.2}, "lam must be from 0 to 1"),
-    ({"cpgd_weight": "equal"}, "cpgd_weight='equal' has no effect"),
     ({"policy_loss": "gpg", "clip": 0.1}, "no effect with algorithm.policy_loss='gpg'"),
-    ({"policy_loss": "gpg", "clip_low": 0.1}, "clip_low=0.1 has no effect"),
-    ({"dro_beta": 0.1}, "dro_beta=0.1 has no effect.*belongs to dro"),
-    ({"kl_cov_share": 0.1}, "kl_cov_share=0.1 has no effect.*belongs to kl_cov"),
-    ({"policy_loss": "kl_cov", "kl_cov_share": 2.0}, "kl_cov_share must be at most 1"),
-    ({"policy_loss": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio must be at most 1"),
     ({"policy_loss": "clip_cov", "clip_cov_lb": 6.0}, "must be below algorithm.clip_cov_ub=5.0"),
-    ({"norm_adv_by_std_in_grpo": False}, "no effect with .*'grpo'; it belongs to grpo_passk"),
-    ({"policy_loss": "cpgd", "cpgd_drift_coef": -0.1}, "cpgd_drift_coef must not be negative"),
     ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
     ({"clip": 0.1, "clip_low": 0.2, "clip_high": 0.3}, "clip=0.1 has no effect beside"),
     ({"clip_low": 1.5}, "clip_low must be at most 1"),
-    ({"clip_high": -0.1}, "clip_high must be positive"),
-    ({"dual_clip": 1.0}, "dual_clip must be above 1"),
     ({"token_budget": 100}, "token_budget=100 and algorithm.aggregation='token-mean'"),
     ({"aggregation": "fixed-budget"}, "token_budget=0 and algorithm.aggregation='fixed-budget'"),
-    ({"kl_estimator": "k2"}, "kl_estimator='k2' has no effect without a positive kl_coef"),
     ({"kl_coef": 0.1, "kl_estimator": "abs"}, "'abs' does not have the gradient of a KL"),
-    ({"kl_coef": -0.1}, "kl_coef must not be negative"),
-    ({"kl_in_reward": True}, "kl_in_reward=True has no effect without a positive kl_coef"),
-    ({"kl_coef": 0.1, "kl_target": 0.1}, "kl_target=0.1 has no effect without kl_in_reward"),
-    ({"kl_horizon": 5}, "kl_horizon=5 has no effect without a positive kl_target"),
-    ({"correction_high": 2.0}, "no effect with algorithm.correction='none'"),
-    ({"correction": "token_tis", "correction_low": 0.1}, "belongs to sequence_mis, token_mis"),
+    (
+        {"correction": "token_tis", "correction_low": 0.1},
+        "use correction='token_mis' or 'sequence_mis'",
+    ),
     (
         {"correction": "token_mis", "correction_low": 2.0, "correction_high": 1.0},
         "correction_low=2.0 must be below algorithm.correction_high=1.0",
     ),
-    ({"rejection": "k2", "rejection_high": 0.0}, "rejection_high must be above 0"),
-    ({"correction": "sequence_mis", "correction_low": -1.0}, "correction_low must be at least 0"),
-    ({"correction_batch_normalize": True}, "has no effect without a correction"),
     (NORMALIZED | {"proximal": "a3po"}, "those of algorithm.proximal='a3po' are not"),
     (NORMALIZED | {"proximal": "a3po_areal"}, "those of algorithm.proximal='a3po_areal' are not"),
     ({"policy_loss": "gmpo", "rejection": "token_k1"}, "'token_k1' leaves out tokens, and"),
@@ -107,19 +89,19 @@ def test_cpgd_without_a_drift_term():
 
 
 def test_stages_are_told_what_they_need():
-    assert AlgorithmConfig().advantage_reads == ("score", "rows")
-    assert AlgorithmConfig().update_reads == ("rows", "advantage")
+    assert advantage_reads(AlgorithmConfig()) == ("score", "rows")
+    assert update_reads(AlgorithmConfig()) == ("rows", "advantage")
     gae = AlgorithmConfig(advantage="gae", kl_coef=0.1, kl_in_reward=True)
-    assert gae.advantage_reads == ("score", "rows", "value", "old_logp", "ref_logp")
-    assert gae.update_reads == ("rows", "advantage")
-    assert "baseline" in AlgorithmConfig(advantage="remax").advantage_reads
-    assert "ref_logp" in AlgorithmConfig(kl_coef=0.1).update_reads
-    assert "rollout_logp" in AlgorithmConfig(rejection="k2").update_reads
-    assert "old_logp" in AlgorithmConfig(policy_loss="kl_cov").update_reads
-    assert "old_logp" in AlgorithmConfig(policy_loss="clip_cov").update_reads
+    assert advantage_reads(gae) == ("score", "rows", "value", "old_logp", "ref_logp")
+    assert update_reads(gae) == ("rows", "advantage")
+    assert "baseline" in advantage_reads(AlgorithmConfig(advantage="remax"))
+    assert "ref_logp" in update_reads(AlgorithmConfig(kl_coef=0.1))
+    assert "rollout_logp" in update_reads(AlgorithmConfig(rejection="k2"))
+    assert "old_logp" in update_reads(AlgorithmConfig(policy_loss="kl_cov"))
+    assert "old_logp" in update_reads(AlgorithmConfig(policy_loss="clip_cov"))
     normalised = AlgorithmConfig(correction="token_tis", correction_batch_normalize=True)
-    assert {"old_logp", "rollout_logp"} <= {*normalised.update_reads}
-    bypass = AlgorithmConfig(policy_loss="kl_cov", proximal="rollout").update_reads
+    assert {"old_logp", "rollout_logp"} <= {*update_reads(normalised)}
+    bypass = update_reads(AlgorithmConfig(policy_loss="kl_cov", proximal="rollout"))
     assert "old_logp" not in bypass and "rollout_logp" in bypass
     for name in A3PO:
-        assert {"prox_alpha", "rollout_logp"} < {*AlgorithmConfig(proximal=name).update_reads}
+        assert {"prox_alpha", "rollout_logp"} < {*update_reads(AlgorithmConfig(proximal=name))}

@@ -18,14 +18,20 @@ from support.paths import ROOT
 from support.ragged import Sequence, assert_close, first, pack
 from support.tiny_model import TINY
 
-from distflow_jax.algorithms.advantages import ADVANTAGES, Outcome
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, REJECTIONS, a3po_alpha
+from distflow_jax.algorithms.advantages import ESTIMATORS, Outcome
+from distflow_jax.algorithms.correction import WEIGHTS, a3po_alpha
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.algorithms.policy_losses import LOSSES, SELECTIONS
 from distflow_jax.algorithms.policy_tokens import policy_tokens
-from distflow_jax.algorithms.preference import PreferenceConfig
-from distflow_jax.algorithms.value import ValueConfig, value_loss
+from distflow_jax.algorithms.value import value_loss
+from distflow_jax.config.algorithm_config import AlgorithmConfig, PreferenceConfig, ValueConfig
+from distflow_jax.config.algorithm_tables import (
+    A3PO,
+    ADVANTAGES,
+    CORRECTIONS,
+    POLICY_LOSSES,
+    REJECTIONS,
+)
 from distflow_jax.rewards.function_calls import result_from
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives import pair_objectives
@@ -114,7 +120,7 @@ def advantages(name, scores, *, group=None, tokens=2, **options):
     extra = {"value": packed.tokens([np.full(tokens, 0.25)] * len(scores))}
     extra = {key: extra[key] for key in ADVANTAGES[name].reads}
     outcome = Outcome(packed.tokens(reward), packed.rows, 91, **extra)
-    got, returns = ADVANTAGES[name].estimate(outcome, **options)
+    got, returns = ESTIMATORS[name](outcome, **options)
     return np.array([x[0] for x in packed.unpack(got)]), packed.unpack(returns)[0]
 
 
@@ -127,9 +133,9 @@ def policy_loss(name, logp, old, advantage, *, selected=True, **options):
 
     @jax.jit
     def total(x):
-        chosen = None if kind.select is None else rows.response_mask & selected
+        chosen = None if name not in SELECTIONS else rows.response_mask & selected
         tokens = policy_tokens(x, *fields[1:], rows, chosen)
-        loss = kind.loss(tokens, **(kind.options | options)).loss
+        loss = LOSSES[name](tokens, **(kind.options | options)).loss
         return jnp.sum(jnp.where(rows.response_mask, loss, 0.0)) / len(logp), loss
 
     gradient, loss = jax.grad(total, has_aux=True)(fields[0])
@@ -156,7 +162,7 @@ def weights(table, name, log_rho, **bounds):
     """Weights of the tokens of one response."""
     packed = pack(responses(len(log_rho)), 1, shared=False)
     rows, kind = first(packed.rows), table[name]
-    found = kind.correct(first(packed.tokens([np.float32(log_rho)])), rows, **kind.bounds | bounds)
+    found = WEIGHTS[name](first(packed.tokens([np.float32(log_rho)])), rows, **kind.bounds | bounds)
     return packed.unpack(np.asarray(found.weight)[None])[0]
 
 
@@ -389,7 +395,7 @@ def selection(row):
         },
     }
     for name, chosen in options.items():
-        assert POLICY_LOSSES[name].select(tokens, **chosen).sum() == 1
+        assert SELECTIONS[name](tokens, **chosen).sum() == 1
     parts = [
         formulas.largest_covariance([s], [np.float64(x)], [np.float64(y)], 1e-6)
         for s, x, y in zip(sequences, a, logp, strict=True)

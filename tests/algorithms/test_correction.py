@@ -11,15 +11,14 @@ from support import formulas
 from support.ragged import assert_close, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.correction import (
-    A3PO,
-    CORRECTIONS,
-    REJECTIONS,
+    WEIGHTS,
     a3po_alpha,
     a3po_proximal,
     log_rho,
     mean_weight,
     rejected_sequences,
 )
+from distflow_jax.config.algorithm_tables import A3PO, CORRECTIONS, REJECTIONS
 
 SEQUENCES = random_sequences(0)
 ALL = {**CORRECTIONS, **REJECTIONS}
@@ -36,7 +35,7 @@ def test_weights_match_the_definition(name):
 
     @jax.jit
     def run(prox, roll, rows):
-        return kind.correct(log_rho(prox, roll, rows), rows, **kind.bounds)
+        return WEIGHTS[name](log_rho(prox, roll, rows), rows, **kind.bounds)
 
     results = []
     for seed, shared, poison in ((4, False, 0.0), (5, True, np.nan), (6, True, np.inf)):
@@ -63,7 +62,7 @@ def test_equal_policies_weigh_one():
     packed = pack(SEQUENCES, 7, shared=True)
     rows, logp = first(packed.rows), first(packed.tokens(draw(8, SEQUENCES)))
     for name, kind in ALL.items():
-        found = kind.correct(log_rho(logp, logp, rows), rows, **kind.bounds)
+        found = WEIGHTS[name](log_rho(logp, logp, rows), rows, **kind.bounds)
         np.testing.assert_array_equal(found.weight, rows.response_mask, err_msg=name)
         assert not found.changed.any()
 
@@ -75,7 +74,7 @@ def test_batch_normalised_weights_have_mean_one():
     steps = draw(10, SEQUENCES, 0.3)
     log_ratio = first(packed.tokens(steps))
     for name, kind in CORRECTIONS.items():
-        weight = kind.correct(log_ratio, rows, **kind.bounds).weight
+        weight = WEIGHTS[name](log_ratio, rows, **kind.bounds).weight
         mean = mean_weight(kind, weight, rows)
         mine = packed.unpack(np.asarray(weight / mean)[None])
         mine = [x[s.mask] for x, s in zip(mine, SEQUENCES, strict=True) if s.mask.any()]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 
 REFERENCES = {
     "k1": (lambda d: d, lambda d: np.ones_like(d)),

@@ -10,8 +10,9 @@ import pytest
 from support.ragged import QUICK, draw, first, pack, random_sequences
 
 from distflow_jax.algorithms.masked import masked_sum
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
+from distflow_jax.algorithms.policy_losses import LOSSES
 from distflow_jax.algorithms.policy_tokens import policy_tokens
+from distflow_jax.config.algorithm_tables import POLICY_LOSSES
 
 ALL = pytest.mark.parametrize("name", POLICY_LOSSES)
 SEQUENCES = random_sequences(0)
@@ -28,7 +29,7 @@ def compiled(name, **options):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(logp, old, advantage, selected):
         def total(x):
-            out = kind.loss(policy_tokens(x, old, advantage, ROWS, selected), **options)
+            out = LOSSES[name](policy_tokens(x, old, advantage, ROWS, selected), **options)
             return masked_sum(out.loss, ROWS.response_mask), out
 
         gradient, out = jax.grad(total, has_aux=True)(logp)

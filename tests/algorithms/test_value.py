@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from support import formulas
 from support.ragged import assert_close
 
-from distflow_jax.algorithms.value import ValueConfig, explained_variance, value_loss
+from distflow_jax.algorithms.value import explained_variance, value_loss
 
 
 def one(v, old, g, clip):
@@ -75,15 +74,3 @@ def test_explained_variance_of_returns_far_from_0():
     np.testing.assert_allclose(far, near, rtol=1e-5)
     for x in (0.1, -0.7, 1e6, 3e7):
         assert explained_variance(jnp.asarray(value), jnp.full((4, 6), x, jnp.float32), mask) == 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"clip": 0.0}, "clip must be positive"),
-        ({"aggregation": "mean"}, "aggregation must be one of .*, got 'mean'"),
-    ],
-)
-def test_wrong_settings_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        ValueConfig(**wrong)

@@ -6,13 +6,13 @@ test_policy_objective.py.
 
 import pytest
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.whole_batch import (
     advantage_waits,
     loss_waits,
     update_waits,
     weights_wait,
 )
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 
 WAITS = {
     "advantage='gae'": advantage_waits(AlgorithmConfig(advantage="gae")),

@@ -8,11 +8,13 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from distflow_jax.checkpoint.adapters import adapters_info, changed_adapters
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Contents
+from distflow_jax.checkpoint.checkpointer import Checkpointer, Contents
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.checkpoint.trained_weights import read_trained
+from distflow_jax.config.training_config import LoraConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models import lora
-from distflow_jax.models.decoder_config import LoraConfig, adapted
+from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from distflow_jax.checkpoint.additions import FILE, FOLDER, additions
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.upkeep_config import CheckpointConfig
 
 STATE = {"weights": jnp.arange(6.0)}
 ABSTRACT = jax.tree.map(

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.upkeep_config import CheckpointConfig
 
 INFO = {"loader": {"position": 12, "epoch": 0.25}, "coefficients": [1e-3, 2.0]}
 

@@ -19,9 +19,10 @@ from support.tiny_config import tiny_config
 from support.waiting import HANG
 
 from distflow_jax import run
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.export import run_export, source_export
 from distflow_jax.checkpoint.trained_weights import read_trained
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
 from distflow_jax.models.weights.hf_folder import write_hf_folder
 from distflow_jax.models.weights.source import open_model

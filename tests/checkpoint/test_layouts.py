@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from support.gradients import DENSE, MODELS
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.training_config import MOMENTS, LoraConfig, OptimizerConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig
+from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
-from distflow_jax.training.compressed_moments import MOMENTS
-from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
+from distflow_jax.training.optimizer import make_optimizer
 from distflow_jax.training.state import abstract_state
 
 NETWORKS = {

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import open_config
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.weights.source import open_model

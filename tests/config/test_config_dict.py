@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from support.paths import ROOT
@@ -15,7 +15,7 @@ from distflow_jax.config.config_dict import from_config_dict, override, to_confi
 class Optimizer:
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: str = "adamw"
     clip: float | None = None
     nesterov: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"deep": {"a": 1}})
@@ -136,7 +136,6 @@ def test_a_wrong_override_is_named(assignment, message):
         ({"training": {"optimizer": {"betas": [1, "x"]}}}, "betas[1] must be a number, got 'x'"),
         ({"training": {"optimizer": {"lr": True}}}, "lr must be a number, got True"),
         ({"training": {"optimizer": {"nesterov": 1}}}, "nesterov must be true or false, got 1"),
-        ({"training": {"optimizer": {"name": "adam"}}}, "'adam' (did you mean adamw?)"),
         ({"training": {"optimizer": {"options": 3}}}, "options must be a dict"),
         ({"training": {"optimizer": {"lr": 0}}}, "config.training.optimizer: lr must be positive"),
         ({"training": {"optimizer": 3}}, "config.training.optimizer must be a section with lr, "),
@@ -173,7 +172,8 @@ SCRIPT = '''
 """Prints a number. Example: python script.py --config=my.py"""
 from absl import flags
 from ml_collections import config_flags
-from distflow_jax.config import command_line, config_dict
+from distflow_jax.commands import command_line
+from distflow_jax.config import config_dict
 from distflow_jax.models.decoder_config import DecoderConfig
 
 CONFIG = config_flags.DEFINE_config_file("config")

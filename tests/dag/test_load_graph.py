@@ -7,8 +7,9 @@ import pytest
 from support.graph_text import read_graph, write_graph
 from support.paths import ROOT
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config, CriticConfig
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.dag.graph import DATA, Graph
 from distflow_jax.dag.graph_yaml import built_in, load_graph
 from distflow_jax.dag.planner import plan
@@ -18,7 +19,6 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import make_plan, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.stages.registry import resolve
-from distflow_jax.training.training_config import TrainingConfig
 
 MESH, HOST = Layout("mesh", (("fsdp", 8),)), Layout("host")
 LAYOUTS = dict.fromkeys(("ACTOR", "CRITIC", "REFERENCE", "REWARD MODEL_TRAIN"), MESH)

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from distflow_jax.data.column_choice import COLUMNS, EVALUATION, INHERITED, TRAINING, check_choice
+from distflow_jax.config.data_config import COLUMNS, check_columns
+from distflow_jax.data.column_choice import EVALUATION, INHERITED, TRAINING
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.example import Example
 from distflow_jax.data.message_forms import split_pair
@@ -357,11 +358,11 @@ def test_an_error_names_file_row_and_the_nearest_column(tmp_path, row, columns, 
 
 
 def test_a_choice_of_columns_is_checked_by_its_names():
-    check_choice({name: "x" for name in COLUMNS}, "data.columns")
+    check_columns({name: "x" for name in COLUMNS}, "data.columns")
     with pytest.raises(ValueError, match="data.columns: no column is called 'promt'.*'prompt'"):
-        check_choice({"promt": "a"}, "data.columns")
+        check_columns({"promt": "a"}, "data.columns")
     with pytest.raises(ValueError, match="'prompt' needs the name of a column"):
-        check_choice({"prompt": ""}, "data.columns")
+        check_columns({"prompt": ""}, "data.columns")
 
 
 def test_columns_belong_to_files_and_to_the_fingerprint(tmp_path):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from support.plain_layout import PlainLayout
 
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.drawn.drawn_task import COLOURS
-from distflow_jax.data.loader import DataConfig, Loader
+from distflow_jax.data.loader import Loader
 from distflow_jax.images import pillow
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.images.record import image_of

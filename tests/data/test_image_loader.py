@@ -10,9 +10,10 @@ from support.plain_layout import END, PlainLayout
 from test_image_rows import PIXELS, folder, opened, user  # noqa: F401  a fixture
 
 from distflow_jax.batch import Samples
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.coordinator.batch_metrics import batch_metrics, gather_table
 from distflow_jax.data.dataset import open_dataset
-from distflow_jax.data.loader import DataConfig, Loader, describe_dropped
+from distflow_jax.data.loader import Loader, describe_dropped
 from distflow_jax.data.prefetch import Prefetch
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.images.record import image_of

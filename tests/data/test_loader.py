@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.data.dataset import open_dataset
-from distflow_jax.data.loader import DataConfig, Loader, SamplerShare
+from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import loader_columns
 
 

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from support.chat_templates import TRAITS, write_tokenizer
 
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.data.dataset import open_dataset
-from distflow_jax.data.loader import DataConfig, Loader
+from distflow_jax.data.loader import Loader
 from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.models.tokenizer import Tokenizer
 

@@ -8,11 +8,12 @@ from support.tiny_model import TINY, random_samples, rows_of
 from support.training_programs import MINI_BATCHES, MIXTURE, MODEL, ROWS, TOKENS, trace
 
 from distflow_jax.batch import RowShape
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.layout import Layout
 from distflow_jax.models.attention import packed_mask, within
-from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
+from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.model_flops import BatchWork, causal_pairs, forward_flops, training_flops
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.training.forward import parent_segment

@@ -11,9 +11,9 @@ import pytest
 from support.tiny_model import TINY, random_params, random_samples, rows_of
 
 from distflow_jax.batch import RowShape
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.models.remat import REMATS, rematerialised
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
-from distflow_jax.training.training_config import TrainingConfig
 
 MODEL = dataclasses.replace(TINY, num_layers=4, qk_norm=True)
 PARAMS = random_params(MODEL)

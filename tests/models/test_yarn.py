@@ -16,7 +16,7 @@ from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.models import rope
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import qwen2
-from distflow_jax.models.weights.source import open_model, open_shapes
+from distflow_jax.models.weights.source import open_model, open_options, open_shapes
 
 GOLDEN = json.loads((TESTS / "golden" / "families.json").read_text())
 SHAPES = ROOT / "configs" / "shapes"
@@ -164,4 +164,4 @@ def test_a_config_that_cannot_is_told_in_one_line(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             from_config_dict(Config, {"model": model})
-    assert ModelSourceConfig().options()["yarn_factor"] == 1.0
+    assert open_options(ModelSourceConfig())["yarn_factor"] == 1.0

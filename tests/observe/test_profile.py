@@ -1,8 +1,9 @@
 import pytest
 from jax.profiler import ProfileData
 
-from distflow_jax.config.run_config import Config, ObserveConfig
-from distflow_jax.observe.profile import Profile, parse_steps
+from distflow_jax.config.run_config import Config
+from distflow_jax.config.upkeep_config import ObserveConfig, parse_steps
+from distflow_jax.observe.profile import Profile
 from distflow_jax.observe.spans import Spans
 
 

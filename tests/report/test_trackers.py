@@ -21,7 +21,7 @@ from support.waiting import HANG, until
 from tensorboardX.proto import event_pb2
 
 from distflow_jax.config.config_dict import from_config_dict
-from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.config.upkeep_config import ObserveConfig
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter, read_metrics
 from distflow_jax.report.trackers import sender

@@ -14,8 +14,9 @@ from support.paths import TESTS
 from support.programs import alive
 from support.waiting import HANG, until
 
+from distflow_jax.config.data_config import RewardConfig
 from distflow_jax.rewards.function_calls import result_from
-from distflow_jax.rewards.pool import JobQueue, RewardConfig, RewardPool, Scoring, failures
+from distflow_jax.rewards.pool import JobQueue, RewardPool, Scoring, failures
 from distflow_jax.rewards.records import RewardRequest
 
 FILE = TESTS / "support" / "user_rewards.py"

@@ -5,11 +5,12 @@ import math
 
 import pytest
 
+from distflow_jax.config.data_config import RewardConfig
 from distflow_jax.observe.metrics import merge
 from distflow_jax.rewards.function_calls import result_from, score_requests
 from distflow_jax.rewards.math_answer import boxed_only, math_verify, math_verify_anchored
 from distflow_jax.rewards.math_answer import math as math_reward
-from distflow_jax.rewards.pool import RewardConfig, RewardPool, failures
+from distflow_jax.rewards.pool import RewardPool, failures
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, REWARDS, same_answers
 from distflow_jax.stages.reward import _sums

@@ -7,8 +7,11 @@ import pytest
 from support.seeing import MODELS, sizes_of
 from support.tiny_model import TINY, mesh_of
 
+from distflow_jax.config.data_config import DataConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
-from distflow_jax.data.loader import DataConfig
+from distflow_jax.config.stream_config import StreamConfig
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
@@ -27,9 +30,6 @@ from distflow_jax.rollout.decode_state import (
     waiting_pages,
 )
 from distflow_jax.rollout.prefill.image_programs import ImagePrograms
-from distflow_jax.rollout.rollout_config import RolloutConfig
-from distflow_jax.stream.stream_config import StreamConfig
-from distflow_jax.training.training_config import TrainingConfig
 
 CONFIG = EngineConfig(slots=8, max_prompt=32, max_response=20, page_size=16, group_size=4)
 
@@ -153,7 +153,7 @@ def test_settings_that_cannot_be_are_refused():
     for change, error in [
         ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
         ({"cache_tokens": -5}, "cache_tokens must be at least 0"),
-        ({"cache_fraction": 1.5}, "between 0 and 1, got 1.5"),
+        ({"cache_fraction": 1.5}, "above 0 and below 1, got 1.5"),
         ({"prefill_tokens": 0}, "prefill_tokens must be at least 1"),
         ({"max_trajectories": 9}, "max_trajectories=9 has no effect without an environment"),
         (TURNS | {"max_trajectories": 7}, "max_trajectories=7 is below rollout.num_slots=8"),

@@ -14,6 +14,7 @@ from support.tiny_model import TINY, forward_logp, mesh_of, prompt_of, random_pa
 from support.tiny_sampler import assert_agree
 
 from distflow_jax import run
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.int8 import Int8
@@ -30,7 +31,6 @@ from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.runtime.samplers.standalone_sampler import read_weights
 

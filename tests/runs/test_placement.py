@@ -18,7 +18,8 @@ from support.run_folders import lasting
 from support.tiny_config import tiny_config
 
 from distflow_jax import run
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.report.run_writer import read_metrics

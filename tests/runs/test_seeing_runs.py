@@ -16,11 +16,12 @@ from support.run_folders import json_lines
 from support.seeing_models import CASES, drawn_params
 
 import distflow_jax as df
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.export import run_export
 from distflow_jax.commands import generate_command
 from distflow_jax.config.config_dict import override
 from distflow_jax.config.shipped import open_config
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.coordinator import field_moves
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.models.tokenizer import Tokenizer

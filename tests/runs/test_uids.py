@@ -11,7 +11,7 @@ from support.tiny_config import tiny_config
 from distflow_jax import run
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.rollout.requests import GroupRequest
+from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
@@ -31,7 +31,7 @@ def sampled_again(config, records):
     prepared = prepare(config)
     prepared.rewards.close()
     answerer = open_answerer(config, prepared.source)
-    sampling = dataclasses.replace(config.rollout.sampling_params(), num_samples=1)
+    sampling = dataclasses.replace(SamplingParams.of_training(config.rollout), num_samples=1)
     requests = [
         GroupRequest(prepared.loader.prompt(counter), sampling, first_sample=sample)
         for counter, sample in (record["uid"] for record in records)

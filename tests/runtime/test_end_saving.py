@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from distflow_jax.checkpoint import additions
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.parallel import processes
 from distflow_jax.runtime.samplers.run_ahead import warn_if_incomplete
 

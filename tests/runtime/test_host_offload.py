@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.dag.residency import Residency
 from distflow_jax.layout import Layout
 from distflow_jax.parallel import host_memory

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.config.upkeep_config import ObserveConfig
 from distflow_jax.parallel.host_memory import buffers
 from distflow_jax.runtime.instruments import open_instruments
 

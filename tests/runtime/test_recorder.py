@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from distflow_jax.config.run_config import ObserveConfig
+from distflow_jax.config.upkeep_config import ObserveConfig
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime.recorder import DONE, Recorder

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
+from distflow_jax.config.data_config import DataConfig
 from distflow_jax.config.run_config import Config
-from distflow_jax.data.loader import DataConfig
+from distflow_jax.config.stream_config import StreamConfig
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.runtime.place import check_place
 from distflow_jax.runtime.run_state import RunState, check_lost
-from distflow_jax.stream.stream_config import StreamConfig
-from distflow_jax.training.training_config import TrainingConfig
 
 REJECTED = {"rollout_corr/kept_weight_max": 0.0}
 KEPT = {"rollout_corr/kept_weight_max": 1e-9}

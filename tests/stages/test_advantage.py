@@ -11,8 +11,8 @@ from support import formulas
 from support.ragged import assert_close, draw, pack, random_sequences
 from support.tiny_model import mesh_of
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.training.update import UpdateShape

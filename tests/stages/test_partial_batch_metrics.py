@@ -8,7 +8,7 @@ import pytest
 from support.partial_batches import cut, rows_of_groups
 from support.ragged import assert_close, draw, pack, random_sequences
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.stages.advantage import build_advantage
 from distflow_jax.stages.partial_batch_metrics import (
     PartialBatchSize,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from distflow_jax.batch import Prompt
+from distflow_jax.config.data_config import RewardConfig
 from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import uid_column
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rewards.pool import RewardConfig, RewardPool
+from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.requests import Response
 from distflow_jax.stages.registry import STAGES, resolve
 from distflow_jax.stages.reward import build_reward

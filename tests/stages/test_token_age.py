@@ -5,8 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import PROXIMAL
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import PROXIMAL
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.added_fields import AGE, ALPHA, NODE, with_ages
 from distflow_jax.dag.graph import Node

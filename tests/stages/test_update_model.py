@@ -11,12 +11,13 @@ from support.gradients import distance
 from support.partial_batches import cut, rows_of_groups
 from support.tiny_model import TINY, mesh_of, random_params, random_samples, rows_of
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.training_config import OptimizerConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.stages.update_model import build_policy_update, merged_updates
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, empty, with_sums
 

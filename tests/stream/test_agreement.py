@@ -12,6 +12,7 @@ import types
 import pytest
 from support.gathers import Gathers, dealt, exchanges, together
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.parallel.background_gather import BackgroundGather
@@ -24,7 +25,6 @@ from distflow_jax.stream.deadlines import Deadlines
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.schedule import Admission, Rule
-from distflow_jax.stream.stream_config import StreamConfig
 
 CONFIG = StreamConfig(max_staleness=1)
 

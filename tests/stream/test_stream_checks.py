@@ -3,13 +3,13 @@ tests/support/bad_input_cases.py."""
 
 import pytest
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
 from distflow_jax.stream.checks import Surroundings, check_plan
-from distflow_jax.stream.stream_config import StreamConfig
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {"ACTOR": MESH, "REFERENCE": MESH, "ROLLOUT": HOST, "REWARD": HOST}

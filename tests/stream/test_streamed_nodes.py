@@ -6,7 +6,7 @@ import itertools
 import pytest
 from support.layouts import LAYOUTS
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.graph_yaml import load_graph

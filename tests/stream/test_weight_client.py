@@ -21,8 +21,9 @@ import pytest
 from support.tiny_model import MIXTURE, TINY, assert_same_arrays, random_params
 from support.waiting import HANG
 
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models import lora
-from distflow_jax.models.decoder_config import LoraConfig, adapted, without_adapters
+from distflow_jax.models.decoder_config import adapted, without_adapters
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.sampler_layout import SamplerLayout
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh, sampler_mesh

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape
-from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, adapted
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.training_config import LoraConfig
+from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.expert_balance import balanced

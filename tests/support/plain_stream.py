@@ -9,6 +9,7 @@ import numpy as np
 from etils import epath
 
 from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import single_turn
@@ -26,7 +27,6 @@ from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
-from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
 from support.tiny_model import prompt_of
 

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.training_config import OptimizerConfig
 from distflow_jax.models.decoder_config import DecoderConfig, scalar_model
 from distflow_jax.models.grouped_matmul import block_size
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.stages.predictions import make_logp, make_values
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import abstract_state, sharded_params
 from distflow_jax.training.update import UpdateShape, make_update
 from support.tiny_model import TINY, mesh_of

@@ -27,8 +27,9 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.attention import masked_attention
-from distflow_jax.models.decoder_config import LoraConfig, adapted, scalar_model
+from distflow_jax.models.decoder_config import adapted, scalar_model
 from distflow_jax.models.moe import best
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.models.transformer import head_logits, hidden_states

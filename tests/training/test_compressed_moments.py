@@ -11,13 +11,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
 from distflow_jax.batch import RowShape
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.training_config import MOMENTS, OptimizerConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.training import compressed_moments
-from distflow_jax.training.compressed_moments import MOMENTS, Blocks, block_of, is_blocks, kept_as
+from distflow_jax.training.compressed_moments import Blocks, block_of, is_blocks, kept_as
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.sft_objective import SftBatch, sft_objective
-from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
+from distflow_jax.training.optimizer import make_optimizer
 from distflow_jax.training.state import TrainState, abstract_state, init_state, state_shardings
 
 FEWER = ("bfloat16", "int8")

@@ -14,15 +14,16 @@ from jax.sharding import PartitionSpec
 from support.tiny_model import TINY, mesh_of
 
 from distflow_jax.batch import Rows
+from distflow_jax.config.mesh_config import MeshConfig
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_shardings
-from distflow_jax.parallel.mesh import MeshConfig, role_mesh
+from distflow_jax.parallel.mesh import role_mesh
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs import hlo
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.stages.predictions import make_logp
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.state import sharded_params

@@ -28,10 +28,11 @@ from support.tiny_model import (
     values_of,
 )
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.packed import per_token
 from distflow_jax.batch import RowShape, sequence_field, token_field
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.transformer import bind
@@ -40,7 +41,6 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory, response_logp
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.training_config import TrainingConfig
 from distflow_jax.training.update import UpdateShape, accumulate_gradients
 
 PARAMS = random_params(TINY)

@@ -13,9 +13,12 @@ import pytest
 from support.gradients import assert_same
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
 from distflow_jax.batch import RowShape
+from distflow_jax.config.algorithm_config import (
+    AlgorithmConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+)
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh

@@ -17,9 +17,8 @@ from support.partial_batches import cut, of_rows, step_in_partial_batches
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
 
-from distflow_jax.algorithms.preference import PreferenceConfig, RewardModelConfig
-from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import token_field
+from distflow_jax.config.algorithm_config import PreferenceConfig, RewardModelConfig, ValueConfig
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objective import at_least_one

@@ -24,15 +24,16 @@ from support.gradients import (
 from support.partial_batches import cut, of_rows
 from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_samples, rows_of
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.batch import RowShape, Samples
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.training_config import OptimizerConfig
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
-from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import (
     UpdateShape,

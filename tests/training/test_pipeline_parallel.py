@@ -12,14 +12,16 @@ from flax.traverse_util import flatten_dict
 from support.gradients import MODELS, TEMPERATURE, assert_same, batch, gradient, params_of
 from support.tiny_model import WINDOWED, mesh_of
 
-from distflow_jax.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.training_config import OptimizerConfig
+from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.mesh import MeshSizes, replica_mesh, role_mesh, sampler_mesh
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stages.predictions import make_logp, make_values
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.optimizer import OptimizerConfig, make_optimizer
+from distflow_jax.training.optimizer import make_optimizer
 from distflow_jax.training.state import abstract_state, init_state
 from distflow_jax.training.update import UpdateShape
 

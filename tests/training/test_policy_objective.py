@@ -19,13 +19,18 @@ from support.partial_batches import cut, of_rows, step_in_partial_batches
 from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random_sequences
 from support.tiny_model import TINY
 
-from distflow_jax.algorithms.aggregate import AGGREGATIONS
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import A3PO, CORRECTIONS, PROXIMAL, REJECTIONS
-from distflow_jax.algorithms.kl import LOSS_ESTIMATORS
-from distflow_jax.algorithms.policy_losses import POLICY_LOSSES
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import token_field
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import (
+    A3PO,
+    AGGREGATIONS,
+    CORRECTIONS,
+    LOSS_ESTIMATORS,
+    POLICY_LOSSES,
+    PROXIMAL,
+    REJECTIONS,
+)
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.reward import build_token_age
 from distflow_jax.training.forward import ForwardConfig

@@ -27,6 +27,7 @@ from support.tiny_model import (
 
 from distflow_jax.batch import RowShape, TokenColumn
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.layout import ROUTED_EXPERTS
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
@@ -35,7 +36,6 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.training.forward import ForwardConfig, response_logp
-from distflow_jax.training.training_config import TrainingConfig
 
 PARAMS = random_params(MIXTURE)
 SAMPLES = random_samples(0, groups=3, size=3)

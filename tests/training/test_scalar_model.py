@@ -24,7 +24,6 @@ from support.tiny_model import (
     spread,
 )
 
-from distflow_jax.algorithms.value import ValueConfig
 from distflow_jax.batch import (
     Placement,
     RowShape,
@@ -33,6 +32,8 @@ from distflow_jax.batch import (
     to_rows,
     token_field,
 )
+from distflow_jax.config.algorithm_config import ValueConfig
+from distflow_jax.config.training_config import OptimizerConfig
 from distflow_jax.models.attention import masked_attention
 from distflow_jax.models.decoder_config import reward_head_stddev, scalar_model
 from distflow_jax.models.parameters import (
@@ -47,7 +48,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.stages.predictions import make_scores, make_values
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objectives.value_objective import ValueBatch, value_objective
-from distflow_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import init_state
 from distflow_jax.training.update import UpdateShape, accumulate_gradients, make_update
 

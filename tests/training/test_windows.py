@@ -22,8 +22,9 @@ from support.tiny_model import (
 )
 
 from distflow_jax.batch import RowShape
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.attention import UNLIMITED, causal_attention
-from distflow_jax.models.decoder_config import LoraConfig, adapted
+from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.lora import merged
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import use_mesh

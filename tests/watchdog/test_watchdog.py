@@ -17,7 +17,8 @@ import pytest
 from support.paths import ROOT
 from support.waiting import HANG, until
 
-from distflow_jax.watchdog.controller import HealthConfig, Watchdog
+from distflow_jax.config.upkeep_config import HealthConfig
+from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.gossip import (
     COLLECT_SECONDS,
     DIED,

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models import lora
-from distflow_jax.models.decoder_config import DecoderConfig, LoraConfig, ScalarModel
+from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.models.families.name_map import Weight
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.file_hashes import write_hashes

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.config.run_config import ModelSourceConfig
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import (
@@ -135,6 +136,12 @@ class ModelSource:
         None for a random model, which the caller initialises. Paths are those of DecoderConfig.
         """
         return None if self.reader is None else self.reader(np.dtype(dtype))
+
+
+def open_options(config: ModelSourceConfig) -> dict[str, Any]:
+    """Keyword arguments of `open_model` that a config gives."""
+    options = dataclasses.asdict(config) | {"cache_dir": config.cache_dir or None}
+    return {name: value for name, value in options.items() if name != "source"}
 
 
 def open_model(

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.config.upkeep_config import check_tracker_names
 from distflow_jax.user_functions import load_function
 
 MOST_RECORDS = 64  # responses in a table of samples
@@ -81,23 +81,10 @@ class Tracker(Protocol):
         """Stores the rest. `failed`: an error, a signal or a kill ended the run before its end."""
 
 
-def check_names(specs: Sequence[str]) -> None:
-    """Raises ValueError for a tracker that is not known, with the nearest name, or named twice."""
-    for spec in specs:
-        if ":" not in spec and spec not in BUILT_IN:
-            near = nearest(spec, BUILT_IN, 0.5) or ", ".join(BUILT_IN)
-            raise ValueError(
-                f"unknown {_SETTING} {spec!r}; did you mean {near}? One of your own is named "
-                "my_module:MyTracker or path/to/file.py:MyTracker"
-            )
-    if len(set(specs)) < len(specs):
-        raise ValueError(f"{_SETTING} {tuple(specs)!r} names a tracker twice")
-
-
 def check_trackers(specs: Sequence[str]) -> None:
     """Raises ValueError or FileNotFoundError for trackers that could not be opened: those of
-    `check_names`, packages that are not installed, classes that cannot be loaded."""
-    check_names(specs)
+    `check_tracker_names`, packages that are not installed, classes that cannot be loaded."""
+    check_tracker_names(specs)
     for spec in specs:
         if spec not in BUILT_IN:
             load_function(spec, "tracker")

@@ -21,7 +21,6 @@ from distflow_jax.rollout.decode_state import (
     StateShapes,
     check_length,
     check_speculation,
-    check_weights_dtype,
     longest_read,
 )
 from distflow_jax.rollout.engine.engine_programs import EnginePrograms
@@ -82,7 +81,6 @@ class RolloutEngine(engine_api.Engine):
                 f"model's {model.max_position} positions"
             )
         check_speculation(config)
-        check_weights_dtype(config.weights_dtype)
         check_prefix_cache(config)
         self.model, self.config, self._mesh = model, config, mesh
         self.shapes = shapes = StateShapes(model, config, mesh)

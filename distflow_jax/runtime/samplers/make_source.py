@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.parallel import processes
@@ -42,7 +43,6 @@ from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests, differs
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
-from distflow_jax.stream.stream_config import StreamConfig
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import ENVIRONMENT
 

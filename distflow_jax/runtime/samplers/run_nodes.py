@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
+from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.models.weights.source import ModelSource
-from distflow_jax.parallel.mesh import MeshConfig
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan
 from distflow_jax.planning.run_models import models_of

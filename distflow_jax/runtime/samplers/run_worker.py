@@ -22,7 +22,7 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.environments.event_loop import EnvironmentsFailed
 from distflow_jax.environments.registry import Environments
 from distflow_jax.models.parameters import abstract_params, param_shardings
-from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.models.weights.source import ModelSource, open_model, open_options
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
@@ -35,7 +35,7 @@ from distflow_jax.planning.plan_run import (
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.xla_options import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
-from distflow_jax.rollout.requests import Response
+from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
@@ -88,7 +88,7 @@ def run_worker(
         )
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
-    source = open_model(config.model.source, **config.model.options())
+    source = open_model(config.model.source, **open_options(config.model))
     if foreign is not None:
         _check_foreign(foreign, config, source)
     served = read_nodes(nodes, config, graph, source)
@@ -311,7 +311,7 @@ def _foreign_engine(
             f"{choice.address} does not say which experts its tokens went to: set "
             "training.router_replay=False, or sample with --engine=own"
         )
-    choice.check(config.rollout.sampling_params())
+    choice.check(SamplingParams.of_training(config.rollout))
     place = pathlib.Path(files.enter_context(tempfile.TemporaryDirectory(prefix="distflow-")))
     try:
         engine = choice.open(source, place, config.seed)
@@ -325,7 +325,7 @@ def _foreign_engine(
         weights: Any, version: int, on_response: Callable[[Response], None]
     ) -> EpisodeSampler:
         state = SamplerState(weights, version, None)
-        start = choice.start(engine, source, config.rollout.sampling_params())
+        start = choice.start(engine, source, SamplingParams.of_training(config.rollout))
         try:
             start(state)
         except EngineError as error:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.rounds import NO_WORKERS, Ended
 from distflow_jax.parallel.background_gather import BackgroundGather
 from distflow_jax.parallel.peers import Peers
@@ -20,7 +21,6 @@ from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
-from distflow_jax.stream.stream_config import StreamConfig
 
 GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
 

@@ -3,8 +3,8 @@ with the reason."""
 
 from collections.abc import Mapping
 
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
 from distflow_jax.algorithms.whole_batch import advantage_waits, update_waits
+from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.dag.added_fields import NODE as TOKEN_AGE
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan import Plan, Task, Unit

@@ -13,15 +13,9 @@ import jax.numpy as jnp
 
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_sequence
-from distflow_jax.algorithms.preference import (
-    PREFERENCE_LOSSES,
-    PreferenceConfig,
-    RewardModelConfig,
-    pairs,
-    partner,
-    reward_model,
-)
+from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, pairs, partner, reward_model
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import PreferenceConfig, RewardModelConfig
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
 from distflow_jax.training.forward import ForwardConfig, response_logp, sequence_scores
 from distflow_jax.training.objective import Metrics, Objective, at_least_one

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from distflow_jax.algorithms import correction as correction_lib
 from distflow_jax.algorithms.advantages import group_sum
 from distflow_jax.algorithms.aggregate import denominator, token_weights, within_budget
-from distflow_jax.algorithms.algorithm_config import AlgorithmConfig
-from distflow_jax.algorithms.correction import CORRECTIONS, REJECTIONS, rejected_sequences
+from distflow_jax.algorithms.correction import rejected_sequences
 from distflow_jax.algorithms.kl import KL_ESTIMATORS
 from distflow_jax.algorithms.masked import masked_max, masked_sum
 from distflow_jax.algorithms.packed import counted, per_sequence, per_token
+from distflow_jax.algorithms.policy_losses import LOSSES, SELECTIONS
 from distflow_jax.algorithms.policy_tokens import cleaned_logp, off_policy_terms, policy_tokens
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_tables import CORRECTIONS
 from distflow_jax.layout import OF_GROUP
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -124,11 +126,11 @@ def prepare(
     if algorithm.loss_aggregation == "fixed-budget":
         spent = None if before is None else before.tokens
         batch = batch._replace(budgeted=within_budget(rows, algorithm.token_budget, spent))
-    select = algorithm.loss_kind.select
-    if select is not None:
+    if algorithm.selects:
         assert batch.current_logp is not None, "set by the objective's preview"
         logp = batch.current_logp
         chosen = policy_tokens(logp, proximal_logp(logp, batch, algorithm), batch.advantage, rows)
+        select = SELECTIONS[algorithm.policy_loss]
         batch = batch._replace(selected=select(chosen, **algorithm.select_options))
     return batch, PolicyCounts(tokens, sequences, _mean_weight(batch, algorithm))
 
@@ -147,10 +149,11 @@ def _mean_weight(batch: PolicyBatch, algorithm: AlgorithmConfig) -> jax.Array | 
     """Mean of the correction's weights over an optimizer step, where they are normalised by it."""
     if not algorithm.correction_batch_normalize:
         return None
-    assert batch.old_logp is not None, "AlgorithmConfig.update_reads lists it"
+    assert batch.old_logp is not None, "update_reads lists it"
     kind, rows = CORRECTIONS[algorithm.correction], batch.rows
     log_ratio = correction_lib.log_rho(batch.old_logp, batch.rollout_logp, rows)
-    found = kind.correct(log_ratio, rows, **algorithm.correction_bounds)
+    correct = correction_lib.WEIGHTS[algorithm.correction]
+    found = correct(log_ratio, rows, **algorithm.correction_bounds)
     return correction_lib.mean_weight(kind, found.weight, rows)
 
 
@@ -170,7 +173,7 @@ def evaluate(
     logp, entropy = response_logp(params, model, rows, temperature, forward)
     old_logp = proximal_logp(logp, batch, algorithm)
     tokens = policy_tokens(logp, old_logp, batch.advantage, rows, batch.selected)
-    policy = algorithm.loss_kind.loss(tokens, **algorithm.policy_options)
+    policy = LOSSES[algorithm.policy_loss](tokens, **algorithm.policy_options)
     counted_mask = mask if batch.budgeted is None else mask & batch.budgeted
     lengths = per_token(rows.length, rows.segment)
     weight = token_weights(algorithm.loss_aggregation, counted_mask, lengths)
@@ -314,7 +317,7 @@ def _correction(
     log_ratio = correction_lib.log_rho(old_logp, batch.rollout_logp, rows)
     weight = None
     if algorithm.correction != "none":
-        found = CORRECTIONS[algorithm.correction].correct(
+        found = correction_lib.WEIGHTS[algorithm.correction](
             log_ratio, rows, **algorithm.correction_bounds
         )
         weight = found.weight
@@ -331,7 +334,7 @@ def _correction(
         sums["rollout_corr/rollout_is_changed_fraction"] = mean(found.changed.astype(jnp.float32))
         maxima["rollout_corr/rollout_is_max"] = masked_max(found.weight, mask)
     if algorithm.rejection != "none":
-        found = REJECTIONS[algorithm.rejection].correct(
+        found = correction_lib.WEIGHTS[algorithm.rejection](
             log_ratio, rows, **algorithm.rejection_bounds
         )
         weight = found.weight if weight is None else weight * found.weight

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from distflow_jax.algorithms.aggregate import denominator, token_weights
 from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_token
-from distflow_jax.algorithms.value import ValueConfig, value_loss
+from distflow_jax.algorithms.value import value_loss
 from distflow_jax.batch import Rows
+from distflow_jax.config.algorithm_config import ValueConfig
 from distflow_jax.models.decoder_config import ScalarModel
 from distflow_jax.training.forward import ForwardConfig, response_values
 from distflow_jax.training.objective import Metrics, Objective, at_least_one

@@ -10,20 +10,22 @@ from support.exact_mixture import exact, same_sets
 from support.tiny_model import MIXTURE, TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
+from distflow_jax.config.data_config import RewardConfig
+from distflow_jax.config.rollout_config import EvalConfig
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.episodes import turn_columns
 from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.rewards.pool import RewardConfig, RewardPool
+from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.cache_sizing import page_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.stages.evaluate import EvalConfig, Evaluation
+from distflow_jax.stages.evaluate import Evaluation
 
 PARAMS, OTHER = random_params(MIXTURE, 2), random_params(MIXTURE, 5)
 STOP_IDS = (258, *range(16))  # a response ends after some ten tokens
@@ -132,7 +134,7 @@ def test_evaluations_read_none(sampler, monkeypatch):
     monkeypatch.setattr(sampler.engine, "collect", None)
     tokenizer = Tokenizer.byte_level(MIXTURE.vocab_size)
     state = SamplerState(sampler.params, 0, sampler.state)
-    sampling = EvalConfig().sampling_params(20)
+    sampling = SamplingParams.of_evaluation(EvalConfig(), 20)
     with RewardPool(RewardConfig(function="zero")) as rewards:
         for name in (None, f"{__name__}:Echo"):
             environments = name and Environments(

@@ -9,6 +9,7 @@ from support.compiled_sampler import CompiledSampler, changed
 from support.tiny_model import TINY, prompt_of, random_params
 from support.tiny_sampler import CONFIG, assert_agree, assert_all_free, by_uid, drive
 
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
@@ -17,7 +18,6 @@ from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.engine import ngram_speculation
 from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 SMALL = dataclasses.replace(TINY, vocab_size=24)  # so few tokens that all come back

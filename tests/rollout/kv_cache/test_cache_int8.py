@@ -10,6 +10,7 @@ from support import tiny_sampler
 from support.tiny_model import TINY, forward_logp, mesh_of, prompt_of, random_params
 from support.tiny_sampler import assert_agree
 
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.machine import Machine
@@ -25,7 +26,6 @@ from distflow_jax.rollout.kv_cache.kernel_attention import append_pages
 from distflow_jax.rollout.kv_cache.page_walk_attention import slot_attention
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 PARAMS = random_params(TINY, 2)

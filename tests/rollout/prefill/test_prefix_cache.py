@@ -18,6 +18,7 @@ from support.tiny_sampler import (
     submit_all,
 )
 
+from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.observe.compilations import Compilations
@@ -27,7 +28,6 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.prefill.prefill import Prefix, kept_of, widen
 from distflow_jax.rollout.prefill.prefix_cache import PrefixCache, shared_length
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.rollout_config import RolloutConfig
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
 SIZES = {"max_prompt": 64, "prefill_tokens": 64, "max_read": 84}

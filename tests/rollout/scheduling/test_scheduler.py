@@ -334,13 +334,16 @@ def test_bad_requests_harm_no_other(scheduler, responses):
     for change, error in [
         ({"prompt": prompt_of(9, np.zeros(0, np.int32))}, "1 to 32 tokens, got 0"),
         ({"prompt": prompt_of(9, np.zeros(33, np.int32))}, "1 to 32 tokens, got 33"),
-        ({"limit": 0}, "must be at least 1 token, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"limit": 21}, "allowed 1 to 20 tokens, got 21"),
         ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"temperature": -1.0}, "temperature must not be negative, got -1"),
-        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        (
+            {"temperature": -1.0},
+            "temperature must be 0, which is greedy, or at least 1e-30, got -1",
+        ),
+        ({"temperature": float("nan")}, "temperature must be a finite number, got nan"),
         ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_k": -1}, "top_k must not be negative"),
+        ({"top_k": -1}, "top_k must be at least 0"),
     ]:
         with pytest.raises(ValueError, match=error):
             scheduler.submit(changed(good, **change))

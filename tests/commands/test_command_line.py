@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from distflow_jax.config.command_line import MOST_FLAG_FILES, _call, with_flag_files
+from distflow_jax.commands.command_line import MOST_FLAG_FILES, _call, with_flag_files
 
 
 def test_files_of_flags_stand_where_they_are_named(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ class Flags:
 
 def ending(monkeypatch, capsys, error):
     """The lines of a subcommand that ends with an error of a library; None for a traceback."""
-    monkeypatch.setattr("distflow_jax.config.command_line.flags.FLAGS", Flags)
+    monkeypatch.setattr("distflow_jax.commands.command_line.flags.FLAGS", Flags)
 
     def main(_):
         if isinstance(error, Exception):

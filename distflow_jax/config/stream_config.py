@@ -1,44 +1,25 @@
 """Settings of asynchronous steps: the section `stream` of a config."""
 
 import dataclasses
-import math
 
-from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.addresses import checked_address
-from distflow_jax.parsing.setting_checks import check_least, check_one_of, refuse
-from distflow_jax.rollout.scheduling.sampling_order import ORDERS
+from distflow_jax.parsing.checked_fields import above, at_least, one_of
+from distflow_jax.parsing.setting_checks import Section, refuse, setting
 
-WEIGHT_UPDATES = ("in_flight", "boundary")
-CACHES = ("keep", "recompute")
-PARTIAL_BATCHES = ("off", "counter", "ready")
-_NEED_STALENESS = ("weight_update", "cache", "partial_batches", "order", "divergence")
+_AHEAD = {"max_staleness": ()}
+_IN_FLIGHT = {"max_staleness": (), "weight_update": ("in_flight",)}
 _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
-    "boundary recompute": "stream.cache='recompute' has no effect with "
-    "stream.weight_update='boundary': no response is under way when the weights change; use "
-    "cache='keep'",
-    "impossible": "stream.divergence must be finite and not negative, got {stream.divergence}; 0: "
-    "weights go to the samplers after every step",
     "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
     "samplers, and stream.round_tokens={stream.round_tokens} gives groups a deadline by the "
     "newest; use divergence=0 or round_tokens=0",
-    "divergence boundary": "stream.divergence={stream.divergence!r} says when samplers take new "
-    "weights, and with stream.weight_update='boundary' each step's version is fixed; use "
-    "weight_update='in_flight', or take it out",
-    "budget !ahead": "stream.round_tokens={stream.round_tokens} lets max_staleness x "
-    "prompts_per_step groups begin, none with stream.max_staleness=0: raise that, or use "
-    "round_tokens=0",
     "budget boundary": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
     "step has, and stream.weight_update='boundary' fixes their version before they begin; use "
     "weight_update='in_flight', or round_tokens=0",
     "budget partial": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
     "step has, and stream.partial_batches={stream.partial_batches!r} trains on them before; use "
     "partial_batches='off', or round_tokens=0",
-    "record !partial": "stream.record=True keeps the groups of partial batches, and "
-    "stream.partial_batches='off' makes none; use another one, or take it out",
     "hasty": "stream.lease_seconds={stream.lease_seconds:g} would end between two words of a "
     "worker: use at least {least:g}, twice stream.save_seconds",
-    "nodes !workers": "stream.worker_nodes={stream.worker_nodes!r} has no effect with "
-    "stream.workers=False; set workers=True, or take it out",
     "workers !ahead": "stream.workers=True samples beside the training, and with "
     "stream.max_staleness=0 neither could begin before the other ends: use at least 1, or "
     "workers=False",
@@ -46,104 +27,76 @@ _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one 
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamConfig:
+class StreamConfig(Section, name="stream"):
     """How far samplers run ahead of the training, and how they take new weights."""
 
     # steps that a token may be old when it is trained on: samplers begin with the prompts of that
     # many steps more; 0: each step samples, then trains
-    max_staleness: int = 0
+    max_staleness: int = setting(0, at_least(0))
     # when samplers take new weights: in_flight, at once, between two tokens of a response; or
     # boundary, when all responses of a step are done, which is reproducible
-    weight_update: str = "in_flight"
+    weight_update: str = setting("in_flight", one_of(("in_flight", "boundary")), needs=_AHEAD)
     # keys and values of tokens that older weights read: keep them, or recompute them after a weight
     # update
-    cache: str = "keep"
-    # with weight_update=in_flight: new weights go to samplers if those that they have differ by
-    # more than so many nats per token (k3), or if a sampler has nothing to do; 0: after every step
-    divergence: float = 0.0
+    cache: str = setting("keep", one_of(("keep", "recompute")), needs=_IN_FLIGHT)
+    # new weights go to samplers if those that they have differ by more than so many nats per token
+    # (k3), or if a sampler has nothing to do; 0: after every step
+    divergence: float = setting(0.0, at_least(0), needs=_IN_FLIGHT)
     # whether a step trains on its groups as they become complete, partial batch by partial batch:
     # off, all at once; counter, the next partial_batch_prompts groups by their counters, which is
     # reproducible with weight_update=boundary; or ready, the oldest complete groups that fill
     # partial_batch_rows
-    partial_batches: str = "off"
-    partial_batch_prompts: int = 0  # groups of a partial batch, with partial_batches=counter
-    # rows of a partial batch over all data ranks, with partial_batches=ready
-    partial_batch_rows: int = 0
+    partial_batches: str = setting("off", one_of(("off", "counter", "ready")), needs=_AHEAD)
+    # groups of a partial batch
+    partial_batch_prompts: int = setting(0, at_least(0), needs={"partial_batches": ("counter",)})
+    # rows of a partial batch over all data ranks
+    partial_batch_rows: int = setting(0, at_least(0), needs={"partial_batches": ("ready",)})
     # which of the groups that may begin take slots first: longest expected response, counter, or
     # informative, those whose last scores differed most. Never changes what a step trains on
-    order: str = "longest"
+    order: str = setting("longest", one_of(("longest", "counter", "informative")), needs=_AHEAD)
     # a rollout ends once that many tokens were sampled in it, over all processes, or
     # prompts_per_step groups are complete, whichever these are, and those that the step must train
     # are among them; steps then differ in size. Samplers with devices of their own, and workers, go
     # on meanwhile. 0: it ends with its step's groups
-    round_tokens: int = 0
+    round_tokens: int = setting(0, at_least(0), needs=_AHEAD)
     # keep the groups of each partial batch in the run's folder, with which train --replay=FOLDER
     # repeats the training without a sampler
-    record: bool = False
+    record: bool = setting(False, needs={"partial_batches": ("counter", "ready")})
     # whether workers sample, programs of their own that join the run (distflow worker): the
     # trainers have no sampler then
     workers: bool = False
     # nodes that workers run on each group beside those that sample, by their ids, such as reward:
     # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them.
     # With environment, rollout.environment runs on hosts of its own (--nodes=environment)
-    worker_nodes: tuple[str, ...] = ()
+    worker_nodes: tuple[str, ...] = setting((), needs={"workers": ()})
     listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
-    save_seconds: float = 5.0  # between two times that a worker sends tokens under way
+    # between two times that a worker sends tokens under way
+    save_seconds: float = setting(5.0, above(0))
     # a group of which a worker sends nothing for so long is given to another one
-    lease_seconds: float = 60.0
+    lease_seconds: float = setting(60.0, above(0))
     # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
-    no_workers_seconds: float = 600.0
-    max_tries: int = 3  # failures of workers on a prompt, after which the next one takes its place
+    no_workers_seconds: float = setting(600.0, above(0))
+    # failures of workers on a prompt, after which the next one takes its place
+    max_tries: int = setting(3, at_least(1))
 
     def __post_init__(self):
-        check_one_of("stream.weight_update", self.weight_update, WEIGHT_UPDATES)
-        check_one_of("stream.cache", self.cache, CACHES)
-        check_one_of("stream.partial_batches", self.partial_batches, PARTIAL_BATCHES)
-        if self.order not in ORDERS:
-            raise ValueError(f"stream.order={self.order!r} is unknown ({hint(self.order, ORDERS)})")
-        for name in ("save_seconds", "lease_seconds", "no_workers_seconds"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"stream.{name} must be finite and above 0, got {value}")
-        check_least("stream", self, 0, "max_staleness", "round_tokens")
-        check_least("stream", self, 1, "max_tries")
+        super().__post_init__()
         checked_address("stream.listen", self.listen, least_port=0)
+        for name, kind in (("partial_batch_prompts", "counter"), ("partial_batch_rows", "ready")):
+            if self.partial_batches == kind and not getattr(self, name):
+                raise ValueError(
+                    f"stream.partial_batches={kind!r} needs stream.{name} of at least 1, got 0"
+                )
         holds = {
             "ahead": self.ahead,
             "boundary": self.weight_update == "boundary",
-            "recompute": self.cache == "recompute",
             "divergence": self.divergence,
-            "impossible": not 0 <= self.divergence < math.inf,
             "budget": self.round_tokens,
             "partial": self.in_partial_batches,
-            "record": self.record,
             "workers": self.workers,
-            "nodes": self.worker_nodes,
             "hasty": self.lease_seconds < 2 * self.save_seconds,
         }
         refuse(_COMBINATIONS, holds, stream=self, least=2 * self.save_seconds)
-        self._check_needs()
-
-    def _check_needs(self) -> None:
-        """Raises ValueError for a setting without the one that it needs, or the other way round."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in _NEED_STALENESS:
-            if not self.ahead and (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(
-                    f"stream.{name}={value!r} has no effect with stream.max_staleness=0; raise "
-                    "that, or take it out"
-                )
-        for name, kind in (("partial_batch_prompts", "counter"), ("partial_batch_rows", "ready")):
-            value, chosen = getattr(self, name), self.partial_batches
-            if chosen == kind and value < 1:
-                raise ValueError(
-                    f"stream.partial_batches={kind!r} needs stream.{name} of at least 1, got "
-                    f"{value}"
-                )
-            if chosen != kind and value:
-                raise ValueError(
-                    f"stream.{name}={value} has no effect with stream.partial_batches={chosen!r}; "
-                    f"use partial_batches={kind!r}, or take it out"
-                )
 
     @property
     def buffers(self) -> int:

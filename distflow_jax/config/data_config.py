@@ -1,0 +1,112 @@
+"""Settings of prompts and of their rewards."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.checked_fields import above, at_least, between, one_of
+from distflow_jax.parsing.setting_checks import Section, setting
+
+# every column of a file with a meaning; all others go to extra_info
+COLUMNS = (
+    "prompt messages question answer solution ground_truth chosen rejected completion reward_model "
+    "data_source ability extra_info tools chat_template_kwargs images image image_urls "
+    "conversations"
+).split()
+# rewards that take microseconds for any text, and need no process of their own
+QUICK = frozenset({"gsm8k", "exact", "format", "boxed_only", "zero"})
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(Section, name="data"):
+    """Which prompts to train on, and how many at a time."""
+
+    # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
+    train: str = "task:arithmetic?operands=2&operators=+&digits=2"
+    # columns of files by the name that they are read as: {'prompt': 'instruction', 'answer':
+    # 'output'}; {}: the files have the names of docs/data.md
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    prompts_per_step: int = setting(16, at_least(1))  # prompts of a step, over all processes
+    # longest prompt in tokens, chat template included
+    max_prompt_length: int = setting(128, at_least(1))
+    # prompts above max_prompt_length: error, drop, or truncate_left (keep the end). Likewise
+    # answers above rollout.max_response_length if the graph trains on them (truncate_left keeps
+    # their start)
+    overlong: str = setting("error", one_of(("error", "drop", "truncate_left")))
+    shuffle: bool = True  # shuffle the prompts, anew for every epoch
+    # times that every prompt is issued; 0: until the steps are done
+    epochs: int = setting(0, at_least(0))
+    system_prompt: str = ""  # system message before each question of tasks and question data
+    prompt_suffix: str = ""  # text after each question of tasks and question data
+    # features that one image may take in a prompt; larger images are shrunk as their family does
+    image_tokens: int = setting(256, at_least(1))
+    # folder of the images that files name; '': the data file's own, which no path may leave
+    image_root: str = ""
+    # variables of the chat template: {'enable_thinking': False}; a row's chat_template_kwargs win
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    date: str = ""  # that chat templates write, YYYY-MM-DD; '': of the run's first start, in UTC
+    # tokens of demonstrations that are learned: answer, or generation (all that the chat template
+    # encloses in {% generation %})
+    train_on: str = setting("answer", one_of(("answer", "generation")))
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_columns(self.columns, "data.columns")
+        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
+            raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig(Section, name="reward"):
+    """The reward function, its worker processes, and the handling of its errors."""
+
+    # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
+    # format, pattern, reasoning_gym, zero (all rewards come from rollout.environment),
+    # my_module:my_function or file.py:function
+    function: str = "gsm8k"
+    # keyword arguments of the function
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # whether a function of batches gets prompts and completions as lists of one message, TRL's form
+    # for chat prompts; otherwise they are text
+    conversational: bool = False
+    timeout_seconds: float = setting(10.0, above(0))  # deadline of one call of the function
+    # deadline for starting a worker and importing the function
+    start_seconds: float = setting(60.0, above(0))
+    # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
+    # quick built-in functions, one per core up to 8 for others
+    num_workers: int = setting(-1, at_least(-1))
+    on_error: float = 0.0  # score of a response whose call raises, hangs or crashes
+    # above this share of a step's responses, errors end the run
+    max_error_rate: float = setting(0.1, between(0, 1))
+    # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of
+    # the limit; 0: no penalty
+    overlong_buffer: float = setting(0.0, at_least(0))
+    overlong_penalty: float = 1.0  # length penalty at the limit
+    overlong_cap: bool = False  # clip the length penalty at -1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.overlong_buffer >= 1 and self.overlong_buffer != int(self.overlong_buffer):
+            raise ValueError(
+                "reward.overlong_buffer must be a whole number of tokens, or a share below 1, got "
+                f"{self.overlong_buffer}"
+            )
+        if self.num_workers == 0 and self.function not in QUICK:
+            raise ValueError(
+                f"reward.num_workers 0 is for {', '.join(sorted(QUICK))}; {self.function!r} may "
+                "hang or crash and needs at least 1"
+            )
+
+
+def check_columns(columns: Mapping[str, str], key: str) -> None:
+    """Raises ValueError if `columns`, the value of the config key `key`, cannot be applied.
+
+    >>> check_columns({"prompt": "instruction", "answer": "output"}, "data.columns")
+    """
+    for name, source in columns.items():
+        if name not in COLUMNS:
+            raise ValueError(f"{key}: no column is called {name!r} ({hint(name, COLUMNS)})")
+        if not source:
+            raise ValueError(f"{key}: {name!r} needs the name of a column of the file, got ''")

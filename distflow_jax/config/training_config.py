@@ -1,0 +1,140 @@
+"""Settings of training, of its optimizer and of adapters."""
+
+import dataclasses
+
+from distflow_jax.parsing.checked_fields import above, at_least, between, one_of
+from distflow_jax.parsing.setting_checks import Section, setting
+
+MOMENTS = ("float32", "bfloat16", "int8")  # formats of Adam's moments
+# projections of a layer that may have adapters
+LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Section, name="optimizer"):
+    """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
+
+    lr: float = setting(1e-6, at_least(0))  # peak learning rate
+    # of lr after the warm-up: constant, or cosine to min_lr_ratio * lr
+    schedule: str = setting("constant", one_of(("constant", "cosine")))
+    # optimizer steps over which lr rises linearly, from lr/(n+1)
+    warmup_steps: int = setting(0, at_least(0))
+    # learning rate at the end of the cosine, as a share of lr
+    min_lr_ratio: float = setting(0.0, at_least(0))
+    b1: float = setting(0.9, between(0, 1, "[)"))  # decay of the first moment
+    # decay of the second moment; not 0.999: runs are short, gradients noisy
+    b2: float = setting(0.95, between(0, 1, "[)"))
+    eps: float = setting(1e-8, at_least(0))  # added to the root of the second moment
+    # decoupled decay of matrices; norms and biases have none
+    weight_decay: float = setting(0.0, at_least(0))
+    # largest global norm of the gradient; 0: no clipping
+    clip_norm: float = setting(1.0, at_least(0))
+    # format of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
+    # scale per block; see compressed_moments.py). Arithmetic is float32
+    moments: str = setting("float32", one_of(MOMENTS))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig(Section, name="training"):
+    """Settings of training. Sizes are global."""
+
+    steps: int = setting(20, at_least(1))  # steps of the run: one batch of prompts each
+    # optimizer steps per pass over a batch of data.prompts_per_step prompts; fewer prompts: fewer
+    mini_batches: int = setting(1, at_least(1))
+    epochs: int = setting(1, at_least(1))  # passes over each batch
+    row_tokens: int = setting(256, at_least(1))  # L: tokens per packed row
+    # S: sequences per row at most; 0: row_tokens / 4
+    row_sequences: int = setting(0, at_least(0))
+    # rows of a micro-batch over all data ranks; 0: one per rank
+    micro_batch_rows: int = setting(0, at_least(0))
+    # micro-batches of micro_batch_rows in the pipeline at once, a multiple of mesh.pipeline; more
+    # of them leave stages idle for less time. 0: one per stage
+    pipeline_microbatches: int = setting(0, at_least(0))
+    # times that a micro-batch passes all stages, each of which then has that many layer groups;
+    # stages idle less, but their weights are redistributed in every pass. Must divide the layers of
+    # a stage; needs a remat other than none
+    pipeline_repeats: int = setting(1, at_least(1))
+    share_prompts: bool = True  # store a prompt once per row for all its responses there
+    # type of activations and matrix products; auto: bfloat16 if the hardware supports it, float32
+    # on CPU
+    compute_dtype: str = setting("auto", one_of(("auto", "float32", "bfloat16")))
+    # attention of the trainer. masked: all scores of a row at once. blocks: tiles, without those
+    # that packing masks. kernel: tiles by a kernel of the platform. auto: blocks on CPU and a
+    # kernel elsewhere, masked if their sizes do not fit. A tower follows, by a mask where no tile
+    # fits (attention_choice.py)
+    attention: str = setting("auto", one_of(("auto", "masked", "blocks", "kernel")))
+    # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
+    logp_chunk: int = setting(0, at_least(0))
+    # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
+    # but matrix products; attention: the MLP; full: the whole layer, a third more work
+    remat: str = setting("none", one_of(("none", "dots", "attention", "full")))
+    # what is not trained, and has no gradients and no moments. vision: the tower for images.
+    # language: all but the tower and the head of a critic or reward model (the first stage of
+    # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
+    freeze: str = setting("none", one_of(("none", "vision", "language")))
+    # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.
+    # DeepSeek-V3 uses 1e-4
+    balance_coef: float = setting(0.0, at_least(0))
+    # train a mixture with the experts that the sampler chose for each token, weighed by its own
+    # router (Ma et al. 2025, arxiv.org/abs/2510.11370)
+    router_replay: bool = False
+    fuse: bool = True  # compile adjacent nodes on one mesh into one program
+    # none: everything stays on the devices. idle: models, optimizers and samplers that a node does
+    # not use stay in host memory, and every node on a mesh is a program of its own
+    offload: str = setting("none", one_of(("none", "idle")))
+    # GiB of a device that the run may use; a run that needs more ends with an error before step 1.
+    # 0: the memory that the device reports, for a CPU device its share of the host's memory
+    device_memory_gib: float = setting(0.0, at_least(0))
+    # consecutive steps with a non-finite loss or gradient that end the run
+    max_nonfinite: int = setting(3, at_least(0))
+    # consecutive steps that end the run if algorithm.correction or rejection left nothing of them
+    max_rejected: int = setting(3, at_least(0))
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pipeline_repeats > 1 and self.remat == "none":
+            raise ValueError(
+                f"training.pipeline_repeats={self.pipeline_repeats} needs training.remat other "
+                "than 'none', which would keep the weights of every tick; use training.remat='dots'"
+            )
+        if self.row_sequences > self.row_tokens // 2:
+            raise ValueError(
+                f"training.row_sequences={self.row_sequences} are more than fit "
+                f"training.row_tokens={self.row_tokens}: a prompt and a response have at least two "
+                f"tokens; use at most {self.row_tokens // 2}"
+            )
+        if self.logp_chunk and self.row_tokens % self.logp_chunk:
+            fits = [n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0]
+            near = min(fits, key=lambda n: abs(n - self.logp_chunk))
+            raise ValueError(
+                f"training.logp_chunk={self.logp_chunk} does not divide "
+                f"training.row_tokens={self.row_tokens}; use {near}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(Section, name="lora"):
+    """Low-rank adapters: a projection W x becomes W x + (alpha / rank) B A x.
+
+    Only A and B are trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
+    """
+
+    # rows of A, columns of B; 0: no adapters, all parameters are trained
+    rank: int = setting(0, at_least(0))
+    alpha: float = setting(32.0, above(0))  # adapters are scaled by alpha / rank
+    targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters
+
+    def __post_init__(self):
+        super().__post_init__()
+        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(
+                f"lora.targets must be some of {', '.join(LORA_TARGETS)}, each once, got "
+                f"{self.targets}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor alpha / rank of B A x; 0 without adapters."""
+        return self.alpha / self.rank if self.rank else 0.0

@@ -1,0 +1,119 @@
+"""Settings of a run beside its steps: data's way, checkpoints, output, the watchdog."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.checked_fields import above, at_least, between
+from distflow_jax.parsing.setting_checks import Section, setting
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_STEPS = re.compile(r"(\d+)(?::(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorConfig(Section, name="coordinator"):
+    """How data move between stages."""
+
+    double_buffer: bool = True  # read and tokenise the next step's prompts while devices work
+    # score responses while others are being sampled; the scores are the same either way
+    overlap_rewards: bool = True
+    # share by which the busiest data rank must get lighter (rows, then tokens) for rows to move
+    balance_threshold: float = setting(0.03, between(0, 1, "[)"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig(Section, name="checkpoint"):
+    """When checkpoints are written, and how many are kept."""
+
+    # steps between checkpoints; the last step and SIGTERM write one too
+    every: int = setting(10, at_least(1))
+    # finished checkpoints to keep; with 2 or more, one may be damaged
+    keep: int = setting(2, at_least(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class ObserveConfig(Section, name="observe"):
+    """Output of a run beside metrics.jsonl."""
+
+    # what the run writes is for its owner alone (0700, 0600), since prompts and responses may be
+    # private; False: as the shell's umask says
+    private: bool = True
+    samples_every: int = setting(1, at_least(0))  # steps between files samples/STEP.jsonl; 0: never
+    trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
+    # steps between updates of report.html; 0: only at the end
+    report_every: int = setting(0, at_least(0))
+    profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
+    # write the order in which each process launches programs to launches/PROCESS.txt: files that
+    # differ say where a job went wrong that hangs
+    launches: bool = False
+    # where metrics, config, samples, plan and report go too: tensorboard, wandb, mlflow, trackio,
+    # my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
+    trackers: tuple[str, ...] = ("tensorboard",)
+    # project or experiment in trackers; "": $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME or
+    # $TRACKIO_PROJECT, else distflow_jax
+    tracker_project: str = ""
+    # most that the end of a run waits for its trackers; after an error or SIGTERM 5 s at most
+    tracker_seconds: float = setting(60.0, above(0))
+
+    def __post_init__(self):
+        super().__post_init__()
+        parse_steps(self.profile_steps)
+        check_tracker_names(self.trackers)
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthConfig(Section, name="health"):
+    """The watchdog of each process, and when a process counts as dead or stuck."""
+
+    enabled: bool = True  # start a watchdog process beside each controller
+    # seconds between two beats of a controller
+    heartbeat_seconds: float = setting(1.0, above(0))
+    # seconds without a beat after which a process counts as stopped, or its host as gone; at least
+    # 3 beats, and longer than the longest pause of a busy host
+    dead_seconds: float = setting(30.0, above(0))
+    # seconds in which no process begins or ends a phase, after which the job counts as stuck;
+    # longer than the longest compilation, rollout, update or evaluation: each is one phase
+    stuck_seconds: float = setting(1800.0, above(0))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dead_seconds < 3 * self.heartbeat_seconds:
+            raise ValueError(
+                f"health.dead_seconds={self.dead_seconds:g} must be at least 3 beats: use "
+                f"{3 * self.heartbeat_seconds:g} or more, or lower health.heartbeat_seconds="
+                f"{self.heartbeat_seconds:g}"
+            )
+        if self.stuck_seconds <= self.dead_seconds:
+            raise ValueError(
+                f"health.stuck_seconds={self.stuck_seconds:g} must be more than "
+                f"health.dead_seconds={self.dead_seconds:g}"
+            )
+
+
+def parse_steps(text: str) -> range:
+    """Parses "3:5" (steps 3, 4 and 5), "3" or "" (no step). Raises ValueError."""
+    if not text:
+        return range(0)
+    found = _STEPS.fullmatch(text)
+    first, last = (int(n or found[1]) for n in found.groups()) if found else (0, 0)
+    if not 0 < first <= last:
+        raise ValueError(
+            f"observe.profile_steps={text!r} names no steps: write FIRST:LAST, both counted from 1 "
+            "and both profiled, 3:5, or one step, 3"
+        )
+    return range(first, last + 1)
+
+
+def check_tracker_names(specs: Sequence[str]) -> None:
+    """Raises ValueError for a tracker that is not known, with the nearest name, or named twice."""
+    for spec in specs:
+        if ":" not in spec and spec not in TRACKERS:
+            near = nearest(spec, TRACKERS, 0.5) or ", ".join(TRACKERS)
+            raise ValueError(
+                f"unknown observe.trackers {spec!r}; did you mean {near}? One of your own is named "
+                "my_module:MyTracker or path/to/file.py:MyTracker"
+            )
+    if len(set(specs)) < len(specs):
+        raise ValueError(f"observe.trackers {tuple(specs)!r} names a tracker twice")
