@@ -99,38 +99,9 @@ class StreamConfig(Section, name="stream"):
         refuse(_COMBINATIONS, holds, stream=self, least=2 * self.save_seconds)
 
     @property
-    def buffers(self) -> int:
-        """Weights of the trainer that may lie in a host's memory on their way to its sampler.
-
-        With `boundary` a sampler at step s still has to take versions s - max_staleness .. s - 1.
-        Workers that join, or answer a group of one that has ended, take the version before these
-        too.
-        """
-        if self.workers and self.weight_update == "boundary":
-            return self.max_staleness + 1
-        return max(2, self.max_staleness) if self.weight_update == "boundary" else 2
-
-    @property
-    def evaluates_beside(self) -> bool:
-        """Whether versions are evaluated while later steps train."""
-        return self.workers or self.weight_update == "boundary"
-
-    @property
-    def open_evaluations(self) -> int:
-        """Evaluations of workers that may be under way at a time: each keeps its version of the
-        weights in a host's memory, beside the newest ones."""
-        return self.buffers if self.workers else 0
-
-    @property
     def ahead(self) -> bool:
         """Whether samplers run ahead of the training."""
         return self.max_staleness > 0
-
-    @property
-    def names_workers(self) -> bool:
-        """Whether the gaps of a step's groups are told apart, to judge the workers by them: a step
-        in partial batches counts its groups anew in each."""
-        return self.workers and not self.in_partial_batches
 
     @property
     def in_partial_batches(self) -> bool:

@@ -5,9 +5,15 @@ import math
 
 from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.vision.vision_config import VisionConfig
-from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
-from distflow_jax.parsing.one_line import shown
-from distflow_jax.parsing.setting_checks import check_one_of
+from distflow_jax.parsing.checked_fields import (
+    COUNT,
+    POSITIVE,
+    SIZE,
+    at_least,
+    integer_up_to,
+    one_of,
+)
+from distflow_jax.parsing.setting_checks import Section, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,7 @@ _OF_EXPERTS = ("gate", "up", "down")  # once per expert in a mixture
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(Section, name="model "):
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
     With `num_experts`, a layer has that many MLPs, of which `experts_per_token` process each token.
@@ -130,33 +136,37 @@ class DecoderConfig:
     """
 
     family: str = "llama"
-    vocab_size: int = 512
-    hidden_size: int = 256
-    num_layers: int = 6
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
-    mlp_size: int = 768  # of one expert in a mixture
-    rope_theta: float = 10_000.0
+    vocab_size: int = setting(512, COUNT)
+    hidden_size: int = setting(256, COUNT)
+    num_layers: int = setting(6, integer_up_to(MOST_LAYERS))
+    num_heads: int = setting(4, COUNT)
+    num_kv_heads: int = setting(2, COUNT)
+    head_dim: int = setting(64, COUNT)
+    mlp_size: int = setting(768, COUNT)  # of one expert in a mixture
+    rope_theta: float = setting(10_000.0, POSITIVE)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
+    norm_eps: float = setting(1e-5, POSITIVE)
     tie_embeddings: bool = True
-    max_position: int = 8192  # longest sequence, in tokens
+    max_position: int = setting(8192, COUNT)  # longest sequence, in tokens
     attention_bias: bool = False  # of query, key and value: Qwen2
     qk_norm: bool = False  # RMS norm of each head's query and key before rotation: Qwen3
     lora: LoraConfig | None = None  # adapters; None: all parameters are trained
-    num_experts: int = 0  # MLPs of a layer that its router chooses from; 0: one, for all tokens
-    experts_per_token: int = 0  # experts that process a token
+    # MLPs of a layer that its router chooses from; 0: one, for all tokens
+    num_experts: int = setting(0, SIZE)
+    experts_per_token: int = setting(0, SIZE)  # experts that process a token
     norm_topk: bool = True  # scale the chosen experts' probabilities to sum to 1
-    activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
+    activation: str = setting("silu", one_of(ACTIVATIONS))  # of the MLP's gate
     post_norms: bool = False  # norms of the outputs of attention and MLP, before the sum: Gemma
     norm_offset: bool = False  # norms multiply by 1 + their parameter
     embed_scale: bool = False  # multiply embeddings by sqrt(hidden_size)
-    query_scalar: int = 0  # scores q k are divided by its square root; 0: head_dim
-    rope_factor: float = 1.0  # divides positions, except in layers with a window
-    sliding_window: int = 0  # tokens that a layer with a window attends to; 0: no such layer
-    full_every: int = 0  # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
-    rope_local_theta: float = 10_000.0  # in layers with a window
+    query_scalar: int = setting(0, SIZE)  # scores q k are divided by its square root; 0: head_dim
+    # divides positions, except in layers with a window
+    rope_factor: float = setting(1.0, at_least(1))
+    # tokens that a layer with a window attends to; 0: no such layer
+    sliding_window: int = setting(0, SIZE)
+    # layers n, 2 n, ... (counted from 1) have no window; 0: all have one
+    full_every: int = setting(0, SIZE, needs={"sliding_window": ()})
+    rope_local_theta: float = setting(10_000.0, POSITIVE)  # in layers with a window
     # pairs that turn by time, row and column: Qwen-VL
     rope_sections: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     # sections take turns, pair by pair: Qwen3-VL
@@ -165,22 +175,7 @@ class DecoderConfig:
     vision: VisionConfig | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
-        may_be_none = (
-            *("num_experts", "experts_per_token"),
-            *("sliding_window", "full_every", "query_scalar"),
-        )
-        for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in may_be_none else 1
-            if field.type in ("float", float) and not (is_number(value) and value > 0):
-                raise ValueError(f"model {field.name} must be positive and finite, got {value}")
-            if field.type in ("int", int) and not isinstance(value, int):
-                raise ValueError(f"model {field.name} must be an integer, got {shown(value)}")
-            if isinstance(value, int) and value > MOST_INTEGER:
-                raise ValueError(f"model {field.name} must be at most {MOST_INTEGER}, got {value}")
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f"model {field.name} must be at least {least}, got {value}")
-        if self.num_layers > MOST_LAYERS:
-            raise ValueError(f"model num_layers={self.num_layers} is above {MOST_LAYERS}")
+        super().__post_init__()
         if self.experts_per_token > self.num_experts or (
             self.num_experts and not self.experts_per_token
         ):
@@ -194,22 +189,14 @@ class DecoderConfig:
                 f"model num_heads {self.num_heads} is not divisible by num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        check_one_of("model activation", self.activation, ACTIVATIONS)
         if self.num_experts and self.activation != "silu":
             raise ValueError(
                 f"experts with model activation={self.activation!r} are not supported, only 'silu'"
             )
-        if self.rope_factor < 1:
-            raise ValueError(f"model rope_factor must be at least 1, got {self.rope_factor}")
         if self.query_scalar and not self.qk_norm:
             raise ValueError(
                 f"model query_scalar={self.query_scalar} needs qk_norm=True: the norm of queries "
                 "applies it"
-            )
-        if self.full_every and not self.sliding_window:
-            raise ValueError(
-                f"model full_every={self.full_every} has no effect without a sliding_window; set "
-                "sliding_window or full_every=0"
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim must be even for rotary positions: {self.head_dim}")

@@ -34,18 +34,9 @@ _KEPT = {
 REMATS = ("none", *_KEPT)
 
 
-def check_remat(remat: str) -> None:
-    """Raises ValueError unless `remat` is one of REMATS."""
-    if remat not in REMATS:
-        raise ValueError(f"training.remat must be one of {', '.join(REMATS)}, got {remat!r}")
-
-
 def rematerialised(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`layer`, the body of a scan, with a gradient that keeps only the results that `remat` names.
-
-    Raises ValueError for an unknown policy.
-    """
-    check_remat(remat)
+    """`layer`, the body of a scan, with a gradient that keeps only the results that `remat`, one
+    of REMATS, names."""
     if remat == "none":
         return layer
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])

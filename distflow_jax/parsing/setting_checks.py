@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from distflow_jax.parsing.checked_fields import MOST_INTEGER, Kind, one_of
+from distflow_jax.parsing.checked_fields import MOST_INTEGER, Kind
 from distflow_jax.parsing.one_line import not_utf8, shown
 
 T = TypeVar("T")
@@ -33,6 +33,11 @@ def setting(
     return found
 
 
+def needed(kind: Kind) -> Any:
+    """A field without a default, and the values that it may have."""
+    return dataclasses.field(metadata={"kind": kind})
+
+
 class Section:
     """Base of a section of the config, a frozen dataclass that checks its settings.
 
@@ -42,7 +47,7 @@ class Section:
     _name = ""
 
     def __init_subclass__(cls, name: str = ""):
-        cls._name = f"{name}." if name else ""
+        cls._name = name if not name or name.endswith(" ") else f"{name}."
 
     def __post_init__(self):
         check_settings(self, self._name)
@@ -80,12 +85,6 @@ def listed(names: Iterable[str]) -> str:
     """The names as a sentence has them: "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def check_one_of(key: str, value: str, choices: Collection[str]) -> None:
-    """Raises ValueError for a value that is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{key} must be {one_of(choices).words}, got {value!r}")
 
 
 def refuse(rows: Mapping[str, str], holds: Mapping[str, object], **values: Any) -> None:

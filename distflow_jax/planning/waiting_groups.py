@@ -27,6 +27,7 @@ from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.batches.recordings import MOST_UNWRITTEN
 from distflow_jax.stream.checks import nodes_ahead
+from distflow_jax.stream.schedule import weight_buffers
 
 _TOKEN, _NUMBER = 4, 8  # bytes of a token or of its number, and of a number of a response
 
@@ -128,7 +129,8 @@ def waiting_groups(
     for node in ahead:
         for name, size in _columns(node, prompt + response, response, sizes.routed).items():
             of_response[name] = of_response.get(name, 0) + size
-    kept = config.stream.buffers + bool(config.eval.dataset) * config.stream.open_evaluations
+    evaluated = bool(config.eval.dataset) * config.stream.workers
+    kept = weight_buffers(config.stream) * (1 + evaluated)
     images = sizes.packing.images
     if RESPONSE_IMAGES in of_response and images is not None:
         of_response[RESPONSE_IMAGES] = _patch_bytes(images, response)

@@ -8,7 +8,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.config.rollout_config import TEMPERATURE, TOP_P, EvalConfig, RolloutConfig
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.parsing.checked_fields import at_least
-from distflow_jax.parsing.setting_checks import Section, setting
+from distflow_jax.parsing.setting_checks import Section, needed, setting
 from distflow_jax.rollout.occupancy import Occupancy
 
 
@@ -23,9 +23,9 @@ class SamplingParams(Section):
     Raises ValueError for values that no response can be sampled with.
     """
 
-    num_samples: int = dataclasses.field(metadata={"kind": at_least(1)})  # responses to each prompt
+    num_samples: int = needed(at_least(1))  # responses to each prompt
     # longest response in tokens, the end token included
-    limit: int = dataclasses.field(metadata={"kind": at_least(1)})
+    limit: int = needed(at_least(1))
     temperature: float = setting(1.0, TEMPERATURE)  # 0: greedy
     top_k: int = setting(0, at_least(0))  # likeliest tokens that are drawn from; 0: off
     top_p: float = setting(1.0, TOP_P)  # probability of the likeliest tokens that are drawn from

@@ -120,6 +120,8 @@ class ContextFactory:
     def _train(self, task: Task) -> TrainContext:
         config = self._run.config
         optimizer, schedule = optimizer_of(config, task.node.role, task.node.condition)
+        # gaps of groups judge the workers; a step in partial batches counts its groups anew in each
+        whole = config.stream.workers * (not config.stream.in_partial_batches)
         return TrainContext(
             **self._network(task),
             optimizer=optimizer,
@@ -128,7 +130,7 @@ class ContextFactory:
             epochs=config.training.epochs,
             balance_coef=config.training.balance_coef,
             max_staleness=config.stream.max_staleness,
-            num_groups=config.data.prompts_per_step * config.stream.names_workers,
+            num_groups=config.data.prompts_per_step * whole,
             algorithm=config.algorithm,
             value=config.critic.loss,
             preference=config.preference,

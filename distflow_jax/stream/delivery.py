@@ -15,6 +15,7 @@ from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide
+from distflow_jax.stream.schedule import weight_buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _start_thread(
         arrive=hooks.arrive,
         order=hooks.order,
         evaluations=hooks.evaluations,
-        buffers=config.buffers,
+        buffers=weight_buffers(config),
         idle=hooks.idle,
         cache=config.cache,
         span=hooks.span,

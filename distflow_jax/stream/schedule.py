@@ -27,22 +27,19 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distflow_jax.config.stream_config import StreamConfig
+from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.setting_checks import Section, needed, setting
+
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """The constants of the rule.
+class Rule(Section):
+    """The constants of the rule."""
 
-    Raises ValueError for a number of groups or rounds below 1 and a negative staleness.
-    """
-
-    groups: int  # B, of a step, over all processes
-    max_staleness: int  # steps
-    max_rounds: int = 1  # of a region: a step looks at no more than so many times B groups
-
-    def __post_init__(self):
-        for name, least in (("groups", 1), ("max_staleness", 0), ("max_rounds", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+    groups: int = needed(at_least(1))  # B, of a step, over all processes
+    max_staleness: int = needed(at_least(0))  # steps
+    # of a region: a step looks at no more than so many times B groups
+    max_rounds: int = setting(1, at_least(1))
 
     def newest_step(self, held: int) -> int:
         """The last step whose groups may begin with the weights of `held` finished steps."""
@@ -208,3 +205,13 @@ class Admission:
 
     def _bounded(self, counter: int) -> int:
         return counter if self._last is None else min(counter, self._last)
+
+
+def weight_buffers(config: StreamConfig) -> int:
+    """Weights of the trainer that may lie in a host's memory on their way to its sampler.
+
+    With `boundary` a sampler at step s still has to take versions s - max_staleness .. s - 1, and
+    workers that join, or answer a group of one that has ended, the version before these too.
+    """
+    waiting = {"in_flight": 1, "boundary": config.max_staleness}[config.weight_update]
+    return max(2, waiting + config.workers)

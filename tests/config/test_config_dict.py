@@ -217,7 +217,11 @@ def get_config(kind="good"):
         ("--config=my.py --config.num_heads=x", 2, "num_heads must be an integer, got 'x'\n"),
         ("--config=my.py --config.lora.alpha=-2", 2, "error: config.lora: lora.alpha must be"),
         ("--config=mine.py --config.num_heads=2", 2, "did you mean my.py?\n"),
-        ("--config=my.py:bad", 2, "'my.py:bad': model num_heads must be at least 1, got 0\n"),
+        (
+            "--config=my.py:bad",
+            2,
+            "'my.py:bad': model num_heads must be an integer from 1 to 21474",
+        ),
         ("--fail=user", 2, "error: --config is missing: give --config=VALUE\n"),
         ("--config=my.py --fial=user", 2, "error: Unknown command line flag 'fial'"),
         ("--config=my.py num_heads=3", 2, "error: unexpected argument 'num_heads=3'"),

@@ -134,14 +134,14 @@ def islands(mask):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("task:shapes?ask=colours", "task:shapes ask must be one of count, colour, position, got"),
-        ("task:shapes?most=10", "task:shapes most must be from 2 to 9, got 10"),
+        ("task:shapes?ask=colours", "task:shapes: ask must be one of count, colour, position, got"),
+        ("task:shapes?most=10", "task:shapes: most must be from 2 to 9, got 10"),
         ("task:shapes?sides=10-20", "task:shapes sides must be like 64 or 32-96, from 24 to 2048"),
         ("task:shapes?sides=big", "task:shapes sides must be like 64 or 32-96, .* got 'big'"),
         ("task:charts?sides=64-32", "task:charts sides must be like"),
         ("task:digits?digits=0", "task:digits digits must be like 2 or 1-3, at most 8, got '0'"),
         ("task:digits?digits=8", "task:digits of 8 digits needs sides of at least 64 pixels"),
-        ("task:charts?size=0", "task:charts size must be at least 1, got 0"),
+        ("task:charts?size=0", "task:charts: size must be at least 1, got 0"),
         ("task:charts?bars=3", "unknown option 'bars'"),
         ("task:walk?cells=9", "task:walk cells must be from 2 to 5, a sixth of the least side"),
         ("task:photos", "unknown task 'photos' .* known: arithmetic, shapes, digits, charts"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,6 @@ import pytest
 from support.tiny_model import TINY, random_params, random_samples, rows_of
 
 from distflow_jax.batch import RowShape
-from distflow_jax.config.training_config import TrainingConfig
-from distflow_jax.models.remat import REMATS, rematerialised
 from distflow_jax.training.forward import ForwardConfig, packed_hidden
 
 MODEL = dataclasses.replace(TINY, num_layers=4, qk_norm=True)
@@ -52,9 +49,3 @@ def test_gradients_do_not_depend_on_what_is_kept(block, remats):
             np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * norm)
     sizes.append(kept.memory_analysis().temp_size_in_bytes)
     assert all(a < b for a, b in itertools.pairwise(sizes))
-
-
-def test_the_setting_has_the_policies_that_there_are():
-    assert set(typing.get_args(typing.get_type_hints(TrainingConfig)["remat"])) == set(REMATS)
-    with pytest.raises(ValueError, match="one of none, full, attention, dots, got 'mlp'"):
-        rematerialised(lambda x: x, "mlp")

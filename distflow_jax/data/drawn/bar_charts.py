@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 from distflow_jax.data.drawn.digits import paint_lines, small_digit
-from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene, one_of
+from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
 from distflow_jax.data.drawn.hash_stream import HashStream
+from distflow_jax.parsing.setting_checks import listed
 
 _TOP = 9  # of the axis, which has a line for every whole number
 _INK, _PALE = (40, 40, 40), (200, 200, 200)
@@ -46,13 +47,10 @@ class BarCharts(DrawnTask):
     KIND: ClassVar[str] = "charts"
     ASKS: ClassVar[tuple[str, ...]] = ("highest", "count", "value")
     LEAST_SIDE: ClassVar[int] = 40
+    MOST: ClassVar[int] = len(COLOURS)
 
     sides: str = "64-128"
     most: int = 4  # bars of a chart
-
-    def _check(self) -> None:
-        if not 2 <= self.most <= len(COLOURS):
-            raise ValueError(f"{self.name} most must be from 2 to {len(COLOURS)}, got {self.most}")
 
     def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
         count = stream.between(2, self.most)
@@ -71,7 +69,7 @@ class BarCharts(DrawnTask):
         else:
             answer = max(bars, key=lambda bar: bar[1])[0]
             answers = tuple(COLOURS)
-            question = f"Which bar is the highest? Answer with one word: {one_of(answers)}."
+            question = f"Which bar is the highest? Answer with one word: {listed(answers)}."
         return Scene(
             question,
             answer,

@@ -18,7 +18,7 @@ from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example, instruction
 from distflow_jax.images import pillow
 from distflow_jax.images.picture_files import DrawnPicture
-from distflow_jax.parsing.setting_checks import check_one_of
+from distflow_jax.parsing.checked_fields import at_least, between, check_fields, one_of
 
 COLOURS = {
     "red": (214, 39, 40),
@@ -60,6 +60,7 @@ class DrawnTask:
     ASKS: ClassVar[tuple[str, ...]] = ()  # what may be asked; the first is the default
     LEAST_SIDE: ClassVar[int] = 16
     BRIGHT: ClassVar[int] = 225  # darkest background
+    MOST: ClassVar[int] = 0  # largest value of `most`, where a task has it
 
     ask: str = ""
     sides: str = "32-96"  # pixels of width and height, each drawn on its own; "64": all alike
@@ -73,9 +74,7 @@ class DrawnTask:
     def __post_init__(self):
         if not self.ask:
             object.__setattr__(self, "ask", self.ASKS[0])
-        check_one_of(f"{self.name} ask", self.ask, self.ASKS)
-        if self.size < 1:
-            raise ValueError(f"{self.name} size must be at least 1, got {self.size}")
+        _check_ranges(self)
         self._bounds()
         self._check()
         self._problem(0)
@@ -170,9 +169,9 @@ def is_held_out_scene(content: str) -> bool:
     return int.from_bytes(digest[:8], "little") % ONE_IN == 0
 
 
-def one_of(choices: tuple[str, ...]) -> str:
-    """The choices in a sentence: "red, green or blue"."""
-    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+def _check_ranges(task: DrawnTask) -> None:
+    kinds = {"ask": one_of(task.ASKS), "size": at_least(1), "most": between(2, task.MOST)}
+    check_fields(vars(task), kinds, task.name)
 
 
 def _painted(paint: Paint, height: int, width: int, background: tuple[int, int, int]) -> np.ndarray:

@@ -4,8 +4,9 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene, one_of
+from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
 from distflow_jax.data.drawn.hash_stream import HashStream
+from distflow_jax.parsing.setting_checks import listed
 
 KINDS = ("circle", "square", "triangle", "cross")
 ASKED_COLOURS = ("red", "green", "blue", "yellow")
@@ -48,12 +49,9 @@ class Shapes(DrawnTask):
     KIND: ClassVar[str] = "shapes"
     ASKS: ClassVar[tuple[str, ...]] = ("count", "colour", "position")
     LEAST_SIDE: ClassVar[int] = 24
+    MOST: ClassVar[int] = _GRID**2
 
     most: int = 4  # shapes of a picture, where their number is asked
-
-    def _check(self) -> None:
-        if not 2 <= self.most <= _GRID * _GRID:
-            raise ValueError(f"{self.name} most must be from 2 to {_GRID**2}, got {self.most}")
 
     def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
         if self.ask == "count":
@@ -72,7 +70,7 @@ class Shapes(DrawnTask):
             shapes = [_at_place(stream, answer, height, width)]
             question, answers = "Where in the picture is the shape?", PLACES
         if self.ask != "count":
-            question += f" Answer with one word: {one_of(answers)}."
+            question += f" Answer with one word: {listed(answers)}."
         return Scene(
             question,
             answer,

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from distflow_jax.parsing.checked_fields import MOST_INTEGER, is_number
+from distflow_jax.parsing.checked_fields import COUNT, MOST_INTEGER, POSITIVE, SIZE, Kind, is_number
 from distflow_jax.parsing.one_line import shown
+from distflow_jax.parsing.setting_checks import Section, setting
 
 VISION = "vision"  # of a tower's parameters in the tree of the model's
 
@@ -44,11 +45,14 @@ TRAITS: Mapping[str, Traits] = {
     # Gemma Team 2025 (arxiv.org/abs/2503.19786), sec. 2.1
     "gemma3": dataclasses.replace(_SIGLIP, projector="pooled"),
 }
+_TOKEN = Kind(f"an integer from -1 to {MOST_INTEGER}", lambda v: v == -1 or SIZE.fits(v))
+_COLOURS = Kind("three numbers", lambda v: len(v) == 3 and all(map(is_number, v)))
+_SPREADS = Kind("three numbers, none of them 0", lambda v: _COLOURS.fits(v) and 0 not in v)
 _SQUARE = ("siglip", "smolvlm", "gemma3")  # families whose pictures all have one size
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
+class VisionConfig(Section, name="vision "):
     """A vision transformer over packed patches, and the projector to the text model's width.
 
     Parameters stand under `vision` in the tree of the decoder; `layers` arrays are stacked. D is
@@ -75,37 +79,37 @@ class VisionConfig:
     """
 
     family: str = "siglip"  # one of TRAITS
-    hidden_size: int = 192
-    num_layers: int = 6
-    num_heads: int = 4
-    mlp_size: int = 768
-    patch_size: int = 8  # pixels of a side
-    merge: int = 2  # patches of a side that one feature stands for
-    width: int = 256  # of features: hidden_size of the text model
-    grid: int = 0  # patches of a side of the learned positions; 0: none
-    window: int = 0  # patches of a side of the windows of attention; 0: none
+    hidden_size: int = setting(192, COUNT)
+    num_layers: int = setting(6, COUNT)
+    num_heads: int = setting(4, COUNT)
+    mlp_size: int = setting(768, COUNT)
+    patch_size: int = setting(8, COUNT)  # pixels of a side
+    merge: int = setting(2, COUNT)  # patches of a side that one feature stands for
+    width: int = setting(256, COUNT)  # of features: hidden_size of the text model
+    grid: int = setting(0, SIZE)  # patches of a side of the learned positions; 0: none
+    window: int = setting(0, SIZE)  # patches of a side of the windows of attention; 0: none
     full_layers: tuple[int, ...] = ()  # layers without windows, from 0
     deepstack: tuple[int, ...] = ()  # layers after which features for the text model's first layers
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
+    norm_eps: float = setting(1e-6, POSITIVE)
+    rope_theta: float = setting(10_000.0, POSITIVE)
     frozen: bool = False  # no parameter of the tower is trained: training.freeze=vision
     alone: bool = False  # no parameter of the text model is trained: training.freeze=language
     # what an image is before it is cut
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of pixels from 0 to 1, by colour
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    least_pixels: int = 0  # smaller images are enlarged, where sizes are free
-    most_pixels: int = 0  # larger images are shrunk, where sizes are free
-    longest_edge: int = 0  # of a picture that is cut into tiles; 0: no tiles
+    mean: tuple[float, ...] = setting((0.5,) * 3, _COLOURS)  # of pixels from 0 to 1, by colour
+    std: tuple[float, ...] = setting((0.5,) * 3, _SPREADS)
+    least_pixels: int = setting(0, SIZE)  # smaller images are enlarged, where sizes are free
+    most_pixels: int = setting(0, SIZE)  # larger images are shrunk, where sizes are free
+    longest_edge: int = setting(0, SIZE)  # of a picture that is cut into tiles; 0: no tiles
     # ids around an image; -1: none
-    image_token: int = -1  # stands where features stand
-    start_token: int = -1
-    end_token: int = -1
+    image_token: int = setting(-1, _TOKEN)  # stands where features stand
+    start_token: int = setting(-1, _TOKEN)
+    end_token: int = setting(-1, _TOKEN)
 
     def __post_init__(self):
         if self.family not in TRAITS:
             known = ", ".join(TRAITS)
             raise ValueError(f"vision tower {shown(self.family)} is not supported, only {known}")
-        self._check_numbers()
+        super().__post_init__()
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"vision hidden_size {self.hidden_size} is not divisible by num_heads "
@@ -134,27 +138,6 @@ class VisionConfig:
                     f"vision {name} must be rising numbers below the {self.num_layers} layers, got "
                     f"{numbers}"
                 )
-
-    def _check_numbers(self) -> None:
-        may_be_none = ("grid", "window", "least_pixels", "most_pixels", "longest_edge")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in may_be_none else 1
-            least = -1 if field.name.endswith("_token") else least
-            if field.type in ("int", int):
-                if not isinstance(value, int) or not least <= value <= MOST_INTEGER:
-                    raise ValueError(
-                        f"vision {field.name} must be a whole number from {least}, got "
-                        f"{shown(value)}"
-                    )
-            elif field.type in ("float", float) and not (is_number(value) and value > 0):
-                raise ValueError(
-                    f"vision {field.name} must be positive and finite, got {shown(value)}"
-                )
-        for name in ("mean", "std"):
-            values = getattr(self, name)
-            if len(values) != 3 or not all(is_number(x) for x in values) or 0 in self.std:
-                raise ValueError(f"vision {name} must be three numbers, std not 0, got {values}")
 
     @property
     def traits(self) -> Traits:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.parsing.checked_fields import at_least, one_of
+from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     AnswerThreads,
@@ -62,23 +64,17 @@ VLLM_LOAD = (
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenAISettings:
+class OpenAISettings(Section):
     """A server, and how it is used."""
 
     server: HttpServer
     model: str = ""  # the name that it serves the model by; "": the first that it lists
-    slots: int = 64  # responses that it is given at a time
+    slots: int = setting(64, at_least(1))  # responses that it is given at a time
     try_seconds: float = 600.0  # for one response
     load_seconds: float = 600.0  # for each step of a load
-    logprobs: str = "raw"  # what the server's log-probs are of, one of LOGPROBS
+    logprobs: str = setting("raw", one_of(LOGPROBS))  # what the server's log-probs are of
     load_steps: tuple[HttpStep, ...] = VLLM_LOAD
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more fields of requests
-
-    def __post_init__(self):
-        if self.logprobs not in LOGPROBS:
-            raise ValueError(f"logprobs must be one of {LOGPROBS}, got {self.logprobs!r}")
-        if self.slots < 1:
-            raise ValueError(f"the slots of an engine must be at least 1, got {self.slots}")
 
 
 def check_sampling(sampling: SamplingParams, logprobs: str, name: str) -> None:

@@ -85,7 +85,7 @@ def make_source(
         trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
         return _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
 
-    if not config.evaluates_beside:
+    if not config.workers and config.weight_update != "boundary":
         return now(ahead(lambda version: False))
     source = ahead(_evaluates(schedule, recorder, state.step))
     return source, EvaluateAhead(prepared, source, recorder, schedule, phases)

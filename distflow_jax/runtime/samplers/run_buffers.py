@@ -33,6 +33,7 @@ from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks
+from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.wire.wire_server import WireServer
 
@@ -55,7 +56,7 @@ def deliver_to_workers(
     attempt, before = processes.all_gather_json(said)[0]
     merged = functools.partial(lora.merged, scale=config.lora.scale)
     weights = WeightStore(attempt, merged, prepared.sizes.engine.dtype)
-    sync, kept = _Leaving(), config.stream.buffers
+    sync, kept = _Leaving(), weight_buffers(config.stream)
 
     def store(left: _Left, version: int, evaluated: Collection[int]) -> None:
         weights.put(version, left.params)
@@ -107,7 +108,7 @@ def deliver_to_workers(
             producer,
             hooks,
             store,
-            open_evaluations=config.stream.open_evaluations,
+            open_evaluations=kept,
             no_workers_seconds=config.stream.no_workers_seconds,
             server=WorkerServer(
                 f"distflow worker --config=... --join={workdir}", answers.answer_waiting, leave
