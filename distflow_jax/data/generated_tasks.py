@@ -13,23 +13,25 @@ from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.did_you_mean import nearest
+from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.setting_checks import Section, setting
 
 HELD_OUT_ONE_IN = 10  # one in so many problems belongs to the held-out split
 MAX_DRAWS = 10_000  # a split without a problem in so many draws counts as empty
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(Section, name="task:arithmetic "):
     """Arithmetic problems such as `12 + 35`. A row is a function of (options, row) alone.
 
     A hash of a problem's text decides its split: for all seeds, sizes and templates, a held-out
     problem never occurs in training data. Within a split, problems are drawn with replacement.
     """
 
-    operands: int = 2  # numbers in a problem
+    operands: int = setting(2, at_least(2))  # numbers in a problem
     operators: str = "+"  # any of + - *; usual precedence
     digits: str = "2"  # of each number, "2" (10 to 99) or a range "1-3"; 1 digit is 0 to 9
-    size: int = 10_000  # rows
+    size: int = setting(10_000, at_least(1))  # rows
     seed: int = 0
     held_out: bool = False  # the held-out split instead of the training split
     template: str = "What is {problem}? Answer with just the number."
@@ -37,14 +39,11 @@ class Arithmetic:
     prompt_suffix: str = ""
 
     def __post_init__(self):
-        if self.operands < 2:
-            raise ValueError(f"task:arithmetic operands must be at least 2, got {self.operands}")
+        super().__post_init__()
         if not self.operators or set(self.operators) - set("+-*"):
             raise ValueError(
                 f"task:arithmetic operators must be some of + - *, got {self.operators!r}"
             )
-        if self.size < 1:
-            raise ValueError(f"task:arithmetic size must be at least 1, got {self.size}")
         if "{problem}" not in self.template:
             raise ValueError(
                 f"task:arithmetic template must contain {{problem}}, got {self.template!r}"

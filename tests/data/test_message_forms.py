@@ -364,8 +364,6 @@ def test_generation_needs_marks_and_messages(tmp_path, template):
     ):
         with pytest.raises(ValueError, match=message):
             loader_of(opened(tmp_path, row), template(name), 1, train_on="generation")
-    with pytest.raises(ValueError, match="data.train_on must be one of answer, generation"):
-        DataConfig(train_on="all")
     with pytest.raises(ValueError, match="data.date must be a date like 2026-01-31"):
         DataConfig(date="today")
 

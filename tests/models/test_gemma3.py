@@ -113,8 +113,8 @@ def test_two_scalings_have_no_form():
     ("changes", "message"),
     [
         ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, got 'relu'"),
-        ({"full_every": 6}, "full_every=6 has no effect without a sliding_window"),
-        ({"sliding_window": -1}, "sliding_window must be at least 0"),
+        ({"full_every": 6}, "full_every=6 has no effect with model sliding_window=0"),
+        ({"sliding_window": -1}, "sliding_window must be an integer from 0"),
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"query_scalar": 8}, "query_scalar=8 needs qk_norm"),
         (

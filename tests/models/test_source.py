@@ -41,7 +41,7 @@ def test_folders_that_are_no_model(tmp_path):
         ("random:llama?hidden=big", ValueError, "hidden must be a whole number, got 'big'"),
         ("random:llama?tied=maybe", ValueError, "tied must be 0 or 1, got 'maybe'"),
         ("random:llama?hidden=30", ValueError, "hidden 30 is not divisible by heads 4"),
-        ("random:llama?layers=0", ValueError, "num_layers must be at least 1"),
+        ("random:llama?layers=0", ValueError, "num_layers must be an integer from 1 to 4096"),
         ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
         ("random:qwen3?experts=4", ValueError, "=4 is not supported; use qwen3_moe, mixtral"),
         ("random:mixtral?experts=0", ValueError, "=0 is not supported; use llama, mistral, qwen2"),

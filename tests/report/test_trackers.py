@@ -614,8 +614,6 @@ def test_names_are_checked():
     }.items():
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
             from_config_dict(ObserveConfig, {"trackers": tree})
-    with pytest.raises(ValueError, match="must be positive"):
-        from_config_dict(ObserveConfig, {"tracker_seconds": 0.0})
 
 
 def test_a_tracker_that_cannot_be_loaded_is_named(tmp_path, own, monkeypatch):

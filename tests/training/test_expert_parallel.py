@@ -109,5 +109,3 @@ def test_each_device_has_rows_of_its_own():
 def test_sizes_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         sizes_of(**options)
-    with pytest.raises(ValueError, match="mesh.expert must be at least 1, got 0"):
-        MeshConfig(expert=0)

@@ -299,14 +299,6 @@ def test_more_slots_fit():
     assert slots[0] < slots[1]
 
 
-def test_other_kinds_are_refused():
-    wanted = "rollout.cache_dtype must be one of auto, int8, got 'fp8'"
-    with pytest.raises(ValueError, match=wanted):
-        RolloutConfig(cache_dtype="fp8")
-    with pytest.raises(ValueError, match=wanted):
-        sampled(cache_dtype="fp8")
-
-
 def test_pages_that_the_gpu_kernel_cannot_address_are_refused():
     """Between 2 and 4 GiB of keys; what the error proposes is right."""
     mesh = mesh_of(1, 1, names=("data", "tensor"))
