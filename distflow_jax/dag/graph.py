@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.checked_fields import COUNT, SIZE, check_fields
+from distflow_jax.parsing.setting_checks import Section, setting
 
 ROLES = ("ACTOR", "CRITIC", "REFERENCE", "REWARD", "ROLLOUT")
 TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN", "COMPUTE")
@@ -28,20 +30,14 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]*")
 
 
 @dataclasses.dataclass(frozen=True)
-class When:
+class When(Section, name="when"):
     """In which steps a node runs: every `every`-th one after the first `after`. Steps count from 1.
 
     When(every=1, after=20) runs in steps 21, 22, ...; When(every=5) in steps 5, 10, ...
     """
 
-    every: int = 1
-    after: int = 0
-
-    def __post_init__(self):
-        for key, least in (("every", 1), ("after", 0)):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"when.{key} must be an integer of at least {least}: {value!r}")
+    every: int = setting(1, COUNT)
+    after: int = setting(0, SIZE)
 
     def active(self, step: int) -> bool:
         """Whether the node runs in this step."""
@@ -216,12 +212,7 @@ class Region:
                 f"region {list(self.nodes)}: until must be a name or 'module:function', got "
                 f"{self.until!r}"
             )
-        least = isinstance(self.max_rounds, int) and not isinstance(self.max_rounds, bool)
-        if not least or self.max_rounds < 1:
-            raise ValueError(
-                f"region {list(self.nodes)}: max_rounds must be an integer of at least 1, got "
-                f"{self.max_rounds!r}"
-            )
+        check_fields(vars(self), {"max_rounds": COUNT}, f"region {list(self.nodes)}")
 
 
 @dataclasses.dataclass(frozen=True)

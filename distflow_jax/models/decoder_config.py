@@ -9,6 +9,7 @@ from distflow_jax.parsing.checked_fields import (
     COUNT,
     POSITIVE,
     SIZE,
+    above,
     at_least,
     integer_up_to,
     one_of,
@@ -33,30 +34,26 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(Section, name="yarn rope scaling "):
     """YaRN's frequency scaling, for positions beyond those of pretraining.
 
     High frequencies are unchanged, low frequencies are stretched, and scores are sharpened. Peng et
     al. 2023 (arxiv.org/abs/2309.00071), sec. 3.
     """
 
-    factor: float = 4.0  # longest sequence, in multiples of original_max_position
-    original_max_position: int = 32_768  # context length of pretraining
+    # longest sequence, in multiples of original_max_position
+    factor: float = setting(4.0, at_least(1))
+    original_max_position: int = setting(32_768, COUNT)  # context length of pretraining
     beta_fast: float = 32.0  # pairs with more turns over the original length are unchanged
     beta_slow: float = 1.0  # pairs with fewer turns are stretched in full
-    attention_factor: float | None = None  # of cosines and sines; None: 0.1 ln(factor) + 1
+    # of cosines and sines; None: 0.1 ln(factor) + 1
+    attention_factor: float | None = setting(None, above(0))
     truncate: bool = True  # round both ends of the ramp outwards to whole pairs
 
     def __post_init__(self):
-        if not (self.factor >= 1 and self.original_max_position >= 1):
-            raise ValueError(
-                "yarn rope scaling needs factor and original_max_position of at least 1, got "
-                f"{self}"
-            )
+        super().__post_init__()
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(f"yarn rope scaling needs beta_fast > beta_slow > 0, got {self}")
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            raise ValueError(f"yarn rope scaling needs attention_factor > 0, got {self}")
 
     @property
     def table_scale(self) -> float:

@@ -5,6 +5,7 @@ check_fields(raw, {"num_layers": COUNT, "rope_theta": NUMBER}, "config.json")
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,10 +32,11 @@ def _is_integer(value: Any, least: int) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number; true and false are none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Whether a value is a finite number, of NumPy too; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
-    return math.isfinite(value) if isinstance(value, float) else abs(value) <= 1 << 64
+    whole = isinstance(value, numbers.Integral)
+    return abs(int(value)) <= 1 << 64 if whole else math.isfinite(value)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

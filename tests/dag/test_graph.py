@@ -91,7 +91,7 @@ nodes:
         ("{text: response}", "{text: 1}", "node 'b': reads must hold names"),
         ("writes: [score]", "writes: {x: s, y: s}", "node 'b': writes one field under two names"),
         ("every: 2", "ever: 2", "node 'b': unknown key 'ever' in when (did you mean 'every'?"),
-        ("every: 2", "every: 0", "node 'b': when.every must be an integer of at least 1: 0"),
+        ("every: 2", "every: 0", "node 'b': when.every must be an integer from 1 to"),
         ("every: 2", "every: true", "when.every must be an integer"),
         ("{every: 2, after: 3}", "5", "node 'b': when must be a map {every, after}, got 5"),
         ("my_module:my_function", "'my_module:'", "node 'b': fn must be 'module:function'"),

@@ -141,7 +141,7 @@ def test_a_region_comes_first_and_whole():
         ({}, {"nodes": []}, "region: nodes must name at least one node"),
         ({}, {"nodes": "a"}, "region: nodes must be a list of node ids, got 'a'"),
         ({}, {"until": 3}, "until must be a name or 'module:function', got 3"),
-        ({}, {"max_rounds": 0}, "max_rounds must be an integer of at least 1, got 0"),
+        ({}, {"max_rounds": 0}, "max_rounds must be an integer from 1 to 2147483647, got 0"),
     ],
 )
 def test_a_region_that_cannot_be_is_refused(node, region, message):

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     EngineError,
@@ -57,17 +59,13 @@ class TriesEnded(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class ForeignLimits:
+class ForeignLimits(Section):
     """Facts about the model and the run that answers are checked by."""
 
     vocab_size: int
     stops: frozenset[int]  # ids that end a response
-    most_tries: int = 5  # of one response
+    most_tries: int = setting(5, at_least(1))  # of one response
     lost_seconds: float = 600.0  # that an engine may be away
-
-    def __post_init__(self):
-        if self.most_tries < 1:
-            raise ValueError(f"a response needs at least 1 try, got {self.most_tries}")
 
     @property
     def responses(self) -> ResponseLimits:
