@@ -35,8 +35,8 @@ def is_number(value: Any) -> bool:
     """Whether a value is a finite number, of NumPy too; true and false are none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
-    whole = isinstance(value, numbers.Integral)
-    return abs(int(value)) <= 1 << 64 if whole else math.isfinite(value)
+    whole: Any = value if isinstance(value, numbers.Integral) else 0
+    return abs(whole) <= 1 << 64 and (bool(whole) or math.isfinite(value))
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -22,7 +22,7 @@ from distflow_jax.algorithms.policy_tokens import cleaned_logp, off_policy_terms
 from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import AlgorithmConfig
-from distflow_jax.config.algorithm_tables import CORRECTIONS
+from distflow_jax.config.algorithm_tables import A3PO, CORRECTIONS
 from distflow_jax.layout import OF_GROUP
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
@@ -280,7 +280,7 @@ def proximal_logp(logp: jax.Array, batch: PolicyBatch, algorithm: AlgorithmConfi
     """Log-probs of the proximal policy, the ratio's denominator, [R, L], without a gradient."""
     if algorithm.proximal == "rollout":
         return batch.rollout_logp
-    if algorithm.proximal in correction_lib.A3PO:
+    if algorithm.proximal in A3PO:
         rollout_logp = cleaned_logp(batch.rollout_logp, batch.rows.response_mask)
         return correction_lib.a3po_proximal(logp, rollout_logp, batch.prox_alpha)
     return jax.lax.stop_gradient(logp) if batch.old_logp is None else batch.old_logp
