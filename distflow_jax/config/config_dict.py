@@ -19,7 +19,7 @@ from ml_collections import config_dict, config_flags
 
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.parsing.one_line import shown
-from distflow_jax.parsing.setting_checks import check_finite, check_number, check_text
+from distflow_jax.parsing.setting_checks import check_number, check_text, check_values
 
 T = typing.TypeVar("T")
 
@@ -130,7 +130,7 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
 
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
-        check_finite(value, path)
+        check_values(value, path, of_user=True)
         return _plain(value)
     if _is_union(annotation):
         return _convert_union(value, annotation, path)

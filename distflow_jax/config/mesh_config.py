@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from distflow_jax.layout import AXES, parse_submesh
-from distflow_jax.parsing.checked_fields import at_least
+from distflow_jax.parsing.checked_fields import COUNT, SIZE, at_least, check_fields
 from distflow_jax.parsing.setting_checks import Section, setting
 
 
@@ -52,10 +52,5 @@ class MeshConfig(Section, name="mesh"):
                     f"got {sizes!r}"
                 )
             parse_submesh(f"mesh.roles.{role}.devices", sizes.get("devices", ""))
-            for name, low in AXES.items():
-                value = sizes.get(name, low)
-                if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                    raise ValueError(
-                        f"mesh.roles.{role}.{name} must be a whole number of at least {low}, got "
-                        f"{value!r}"
-                    )
+            kinds = {name: COUNT if low else SIZE for name, low in AXES.items()}
+            check_fields(sizes, kinds, f"mesh.roles.{role}")

@@ -63,7 +63,7 @@ def check_settings(config: Any, prefix: str) -> None:
             field.metadata.get("kind"),
         )
         if kind and value is not None and not kind.fits(value):
-            check_finite(value, key)
+            check_values(value, key, of_user=True)
             raise ValueError(f"{key} must be {kind.words}, got {shown(value)}")
         check_values(value, key)
     for field in dataclasses.fields(config):
@@ -141,35 +141,19 @@ def check_text(value: Any, path: str) -> None:
         raise ValueError(f"{path} must be UTF-8 text, got {shown(value)} ({found})")
 
 
-def check_values(value: Any, path: str) -> None:
-    """Checks every number and text in a value; see check_number and check_text.
+def check_values(value: Any, path: str, *, of_user: bool = False) -> None:
+    """Raises ValueError for a number that no device takes, or text that no file can hold, in a
+    value of any form.
 
-    In a dict, which is for a user's own function, numbers have to be finite only.
-    """
-    if is_dict(value):
-        for key in value:
-            check_finite(value[key], f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            check_values(item, f"{path}[{i}]")
-    else:
-        check_number(value, path)
-        check_text(value, path)
-
-
-def check_finite(value: Any, path: str) -> None:
-    """Raises ValueError for a number without end, or no UTF-8, in a value of any form.
-
-    JSON can hold neither.
+    In a dict, which is for a user's own function, numbers have to be finite only, as in JSON.
     """
     if is_dict(value):
         for key in value:
             check_text(key, f"a key of {path}")
-            check_finite(value[key], f"{path}.{key}")
+            check_values(value[key], f"{path}.{key}", of_user=True)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_finite(item, f"{path}[{i}]")
-    elif isinstance(value, float):
-        check_number(value if not math.isfinite(value) else 0.0, path)
-    else:
-        check_text(value, path)
+            check_values(item, f"{path}[{i}]", of_user=of_user)
+    elif not of_user or (isinstance(value, float) and not math.isfinite(value)):
+        check_number(value, path)
+    check_text(value, path)

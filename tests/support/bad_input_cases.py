@@ -250,7 +250,7 @@ SIZES = [
     ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
-    ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC.tensor must be a whole number"),
+    ("mesh.roles={'CRITIC':{'tensor':0}}", "mesh.roles.CRITIC: tensor must be an integer from 1"),
     ("mesh.devices=2", "mesh.devices must be FIRST:LAST, as in a slice of a host's devices"),
     ("mesh.devices=4:4", "mesh.devices='4:4' holds no device: use '4:5' for one"),
     ("mesh.devices=4:9", "mesh.devices='4:9' goes beyond the 8 devices of a host; end at 8"),

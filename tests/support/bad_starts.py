@@ -31,15 +31,6 @@ OF_TYPE = {
     "dict": ["7", "{'a': ", "{'a': 1e999}", BYTES],
     "tuple": ["7"],
 }
-# numbers of which the negative ones mean something
-SIGNED = {
-    "reward.on_error": "the score of a call that failed",
-    "reward.overlong_penalty": "",
-    "algorithm.entropy_coef": "",
-    "algorithm.rejection_low": "",
-    "algorithm.clip_cov_lb": "",
-    "algorithm.clip_cov_ub": "",
-}
 FREE_TEXT = {  # any text is right
     *("data.system_prompt", "data.prompt_suffix", "observe.tracker_project"),
     *("model.cache_dir", "compilation_cache"),  # any folder, made where it is needed
@@ -126,7 +117,7 @@ def of_keys():
         values = OF_TYPE[kinds[0]]
         if kinds == ["str"] and key.name not in FREE_TEXT:
             values = [*values, "no-such-choice", "7"]
-        if kinds[0] == "float" and key.name not in SIGNED:
+        if kinds[0] == "float" and key.kind and not key.kind.fits(-3e38):
             values = [*values, "-3e38"]
         last = key.name.split(".")[-1]
         for value in values:

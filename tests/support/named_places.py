@@ -160,26 +160,12 @@ KEYS = {
     "rollout.environment": [(".py", "{}:f", [], _CODE)],
     "observe.trackers": [(".py", "('{}:f',)", [], _CODE)],
 }
-# keys that are text, or hold some, and no path
+# keys that are text, or hold some, and no path; those with choices are none either
 NO_PATHS = {
-    *("algorithm.advantage", "algorithm.cpgd_weight", "algorithm.policy_loss"),
-    *("algorithm.aggregation", "algorithm.kl_estimator", "algorithm.correction"),
-    *("algorithm.rejection", "algorithm.proximal"),
-    *("critic.loss.aggregation", "critic.optimizer.moments", "critic.optimizer.schedule"),
-    *("data.columns", "data.overlong", "data.prompt_suffix", "data.system_prompt"),
-    *("data.date", "data.template_kwargs", "data.train_on"),
-    *("eval.columns", "stream.cache", "stream.listen", "stream.order", "stream.weight_update"),
-    *(
-        "stream.partial_batches",
-        "stream.worker_nodes",
-        "lora.targets",
-        "mesh.devices",
-        "mesh.roles",
-    ),
-    *("model.vision", "observe.profile_steps", "observe.tracker_project", "preference.loss"),
-    *("reward.kwargs", "rollout.attention", "rollout.cache_dtype", "rollout.environment_kwargs"),
-    *("rollout.weights_dtype", "training.compute_dtype"),
-    *("training.optimizer.moments", "training.optimizer.schedule"),
+    *("data.columns", "data.prompt_suffix", "data.system_prompt", "data.date"),
+    *("data.template_kwargs", "eval.columns", "stream.listen", "stream.worker_nodes"),
+    *("lora.targets", "mesh.devices", "mesh.roles", "model.vision", "observe.profile_steps"),
+    *("observe.tracker_project", "reward.kwargs", "rollout.environment_kwargs"),
 }
 
 
