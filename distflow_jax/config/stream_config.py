@@ -6,12 +6,14 @@ from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.parsing.checked_fields import above, at_least, one_of
 from distflow_jax.parsing.setting_checks import Section, refuse, setting
 
-_AHEAD = {"max_staleness": ()}
-_IN_FLIGHT = {"max_staleness": (), "weight_update": ("in_flight",)}
+_AHEAD: dict[str, tuple[str, ...]] = {"max_staleness": ()}
 _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
     "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
     "samplers, and stream.round_tokens={stream.round_tokens} gives groups a deadline by the "
     "newest; use divergence=0 or round_tokens=0",
+    "divergence boundary": "stream.divergence={stream.divergence!r} says when samplers take new "
+    "weights, and with stream.weight_update='boundary' each step's version is fixed; use "
+    "weight_update='in_flight', or take it out",
     "budget boundary": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
     "step has, and stream.weight_update='boundary' fixes their version before they begin; use "
     "weight_update='in_flight', or round_tokens=0",
@@ -38,10 +40,14 @@ class StreamConfig(Section, name="stream"):
     weight_update: str = setting("in_flight", one_of(("in_flight", "boundary")), needs=_AHEAD)
     # keys and values of tokens that older weights read: keep them, or recompute them after a weight
     # update
-    cache: str = setting("keep", one_of(("keep", "recompute")), needs=_IN_FLIGHT)
-    # new weights go to samplers if those that they have differ by more than so many nats per token
-    # (k3), or if a sampler has nothing to do; 0: after every step
-    divergence: float = setting(0.0, at_least(0), needs=_IN_FLIGHT)
+    cache: str = setting(
+        "keep",
+        one_of(("keep", "recompute")),
+        needs=_AHEAD | {"weight_update": ("in_flight",)},
+    )
+    # with weight_update=in_flight: new weights go to samplers if those that they have differ by
+    # more than so many nats per token (k3), or if a sampler has nothing to do; 0: after every step
+    divergence: float = setting(0.0, at_least(0), needs=_AHEAD)
     # whether a step trains on its groups as they become complete, partial batch by partial batch:
     # off, all at once; counter, the next partial_batch_prompts groups by their counters, which is
     # reproducible with weight_update=boundary; or ready, the oldest complete groups that fill

@@ -110,6 +110,10 @@ SIZES = [
         "stream.max_staleness=1",
         [
             (
+                "stream.divergence=0.5 ; stream.weight_update=boundary",
+                "and with stream.weight_update='boundary'",
+            ),
+            (
                 "stream.divergence=0.5 ; stream.round_tokens=4096",
                 "stream.divergence=0.5 keeps older",
             ),
