@@ -1,1 +1,1 @@
-"""The run's configuration: dataclasses, the command line, and the settings of a graph."""
+"""The run's configuration: a dataclass per section, their keys, and the settings of a graph."""

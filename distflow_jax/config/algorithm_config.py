@@ -1,11 +1,11 @@
-"""Algorithm settings: names from the tables of this folder, and their options.
+"""Settings of losses: names of advantages, policy losses and corrections, and their options.
 
-An option that the chosen advantage, loss or correction does not take is an error. None stands for
-the default of the chosen entry, which its table holds.
+An option that the chosen entry of algorithm_tables.py does not take is an error. None stands for
+the default that the table has for it.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from distflow_jax.config.algorithm_tables import (
@@ -28,26 +28,23 @@ _ABOVE_ONE = above(1)
 _UNIT, _SHARE = between(0, 1), between(0, 1, "(]")
 
 
-def _of_advantages(option: str) -> dict[str, tuple[str, ...]]:
-    """The need of an option: an advantage that takes it."""
-    takers = (name for name, kind in ADVANTAGES.items() if option in kind.options)
-    return {"advantage": tuple(takers)}
+# {key of AlgorithmConfig: {its choice: options that have an effect with it}}
+_OPTIONS: dict[str, dict[str, Collection[str]]] = {
+    "advantage": {name: kind.options for name, kind in ADVANTAGES.items()},
+    "policy_loss": {n: {*kind.options, *kind.select_options} for n, kind in POLICY_LOSSES.items()},
+    "correction": {name: kind.bounds for name, kind in CORRECTIONS.items()},
+    "rejection": {name: kind.bounds for name, kind in REJECTIONS.items()},
+}
+
+
+def _needs(key: str, option: str) -> dict[str, tuple[str, ...]]:
+    """The need of an option: a choice of `key` that takes it."""
+    return {key: tuple(name for name, options in _OPTIONS[key].items() if option in options)}
 
 
 def _loss_option(kind: Kind, option: str) -> float | None:
-    """A setting of the policy losses that take `option`; None: the loss's own default."""
-    takers = [
-        name
-        for name, loss in POLICY_LOSSES.items()
-        if option in {*loss.options, *loss.select_options}
-    ]
-    return setting(None, kind, needs={"policy_loss": tuple(takers)})
-
-
-def _bound(kind: Kind, of: str, side: str, table: Mapping[str, CorrectionKind]) -> float | None:
-    """A bound of the entries of `table` that have it; None: the entry's own default."""
-    takers = (name for name, entry in table.items() if side in entry.bounds)
-    return setting(None, kind, needs={of: tuple(takers)})
+    """An option of policy losses; None: the loss's own default."""
+    return setting(None, kind, needs=_needs("policy_loss", option))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +54,17 @@ class AlgorithmConfig(Section, name="algorithm"):
     # estimator of the advantages
     advantage: str = setting("grpo", one_of(ADVANTAGES))
     # discount per token
-    gamma: float = setting(1.0, _UNIT, needs=_of_advantages("gamma"))
+    gamma: float = setting(1.0, _UNIT, needs=_needs("advantage", "gamma"))
     # lambda of gae: 1 is the full return, 0 the one-step estimate
-    lam: float = setting(1.0, _UNIT, needs=_of_advantages("lam"))
+    lam: float = setting(1.0, _UNIT, needs=_needs("advantage", "lam"))
     # weight of groups in cpgd
     cpgd_weight: str = setting(
-        "std", one_of(("std", "equal", "clip_filter")), needs=_of_advantages("cpgd_weight")
+        "std", one_of(("std", "equal", "clip_filter")), needs=_needs("advantage", "cpgd_weight")
     )
     # divide grpo_passk by the group's standard deviation
-    norm_adv_by_std_in_grpo: bool = setting(True, needs=_of_advantages("norm_adv_by_std_in_grpo"))
+    norm_adv_by_std_in_grpo: bool = setting(
+        True, needs=_needs("advantage", "norm_adv_by_std_in_grpo")
+    )
 
     # loss of the policy per token
     policy_loss: str = setting("ppo_clip", one_of(POLICY_LOSSES))
@@ -122,9 +121,9 @@ class AlgorithmConfig(Section, name="algorithm"):
     # place of none, unless rejection or proximal say what becomes of tokens of older weights
     correction: str = setting("none", one_of(("none", *CORRECTIONS)))
     # least ratio of token_mis and sequence_mis; None: 0.5, for sequence_mis 0
-    correction_low: float | None = _bound(_NOT_NEGATIVE, "correction", "low", CORRECTIONS)
+    correction_low: float | None = setting(None, _NOT_NEGATIVE, needs=_needs("correction", "low"))
     # greatest ratio of a correction; None: 2, for token_mis 5
-    correction_high: float | None = _bound(_POSITIVE, "correction", "high", CORRECTIONS)
+    correction_high: float | None = setting(None, _POSITIVE, needs=_needs("correction", "high"))
     # divide the correction's weights by their mean over the optimizer step
     correction_batch_normalize: bool = setting(False, needs={"correction": tuple(CORRECTIONS)})
     # rule that leaves out what differs too much between sampler and trainer; none: all are kept;
@@ -132,10 +131,10 @@ class AlgorithmConfig(Section, name="algorithm"):
     # largest token: seq_max_k2, seq_max_k3; tokens: token_k1, token_k2, token_k3
     rejection: str = setting("none", one_of(("none", *REJECTIONS)))
     # least ratio of geometric (mean), token_k1 and seq_sum_k1 (product); None: 0.99, 0.5, 0.5
-    rejection_low: float | None = _bound(_NOT_NEGATIVE, "rejection", "low", REJECTIONS)
+    rejection_low: float | None = setting(None, _NOT_NEGATIVE, needs=_needs("rejection", "low"))
     # greatest ratio of these; None: 1.01, 2, 2. Of the others the greatest KL in nats; None: 0.01,
     # for seq_sum_k2 and seq_sum_k3 1, for tokens and seq_max 0.25
-    rejection_high: float | None = _bound(_POSITIVE, "rejection", "high", REJECTIONS)
+    rejection_high: float | None = setting(None, _POSITIVE, needs=_needs("rejection", "high"))
     # source of the old log-probs
     proximal: str = setting("recomputed", one_of(PROXIMAL))
 

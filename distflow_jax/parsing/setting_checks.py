@@ -57,11 +57,8 @@ def check_settings(config: Any, prefix: str) -> None:
     """Raises ValueError for the first setting of a dataclass whose value no device or file can
     take, that is outside its range or choices, or that has no effect. `prefix` begins its name."""
     for field in dataclasses.fields(config):
-        key, value, kind = (
-            f"{prefix}{field.name}",
-            getattr(config, field.name),
-            field.metadata.get("kind"),
-        )
+        key, value = f"{prefix}{field.name}", getattr(config, field.name)
+        kind = field.metadata.get("kind")
         if kind and value is not None and not kind.fits(value):
             check_values(value, key, of_user=True)
             raise ValueError(f"{key} must be {kind.words}, got {shown(value)}")
