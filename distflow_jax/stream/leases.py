@@ -2,7 +2,18 @@
 
 A task is open from its beginning until its result is there. A lease that ends puts it back. A
 worker of which a lease has ended is stalled until it submits something: it does not count as one at
-work. Nothing here communicates or reads a clock.
+work. Nothing here communicates or reads a clock; a connection that is lost means nothing.
+
+  what happens                                    call          counts as a try
+  a worker leaves in order, or an error ends it   deregister    no
+  it gives no sign of life for a lease's time     expire        no
+  its result is not used                          take_back     no
+  it says that it cannot do a task                fail          yes; after `max_tries` give_up
+  its results are refused too often               end           no; it gets nothing any more
+  no worker can answer a prompt                   give_up       the prompt's place is another's
+
+Ended responses of a task stay. Of those under way the tokens stay with weight updates in flight; at
+boundaries they begin anew (TaskBuffer).
 """
 
 import math
