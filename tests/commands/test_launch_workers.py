@@ -194,7 +194,7 @@ def test_workers_are_a_job_beside_the_jobset(capsys):
     assert spec["backoffLimitPerIndex"] == 7 and "backoffLimit" not in spec
     mistake, taken = spec["podFailurePolicy"]["rules"]
     codes = {"containerName": "main", "operator": "In", "values": [2]}
-    assert mistake == {"action": "FailJob", "onExitCodes": codes}
+    assert mistake == {"action": "FailIndex", "onExitCodes": codes}
     assert taken == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # as podFailurePolicy demands
