@@ -53,7 +53,7 @@ from distflow_jax.stream.stream_config import StreamConfig
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 
 
-class Place(Protocol):
+class DataPlace(Protocol):
     """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
 
     begun: dict[str, Any] | None
@@ -67,7 +67,7 @@ class Place(Protocol):
 class KeptGroups:
     """Places where a source keeps its groups: for checkpoints, for readers and for replays."""
 
-    place: Place
+    place: DataPlace
     saver: SampleSaver
     recording: RecordWriter
     check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint

@@ -21,11 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
-from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, Task
+from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
 
 MOST_ENDED = 10_000  # names of workers that are remembered
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=OpenTask)
 
 
 class Leases:
@@ -106,7 +106,7 @@ class Leases:
             if sum(task.failures.values()) >= self._max_tries:
                 self.give_up(task, why)
 
-    def give_up(self, task: Task, why: str) -> None:
+    def give_up(self, task: OpenTask, why: str) -> None:
         """Forgets the prompt of a task that no worker can do."""
         self.given_up[task.key[0]] = why
         self.forget([task.key[0]])
