@@ -1,7 +1,6 @@
 """Delivery: how new weights reach what samples for one process, and what that is."""
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 
@@ -20,7 +19,10 @@ from distflow_jax.stream.schedule import weight_buffers
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """The parts that bring weights from the trainer to a sampler that runs ahead."""
+    """The parts that bring weights from the trainer to a sampler that runs ahead.
+
+    Nothing runs until Driver, which makes the hooks, calls `start` once: threads begin there.
+    """
 
     sync: WeightSync
     rule: PublishRule
@@ -42,8 +44,12 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
-    start = functools.partial(_start_thread if own_devices else _start_inline, config, sampler)
-    return Delivery(sync, *publishing(config, producer), functools.partial(start, producer))
+    start = _start_thread if own_devices else _start_inline
+    return Delivery(
+        sync,
+        *publishing(config, producer),
+        lambda hooks: start(config, sampler, producer, hooks),
+    )
 
 
 def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
@@ -90,7 +96,7 @@ def _start_thread(
         producer,
         hooks.hand_on,
         arrive=hooks.arrive,
-        order=hooks.order,
+        exact_order=hooks.exact_order,
         evaluations=hooks.evaluations,
         buffers=weight_buffers(config),
         idle=hooks.idle,

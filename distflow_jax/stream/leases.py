@@ -2,7 +2,18 @@
 
 A task is open from its beginning until its result is there. A lease that ends puts it back. A
 worker of which a lease has ended is stalled until it submits something: it does not count as one at
-work. Nothing here communicates or reads a clock.
+work. Nothing here communicates or reads a clock; a connection that is lost means nothing.
+
+  what happens                                    call          counts as a try
+  a worker leaves in order, or an error ends it   deregister    no
+  it gives no sign of life for a lease's time     expire        no
+  its result is not used                          take_back     no
+  it says that it cannot do a task                fail          yes; after `max_tries` give_up
+  its results are refused too often               end           no; it gets nothing any more
+  no worker can answer a prompt                   give_up       the prompt's place is another's
+
+Ended responses of a task stay. Of those under way the tokens stay with weight updates in flight; at
+boundaries they begin anew (TaskBuffer).
 """
 
 import math
@@ -10,11 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
-from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, Task
+from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
 
 MOST_ENDED = 10_000  # names of workers that are remembered
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=OpenTask)
 
 
 class Leases:
@@ -95,7 +106,7 @@ class Leases:
             if sum(task.failures.values()) >= self._max_tries:
                 self.give_up(task, why)
 
-    def give_up(self, task: Task, why: str) -> None:
+    def give_up(self, task: OpenTask, why: str) -> None:
         """Forgets the prompt of a task that no worker can do."""
         self.given_up[task.key[0]] = why
         self.forget([task.key[0]])
