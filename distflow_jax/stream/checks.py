@@ -1,4 +1,4 @@
-"""Settings and nodes with which samplers cannot run ahead, found before any device works."""
+"""Checks for settings and nodes that asynchronous sampling does not support, before device work."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from distflow_jax.stream.tasks import ENVIRONMENT
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """Settings of other sections, and sizes, that samplers which run ahead have to fit."""
+    """Settings of other sections, and sizes, that asynchronous sampling must be compatible with."""
 
     algorithm: AlgorithmConfig
     sampler_hosts: int  # processes that share a sampler

@@ -1,8 +1,8 @@
 """Leases of tasks, and the workers that hold them.
 
-A task is open from its beginning until its result is there. A lease that ends puts it back. A
-worker of which a lease has ended is stalled until it submits something: it does not count as one at
-work. Nothing here communicates or reads a clock.
+A task is open until its result arrives. When a lease expires, the task waits again. A worker whose
+lease expired is stalled, and does not count as active, until it submits a result. Nothing here
+communicates or reads a clock.
 """
 
 import math
@@ -18,19 +18,19 @@ T = TypeVar("T", bound=Task)
 
 
 class Leases:
-    """All open tasks of a process, by key, and the workers that live.
+    """All open tasks of a process, by key, and the live workers.
 
     Attributes:
-      seconds: after which a lease ends without news.
-      given_up: prompts that no worker can answer, with the last failure of each; the caller takes
-        them out.
+      seconds: time without a heartbeat after which a lease expires.
+      given_up: prompts that no worker can answer, with the last failure of each; drained by the
+        caller.
       expired: leases that ended without a result.
-      workers: that were heard of within a lease's time, and when last.
-      idle: versions with which workers found nothing to sample; without those that have work.
-      stalled: workers of which a lease has ended, and that submitted nothing since.
-      ended: workers that get nothing any more, why and since when.
-      on_end: is called with a worker that is ended, and the time.
-      unfit: whether an error has ended a worker, and no response came since.
+      workers: time of the last heartbeat, by worker, within one lease's time.
+      idle: versions for which workers found nothing to sample; without workers that have work.
+      stalled: workers whose lease expired and that have submitted nothing since.
+      ended: workers that receive no more work, with reason and time.
+      on_end: called with a worker that is ended, and the time.
+      unfit: whether an error has ended a worker, and no response arrived since.
     """
 
     def __init__(self, seconds: float, max_tries: int):

@@ -21,14 +21,13 @@ log = logging.getLogger("distflow_jax")
 
 
 class SampleRequests:
-    """Requests from `begin` until `round` returns them, whoever answers them.
+    """Requests from `begin` until `round` returns them, whichever worker answers.
 
-    Calls but `begin` and `round` come under the lock of the producer.
+    All calls except `begin` and `round` require the producer's lock.
 
     Attributes:
       buffer: of their tasks, and of nodes that workers run on groups whose samples are complete.
-      here: counts of the worker of this process, after what `round` has returned; zeros: there is
-        none.
+      here: counts of this process's worker since `round` last returned; zeros: no such worker.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ _COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one 
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """How far samplers run ahead of the training, and how they take new weights."""
+    """How far samplers run ahead of training, and how they receive new weights."""
 
     # steps that a token may be old when it is trained on: samplers begin with the prompts of that
     # many steps more; 0: each step samples, then trains
