@@ -1,8 +1,8 @@
-"""The whole configuration of a run: the dataclasses of all sections.
+"""The complete configuration of a run: the dataclasses of all sections.
 
-Each default stands with the module that owns it; this file only combines the sections. Users edit
-one locked ml_collections ConfigDict (configs/), which is converted to these dataclasses before
-anything runs. Constraints between sections are checked where sizes are derived (planning/sizes.py).
+Defaults live in the module that owns them; this file only combines the sections. Users edit one
+locked ml_collections ConfigDict (configs/), which is converted to these dataclasses before anything
+runs. Constraints between sections are checked where sizes are derived (planning/sizes.py).
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
-    """Output of a run beside metrics.jsonl."""
+    """Output of a run in addition to metrics.jsonl."""
 
     # what the run writes is for its owner alone (0700, 0600), since prompts and responses may be
     # private; False: as the shell's umask says
