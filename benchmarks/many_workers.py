@@ -106,7 +106,7 @@ def run_buffer(pipe: Connection, buffers: int, works: bool) -> None:
             tasks.expire(now := time.monotonic())
             service.answer_waiting(now)
             lock.wait(LOOK_SECONDS)
-        done += len(requests.round())
+        done += len(requests.take_complete())
         requests.handed_on()
         if pipe.poll():
             word = pipe.recv()

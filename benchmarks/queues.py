@@ -152,7 +152,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
     while True:
         with lock:
             lock.wait_for(lambda: requests.has_news, 0.05)
-        for (number, _), episodes, _ in requests.round():
+        for (number, _), episodes, _ in requests.take_complete():
             hand_over(number, episodes)
         if pipe.poll():
             word = pipe.recv()

@@ -83,8 +83,7 @@ def train(
         stop.before_leaving.append(watchdog.stopped)
         if processes.process_index():
             log_lines.only_errors()
-        held = (watchdog, stop, sys.argv)
-        code = train_here(config, workdir, *held, chosen=chosen, replay=replay)
+        code = train_here(config, workdir, watchdog, stop, sys.argv, chosen=chosen, replay=replay)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code

@@ -351,6 +351,7 @@ LAUNCHERS = {
     "local": "Starts N JAX processes of one job on this machine and merges their logs.",
     "slurm": "Starts a run on a Slurm cluster, one process per node.",
     "gke": "Starts a run on Google Kubernetes Engine as a JobSet, one pod per host.",
+    "skypilot": "Starts a run as a managed job of SkyPilot, one process per node.",
     "tpu_vm": "Starts a run on the hosts of a Cloud TPU VM, by gcloud's ssh.",
 }
 MODULE = "distflow_jax.commands"  # python -m MODULE SUBCOMMAND is `distflow SUBCOMMAND`

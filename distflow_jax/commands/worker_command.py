@@ -6,9 +6,9 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.user_error import user_error
 from distflow_jax.runtime.samplers.foreign_engines import read_engine
-from distflow_jax.runtime.samplers.run_worker import run_worker
+from distflow_jax.runtime.samplers.run_worker import WorkerFailed, run_worker
 from distflow_jax.stream.links.buffer_links import NobodyAnswers, Patience
-from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
+from distflow_jax.watchdog.exit_codes import EXIT_FAILED, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 
@@ -30,3 +30,6 @@ def main(options: SimpleNamespace) -> int:
     except NobodyAnswers as error:
         user_error(str(error))
         return EXIT_PREEMPTED  # they may come back
+    except WorkerFailed as error:
+        user_error(str(error))
+        return EXIT_FAILED  # no user error, after which launchers start nothing again

@@ -101,6 +101,7 @@ def build(
         if partial_batches is not None:
             partial_batches.compile()
     units = {unit.name: unit for unit in run.plan.units}
+    # on the host make_runner; of a unit on a mesh the program that unit_programs.py has traced
     runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
         (task,) = units[name].tasks

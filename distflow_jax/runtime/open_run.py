@@ -105,13 +105,13 @@ def fetched(run: OpenRun, found: Metrics) -> Metrics:
 def measure(run: OpenRun, metrics: Metrics) -> None:
     """Adds metrics of the step's samples, and tells source and loader of these. Collective."""
     samples, step = run.runtime.coordinator.samples(), run.state.step
-    held, loader, place = run.steps.held, run.prepared.loader, run.source.place
+    batch, loader, place = run.steps.batch, run.prepared.loader, run.source.place
     with run.instruments.phases.span("statistics"), processes.coordinating():
         table = gather_table(samples, images=loader.sees)
-        metrics |= batch_metrics(table, held.tokens_per_rank())
-        images = gather_images(held.image_counts()) if loader.sees else None
+        metrics |= batch_metrics(table, batch.tokens_per_rank())
+        images = gather_images(batch.image_counts()) if loader.sees else None
         metrics |= image_metrics(images)
-        mfu = functools.partial(run.utilization.mfu, step, held, images)
+        mfu = functools.partial(run.utilization.mfu, step, batch, images)
         metrics |= run.instruments.measured("perf/mfu/actor", mfu)
         loader.observe(place.batches, table.counter, table.response)
         loader.observe_scores(place.batches, table.counter, table.score)
@@ -139,7 +139,7 @@ def always(run: OpenRun) -> bool:
 def write_samples(run: OpenRun, metrics: Metrics) -> None:
     """Writes the responses of the step."""
     samples = run.runtime.coordinator.samples()
-    samples.fields.update(run.steps.held.advantages())
+    samples.fields.update(run.steps.batch.advantages())
     run.recorder.samples(samples)
 
 
@@ -166,7 +166,7 @@ def evaluate(run: OpenRun, metrics: Metrics) -> None:
 
 def record(run: OpenRun, metrics: Metrics) -> None:
     """Writes the step's metrics, with its costs."""
-    received = run.steps.held.bytes_received()
+    received = run.steps.batch.bytes_received()
     costs, stragglers = run.times.take(run.state.step, metrics, received)
     run.recorder.step(metrics | costs, stragglers)
 

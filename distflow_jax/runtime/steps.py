@@ -1,6 +1,6 @@
 """How a run makes a step: on the whole batch at once, or partial batch by partial batch.
 
-Both take what the source has of a step, run the units of the plan, and afterwards have, in `held`,
+Both take what the source has of a step, run the units of the plan, and afterwards have, in `batch`,
 the numbers that a Coordinator has of a batch. In partial batches the units that stream run on each,
 which a coordinator of its own holds, then the others on the whole batch, which the coordinator of
 the run holds, and of which statistics and records are made.
@@ -148,7 +148,7 @@ class PartialBatchSteps:
         return states, self._source.measured() | metrics  # workers name some of those
 
     @property
-    def held(self) -> "PartialBatchSteps":
+    def batch(self) -> "PartialBatchSteps":
         """The holder of the rows of the step."""
         return self
 
@@ -374,19 +374,19 @@ class WholeSteps:
         span: Callable[..., AbstractContextManager[Any]],
     ):
         self._plan, self._runners, self._source, self._span = plan, runners, source, span
-        self.held = coordinator
+        self.batch = coordinator
 
     def run(
         self, step: int, states: Mapping[str, Any], rehearse: Rehearse | None
     ) -> tuple[dict[str, Any], Metrics]:
         """Runs a step; returns its states and metrics, see dag.plan_walker.run_step. Collective."""
-        next_round = self._source.fill(self.held, step)
+        next_round = self._source.fill(self.batch, step)
         states, metrics = run_step(
             self._plan,
             step,
             self._runners,
             states,
-            self.held,
+            self.batch,
             self._span,
             next_round,
             rehearse=rehearse,

@@ -4,6 +4,17 @@ The rule in schedule.py alone decides which groups may begin and which of them a
 process has to ask another. Processes exchange only whether their groups are complete, and the
 filter decisions of a region (batches/agreement.py). With weight updates at boundaries, filter
 decisions are exchanged after each round of a region instead (region_rounds.py).
+
+The way of a group:
+
+  the sampling thread (this one, ThreadLink's own, or a worker's connection, BufferService):
+    Producer.admit begins it, TaskBuffer.lease leases it, SampleRequests.submit takes its samples
+  the same thread, or BufferThread for workers:
+    Driver.hand_on takes it out of the buffer (Producer.collect), for the nodes that run on it
+  threads of HostThread (LeasedNodes where workers run them):
+    rewards and other nodes on the host; then `group.done`
+  the training thread:
+    Agreement.next waits for the groups of a partial batch, StepGroups.join makes fields of them
 """
 
 import contextlib
@@ -42,7 +53,7 @@ from distflow_jax.stream.stream_config import StreamConfig
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 
 
-class Place(Protocol):
+class DataPlace(Protocol):
     """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
 
     begun: dict[str, Any] | None
@@ -56,7 +67,7 @@ class Place(Protocol):
 class KeptGroups:
     """Consumers of a source's groups: checkpoints, per-step records and recordings for replay."""
 
-    place: Place
+    place: DataPlace
     saver: SampleSaver
     recording: RecordWriter
     check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint
@@ -131,7 +142,8 @@ class Ahead:
     # -- weights ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Brings the weights of all finished steps to samplers, unless these do without."""
+        """Brings the weights of all finished steps to samplers, unless they do without, or `offer`
+        has published them."""
         if not self.publications.passed_over(step - 1):
             self.update_weights(step - 1)
 
@@ -184,7 +196,11 @@ class Ahead:
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The fields of all of this process's groups of a step, once all its partial batches are
-        decided, and metrics of the nodes that ran on them."""
+        decided, and metrics of the nodes that ran on them.
+
+        With partial_batches=off the step is one partial batch: then this waits until all processes
+        have all their groups of the step.
+        """
         admission = self.producer.admission
 
         def decided() -> bool:  # then all groups of the step are done

@@ -1,7 +1,6 @@
 """Delivery of new weights to the sampler of one process."""
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 
@@ -19,7 +18,10 @@ from distflow_jax.stream.stream_config import StreamConfig
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """The parts that bring weights from the trainer to an asynchronous sampler."""
+    """The parts that bring weights from the trainer to an asynchronous sampler.
+
+    Nothing runs until Driver, which makes the hooks, calls `start` once; threads begin there.
+    """
 
     sync: WeightSync
     rule: PublishRule
@@ -41,8 +43,12 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
-    start = functools.partial(_start_thread if own_devices else _start_inline, config, sampler)
-    return Delivery(sync, *publishing(config, producer), functools.partial(start, producer))
+    start = _start_thread if own_devices else _start_inline
+    return Delivery(
+        sync,
+        *publishing(config, producer),
+        lambda hooks: start(config, sampler, producer, hooks),
+    )
 
 
 def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
@@ -89,7 +95,7 @@ def _start_thread(
         producer,
         hooks.hand_on,
         arrive=hooks.arrive,
-        order=hooks.order,
+        exact_order=hooks.exact_order,
         evaluations=hooks.evaluations,
         buffers=config.buffers,
         idle=hooks.idle,

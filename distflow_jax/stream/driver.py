@@ -85,7 +85,9 @@ class Driver:
         )
 
     def wait_until(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
-        """Samples until something is true, for which groups below a counter are needed.
+        """Waits until something is true, and samples meanwhile if this thread does.
+
+        `needs`: the counter below which groups are needed for it.
 
         Raises what a sampler or a node that ran ahead has raised for one of these groups.
         `waits_for`: what it is, for the watchdog; "": the oldest of them.
@@ -103,7 +105,7 @@ class Driver:
 
     def hand_on(self) -> None:
         """Hands complete groups on."""
-        for group in self._producer.round():
+        for group in self._producer.collect():
             self._host.submit(group, self._saver.add_complete)
 
     @contextlib.contextmanager

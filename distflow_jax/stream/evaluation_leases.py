@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 
 from distflow_jax.stream.leases import Leases
-from distflow_jax.stream.tasks import EVALUATION, SAMPLING, GroupTask, Key, Task
+from distflow_jax.stream.tasks import EVALUATION, SAMPLING, GroupTask, Key, OpenTask
 
 SHARE = 4  # workers at work, for each one that evaluates
 
@@ -69,7 +69,7 @@ class EvaluationLeases(Leases):
         self.evaluating = evaluators(tasks, self.at_work() or serve)
         return stalled
 
-    def give_up(self, task: Task, why: str) -> None:
+    def give_up(self, task: OpenTask, why: str) -> None:
         """As of Leases; an evaluation does without the prompt."""
         found = self.find(GroupTask, task.key)
         if found is None or found.trains:

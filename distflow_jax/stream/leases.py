@@ -2,7 +2,18 @@
 
 A task is open until its result arrives. When a lease expires, the task waits again. A worker whose
 lease expired is stalled, and does not count as active, until it submits a result. Nothing here
-communicates or reads a clock.
+communicates or reads a clock; a lost connection has no meaning.
+
+  event                                          call          counts as a try
+  a worker leaves in order, or an error ends it  deregister    no
+  no heartbeat for a lease's time                expire        no
+  its result is not used                         take_back     no
+  it reports that it cannot do a task            fail          yes; after `max_tries` give_up
+  its results are refused too often              end           no; it receives no more work
+  no worker can answer a prompt                  give_up       the next prompt replaces it
+
+Finished responses of a task are kept. Of unfinished ones, the tokens are kept with weight updates
+in flight; at boundaries such responses start over (TaskBuffer).
 """
 
 import math
@@ -10,11 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
-from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, Task
+from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
 
 MOST_ENDED = 10_000  # names of workers that are remembered
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=OpenTask)
 
 
 class Leases:
@@ -95,7 +106,7 @@ class Leases:
             if sum(task.failures.values()) >= self._max_tries:
                 self.give_up(task, why)
 
-    def give_up(self, task: Task, why: str) -> None:
+    def give_up(self, task: OpenTask, why: str) -> None:
         """Forgets the prompt of a task that no worker can do."""
         self.given_up[task.key[0]] = why
         self.forget([task.key[0]])

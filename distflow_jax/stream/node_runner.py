@@ -6,6 +6,7 @@ counts.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,6 +71,7 @@ class NodeRunner:
         if work.key not in self._running:  # otherwise its lease has ended, and it runs still
             future = self._runs.submit(self._units[work.key[1]].answer, work)
             self._running[work.key] = future
+            future.add_done_callback(functools.partial(_tell_failure, work.key))
             future.add_done_callback(lambda _: done())
 
     def ready(self) -> list[tuple[Key, Frame | str]]:
@@ -97,6 +99,9 @@ def _result(key: Key, future: Future[Frame]) -> Frame | str:
     error = future.exception()
     if error is None:
         return future.result()
-    why = f"node {key[1]!r} failed with {type(error).__name__}: {error}"
-    log.warning("prompt %d: %s", key[0], why)
-    return why
+    return f"node {key[1]!r} failed with {type(error).__name__}: {error}"
+
+
+def _tell_failure(key: Key, future: Future[Frame]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        log.warning("prompt %d: %s", key[0], _result(key, future))

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.stream.tasks import SAMPLER, Key, Task
+from distflow_jax.stream.tasks import SAMPLER, Key, OpenTask
 
 _Entry = tuple[tuple[Any, ...], Key]  # priority, key
 
 
-class OpenTasks(Mapping[Key, Task]):
+class OpenTasks(Mapping[Key, OpenTask]):
     """Open tasks by key. Leases begin, continue and end here only.
 
     Attributes:
@@ -25,15 +25,15 @@ class OpenTasks(Mapping[Key, Task]):
 
     def __init__(self) -> None:
         self.num_waiting: Counter[str] = Counter()
-        self._tasks: dict[Key, Task] = {}
-        self._by_node: dict[str, dict[Key, Task]] = {}
-        self._held: dict[str, dict[Key, Task]] = {}  # by worker
+        self._tasks: dict[Key, OpenTask] = {}
+        self._by_node: dict[str, dict[Key, OpenTask]] = {}
+        self._held: dict[str, dict[Key, OpenTask]] = {}  # by worker
         self._waiting: dict[str, dict[int, list[_Entry]]] = {}  # by node and step, sorted
         self._entries: dict[Key, _Entry] = {}  # of the tasks that wait
         self._ends: list[tuple[float, Key]] = []  # a heap: when to look at a lease
         self._watched: set[Key] = set()  # of that heap
 
-    def __getitem__(self, key: Key) -> Task:
+    def __getitem__(self, key: Key) -> OpenTask:
         return self._tasks[key]
 
     def __iter__(self) -> Iterator[Key]:
@@ -42,7 +42,7 @@ class OpenTasks(Mapping[Key, Task]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def add(self, task: Task) -> None:
+    def add(self, task: OpenTask) -> None:
         """Adds a task that nobody holds."""
         self._tasks[task.key] = task
         self._by_node.setdefault(task.node, {})[task.key] = task
@@ -55,7 +55,7 @@ class OpenTasks(Mapping[Key, Task]):
         self._take(task)
 
     def lease(
-        self, task: Task, worker: str, now: float, seconds: float, calls: float = 0.0
+        self, task: OpenTask, worker: str, now: float, seconds: float, calls: float = 0.0
     ) -> None:
         """Begins a lease of a task, or prolongs it; `calls` as of GroupTask.lease."""
         self._take(task)
@@ -69,19 +69,19 @@ class OpenTasks(Mapping[Key, Task]):
         """Nodes that have open tasks, without those of SAMPLER."""
         return sorted(node for node, of in self._by_node.items() if of and node not in SAMPLER)
 
-    def free(self, task: Task) -> None:
+    def free(self, task: OpenTask) -> None:
         """Ends the lease of a task: it waits again."""
         self._take(task)
         task.free()
         self._put(task)
 
-    def moved(self, task: Task) -> None:
+    def moved(self, task: OpenTask) -> None:
         """Notes that a task may have another priority."""
         if task.key in self._entries:
             self._take(task)
             self._put(task)
 
-    def held(self, worker: str) -> list[Task]:
+    def held(self, worker: str) -> list[OpenTask]:
         """The tasks that a worker holds."""
         return list(self._held.get(worker, {}).values())
 
@@ -96,7 +96,7 @@ class OpenTasks(Mapping[Key, Task]):
 
     def waiting(
         self, queues: Sequence[tuple[str, int]], *, backwards: bool = False
-    ) -> Iterator[Task]:
+    ) -> Iterator[OpenTask]:
         """Tasks of some of `queues()` that wait, in the order of these and by priority; none may
         change meanwhile."""
         for node, step in reversed(queues) if backwards else queues:
@@ -104,7 +104,7 @@ class OpenTasks(Mapping[Key, Task]):
             for _, key in reversed(entries) if backwards else entries:
                 yield self._tasks[key]
 
-    def expired(self, now: float) -> list[Task]:
+    def expired(self, now: float) -> list[OpenTask]:
         """Tasks that are held by leases whose time is over."""
         found = []
         while self._ends and self._ends[0][0] <= now:
@@ -118,18 +118,18 @@ class OpenTasks(Mapping[Key, Task]):
                     self._watch(task)
         return found
 
-    def _watch(self, task: Task) -> None:
+    def _watch(self, task: OpenTask) -> None:
         self._watched.add(task.key)
         heapq.heappush(self._ends, (task.until, task.key))
 
-    def _put(self, task: Task) -> None:
+    def _put(self, task: OpenTask) -> None:
         """Has a task wait."""
         entry = self._entries[task.key] = task.priority, task.key
         node, step = task.queue
         self.num_waiting[node] += 1
         bisect.insort(self._waiting.setdefault(node, {}).setdefault(step, []), entry)
 
-    def _take(self, task: Task) -> None:
+    def _take(self, task: OpenTask) -> None:
         """Takes a task from its holder, or from those that wait."""
         holder = self._held.get(task.worker, {})
         if holder.pop(task.key, None) is not None and not holder:

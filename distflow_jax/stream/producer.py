@@ -127,14 +127,14 @@ class Producer:
             newest = self.admission.rule.newest_step(self.version)
             return self.admission.has_step(max(newest, self.admission.finished) + 1)
 
-    def round(self) -> list[Group]:
+    def collect(self) -> list[Group]:
         """Takes what workers have submitted; returns groups whose samples are complete now."""
         with self.lock:
             for counter, why in self.requests.give_up().items():
                 log.warning("prompt %d is given up, the next one takes its place: %s", counter, why)
                 self._give_up(self.groups[counter])
         ended = []
-        for (counter, node_id), episodes, workers in self.requests.round():
+        for (counter, node_id), episodes, workers in self.requests.take_complete():
             self.groups[counter].workers |= workers
             ended.append((self.groups[counter], node_id, episodes))
         for group, node_id, episodes in ended:
@@ -153,7 +153,7 @@ class Producer:
         return counts._replace(under_way=counts.under_way + waiting)
 
     def progress(self) -> dict[Key, Progress]:
-        """Samples of all groups, by counter and node; while no round runs."""
+        """Samples of all groups, by counter and node; not beside `collect`."""
         return self.requests.progress() | complete_samples(self.groups.values())
 
     @property

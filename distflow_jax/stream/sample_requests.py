@@ -21,13 +21,14 @@ log = logging.getLogger("distflow_jax")
 
 
 class SampleRequests:
-    """Requests from `begin` until `round` returns them, whichever worker answers.
+    """Requests from `begin` until `take_complete` returns them, whichever worker answers.
 
-    All calls except `begin` and `round` require the producer's lock.
+    All calls except `begin` and `take_complete` require the producer's lock.
 
     Attributes:
       buffer: of their tasks, and of nodes that workers run on groups whose samples are complete.
-      here: counts of this process's worker since `round` last returned; zeros: no such worker.
+      here: counts of this process's worker since `take_complete` last returned; zeros: no such
+        worker.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SampleRequests:
         on_response: Callable[[Response], None] | None = None,
     ):
         """`lock` guards the buffer; `on_response` is called as soon as a response of another job's
-        worker is there, in the thread of `round`."""
+        worker is there, in the thread of `take_complete`."""
         self.buffer, self.lock, self._on_response = buffer, lock, on_response
         self.here = self._here = Counts()
         self._arrived: list[Response] = []
@@ -46,7 +47,7 @@ class SampleRequests:
 
     @property
     def busy(self) -> bool:
-        """Whether a request was not returned by `round`."""
+        """Whether a request was not returned by `take_complete`."""
         return bool(self.buffer.groups())
 
     @property
@@ -94,7 +95,7 @@ class SampleRequests:
         )
         self.buffer.begin(task)
 
-    def round(self) -> list[tuple[Key, list[Episode], set[str]]]:
+    def take_complete(self) -> list[tuple[Key, list[Episode], set[str]]]:
         """Requests that are complete now, their responses in the order of their numbers, and the
         workers that have sampled these; call `handed_on` when they are counted elsewhere. Groups go
         on whose nodes have results."""
@@ -119,12 +120,12 @@ class SampleRequests:
         ]
 
     def handed_on(self) -> None:
-        """Notes that what `round` has returned is counted elsewhere."""
+        """Notes that what `take_complete` has returned is counted elsewhere."""
         self._taken, self._handed, self.here = self._taken + self._handed, 0, self._here
 
     @property
     def has_news(self) -> bool:
-        """Whether `round` has something to do."""
+        """Whether `take_complete` has something to do."""
         return bool(self._arrived or self.buffer.has_news)
 
     def give_up(self) -> dict[int, str]:
@@ -137,7 +138,7 @@ class SampleRequests:
         self._taken -= tokens
 
     def progress(self) -> dict[Key, Progress]:
-        """Samples of each request that `round` has not returned."""
+        """Samples of each request that `take_complete` has not returned."""
         return {task.key: task.progress for task in self.buffer.groups()}
 
     # -- the workers' side ------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Hooks:
       idle: called under the producer's lock if no response is unfinished and none may begin.
       evaluations: that samplers make.
       known: whether all processes know the filter decisions below a counter, see RegionRounds.
-      order: of the work, with weight updates at boundaries.
+      exact_order: of the work, with weight updates at boundaries.
     """
 
     hand_on: Callable[[], None]
@@ -34,7 +34,7 @@ class Hooks:
     idle: Callable[[], None]
     evaluations: Evaluations
     known: Callable[[int], bool]
-    order: ExactOrder | None = None
+    exact_order: ExactOrder | None = None
 
 
 class SamplingSide:

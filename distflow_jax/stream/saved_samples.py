@@ -25,7 +25,7 @@ _ARRAYS = _COLUMNS | {"mask": np.bool_, "fed": np.int32}
 IMAGES, IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
 
 
-class Addition(Protocol):
+class SavedAddition(Protocol):
     """The addition of one process to a checkpoint."""
 
     facts: Mapping[str, Any]
@@ -42,7 +42,7 @@ class SavedSamples:
       given_up: prompts that no worker could answer before the checkpoint.
     """
 
-    def __init__(self, additions: Sequence[Addition] = ()):
+    def __init__(self, additions: Sequence[SavedAddition] = ()):
         self.left_out = 0
         self.given_up = {c for one in additions for c in one.facts.get("given_up", ())}
         # by counter that was not taken; an addition is freed with the last one
@@ -179,7 +179,7 @@ class _Saved:
       counters: of their prompts.
     """
 
-    def __init__(self, addition: Addition):
+    def __init__(self, addition: SavedAddition):
         self._addition, self._nodes = addition, addition.facts["nodes"]
         index = addition.read("index")["index"]
         self._index = {name: index[:, i] for i, name in enumerate(INDEX)}

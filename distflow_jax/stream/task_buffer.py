@@ -26,8 +26,8 @@ from distflow_jax.stream.tasks import (
     GroupTask,
     Key,
     NodeTask,
+    OpenTask,
     Piece,
-    Task,
 )
 
 ANSWER_BYTES = 32 << 20  # of the groups that one question is answered by, but for the first one
@@ -35,7 +35,7 @@ QUOTA = 2  # responses of a worker for each of its slots: some have ended, and a
 
 
 @dataclasses.dataclass
-class Counts:
+class TaskCounts:
     """Counters since the task buffer started."""
 
     leased: int = 0  # groups and nodes that workers got
@@ -77,7 +77,7 @@ class TaskBuffer(EvaluationLeases):
     ):
         super().__init__(lease_seconds, max_tries)
         self._environment_seconds = environment_seconds
-        self.counts, self.newest, self.served = Counts(), version, frozenset(served)
+        self.counts, self.newest, self.served = TaskCounts(), version, frozenset(served)
         self._rule, self._exact, self._oldest, self._differs = rule, exact, version, differs
         self.complete: dict[Key, GroupTask] = {}  # groups that were not taken
         self._results: list[tuple[NodeTask, Any]] = []
@@ -92,7 +92,7 @@ class TaskBuffer(EvaluationLeases):
             raise ValueError(f"version {version} is older than {self.newest}, which is published")
         self.newest = version
 
-    def begin(self, task: Task, pieces: Mapping[int, Piece] | None = None) -> None:
+    def begin(self, task: OpenTask, pieces: Mapping[int, Piece] | None = None) -> None:
         """Takes a task that may begin; `pieces`: what an earlier run knew of a group's
         responses."""
         if task.key in self.open or task.key in self._done:

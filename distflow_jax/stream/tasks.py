@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Task:
+class OpenTask:
     """A task that waits for its result, and the worker that holds it."""
 
     key: Key
@@ -90,7 +90,7 @@ class Task:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class NodeTask(Task):
+class NodeTask(OpenTask):
     """One node of the graph for one group. Any worker that serves the node may run it, more than
     once if needed, because no weights are involved."""
 
@@ -102,7 +102,7 @@ class NodeTask(Task):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class GroupTask(Task):
+class GroupTask(OpenTask):
     """The responses to one prompt, as far as they are known."""
 
     step: int  # that trains it, at the latest; of an evaluation: the version that answers it

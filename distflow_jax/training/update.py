@@ -283,7 +283,7 @@ def make_update(
     objective: Objective,
     num_updates: int | None = None,
 ):
-    """Compiled (state, batch, index, temperature) -> (state, metrics).
+    """(state, batch, index, temperature) -> (state, metrics), for a trace of the unit's program.
 
     `batch` has the objective's fields [K, R, ...]; `index` int32 is the number of the update among
     the batch's `num_updates` (None: K), whose mini-batch is `index` modulo K. The state is donated.

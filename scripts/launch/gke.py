@@ -1,6 +1,6 @@
 """Starts a run on Google Kubernetes Engine as a JobSet, one pod per host.
 
-    python scripts/launch/gke.py --name=first --image=IMAGE --tpu=v5p --topology=4x4x4 \\
+    python scripts/launch/gke.py --name=first --image=IMAGE --tpu=v5p --topology=2x2x2 \\
         --volume=shared:/shared -- \\
         train --config=grpo_smollm2 --workdir=/shared/runs/first
 

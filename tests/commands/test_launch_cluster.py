@@ -9,14 +9,14 @@ import subprocess
 
 import pytest
 import yaml
-from support.launchers import GKE, GPU, SLURM, TPU, TRAIN, VM, dry_run, places, program
+from support.launchers import GKE, GPU, SKY, SLURM, TPU, TRAIN, VM, dry_run, places, program
 from support.paths import ROOT
 from support.programs import finished
 
-from distflow_jax.commands.launch import gke, hosts, slurm, tpu_vm
+from distflow_jax.commands.launch import gke, hosts, skypilot, slurm, tpu_vm
 from distflow_jax.parallel import job
 
-NAMED = {"gke": gke, "slurm": slurm, "tpu_vm": tpu_vm}
+NAMED = {"gke": gke, "skypilot": skypilot, "slurm": slurm, "tpu_vm": tpu_vm}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,8 @@ NAMED = {"gke": gke, "slurm": slurm, "tpu_vm": tpu_vm}
         (gke, [*TPU, "--topology=4x4x4"], "tpu", [(None, 16, i) for i in range(16)]),
         (gke, [*TPU, "--topology=2x2x1"], "alone", [(None, 1, 0)]),
         (tpu_vm, VM, "auto", [(None, None, None)] * 4),
+        (skypilot, SKY, "environment", [("node0:8476", 3, i) for i in range(3)]),
+        (skypilot, [*SKY, "--nodes=1"], "alone", [(None, 1, 0)]),
     ],
 )
 def test_each_host_finds_its_place(launcher, flags, kind, expected, capsys):
@@ -48,7 +50,9 @@ def test_each_host_finds_its_place(launcher, flags, kind, expected, capsys):
         assert command[1:] == TRAIN
 
 
-@pytest.mark.parametrize("launcher, flags", [(slurm, SLURM), (gke, GPU), (tpu_vm, VM)])
+@pytest.mark.parametrize(
+    "launcher, flags", [(slurm, SLURM), (gke, GPU), (skypilot, SKY), (tpu_vm, VM)]
+)
 @pytest.mark.parametrize("prefix", [[], ["distflow"]])
 def test_a_subcommand_is_launched_as_a_module(launcher, flags, prefix, capsys):
     words = ["train", "--config=tiny", "--workdir=/shared/runs/first"]
@@ -243,6 +247,10 @@ def test_hosts_of_a_tpu_vm(accelerator_type, count):
         (gke, ["--chips_per_host=8"], "--chips_per_host must be 4, or 8 for 2x4, got 8"),
         (gke, ["--chips_per_host=1"], "hosts of 1 chips cannot make up --topology=2x2x2"),
         (gke, ["--topology=2x2x1", "--slices=2"], "needs TPU slices of more than one host"),
+        (gke, ["--queue=A"], "--queue must be lower-case"),
+        (skypilot, ["--nodes=0"], "--nodes must be at least 1"),
+        (skypilot, ["--gpu=H100 x"], "--gpu takes no spaces or quotes, got 'H100 x'"),
+        (skypilot, ["--volume=s3://bucket:/x"], "--volume must be NAME:/PATH"),
         (tpu_vm, ["--name=a;b"], "--name must be lower-case"),
         (tpu_vm, ["--zone=--x"], "--zone must be lower-case"),
         (tpu_vm, ["--project=a b"], "--project must be the name of a project, got 'a b'"),
@@ -252,20 +260,23 @@ def test_hosts_of_a_tpu_vm(accelerator_type, count):
     ],
 )
 def test_what_cannot_start_is_refused(launcher, flags, message):
-    usual = {slurm: SLURM, gke: TPU, tpu_vm: VM}[launcher]
+    usual = {slurm: SLURM, gke: TPU, skypilot: SKY, tpu_vm: VM}[launcher]
     with pytest.raises(ValueError, match=re.escape(message)):
-        launcher.main([*usual, *flags, "--dry_run", "--", *TRAIN])
+        launcher.main([*usual, *flags, "--dry_run", "--unchecked", "--", *TRAIN])
 
 
-def test_a_workdir_that_pods_do_not_share():
-    with pytest.raises(ValueError, match="--workdir=runs/first is on no volume.*--volume=CLAIM:"):
-        gke.main([*TPU, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
+@pytest.mark.parametrize("launcher, flags", [(gke, TPU), (skypilot, SKY)])
+def test_a_workdir_that_hosts_do_not_share(launcher, flags):
+    with pytest.raises(ValueError, match="--workdir=runs/first is on no volume.*--volume=NAME:"):
+        launcher.main([*flags, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
 
 
-@pytest.mark.parametrize("launcher, flags", [(slurm, SLURM), (gke, GPU), (tpu_vm, VM)])
+@pytest.mark.parametrize(
+    "launcher, flags", [(slurm, SLURM), (gke, GPU), (skypilot, SKY), (tpu_vm, VM)]
+)
 def test_line_breaks_in_the_command_are_refused(launcher, flags):
     with pytest.raises(ValueError, match="the command takes no line breaks, got '--x=1\\\\n2'"):
-        launcher.main([*flags, "--dry_run", "--", *TRAIN, "--x=1\n2"])
+        launcher.main([*flags, "--dry_run", "--unchecked", "--", *TRAIN, "--x=1\n2"])
 
 
 def test_a_job_in_the_environment_is_not_passed_on_unseen(monkeypatch):
@@ -303,7 +314,7 @@ def test_submitting(name, flags, needed, given, tmp_path):
     done = run(name, *flags, "--", *TRAIN, path=tmp_path)
     assert done.returncode == 3, done.stderr
     arguments, text = done.stdout.split("\n", 1)
-    shown = run(name, *flags, "--dry_run", "--", *TRAIN, path=tmp_path).stdout
+    shown = run(name, *flags, "--dry_run", "--unchecked", "--", *TRAIN, path=tmp_path).stdout
     if given is None:
         assert [needed, *json.loads(arguments)] == shlex.split(shown.splitlines()[0])
     else:
@@ -329,22 +340,112 @@ def commands_in(text):
     return [shlex.split(command) for command in found]
 
 
-@pytest.mark.parametrize("name", ["slurm", "gke", "tpu_vm"])
-def test_help_shows_an_example_that_runs(name, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    ((script, *arguments),) = commands_in(run(name, "--help", path="").stdout)
-    assert script == f"scripts/launch/{name}.py"
-    assert NAMED[name].main(["--dry_run", *arguments]) == 0
+def shown_commands():
+    """(launcher, arguments) of the page and of each --help."""
+    texts = [(ROOT / "docs" / "clusters.md").read_text()]
+    texts += [run(name, "--help", path="").stdout for name in sorted(NAMED)]
+    found = [command for text in texts for command in commands_in(text)]
+    return [(NAMED[pathlib.Path(script).stem], arguments) for script, *arguments in found]
 
 
-def test_the_commands_of_the_page_run(capsys, monkeypatch):
+def test_each_shown_command_is_taken(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = commands_in((ROOT / "docs" / "clusters.md").read_text())
-    assert [script for script, *_ in commands] == [
-        f"scripts/launch/{name}.py" for name in ("slurm", "gke", "gke", "slurm", "gke", "tpu_vm")
-    ]
-    for script, *arguments in commands:
-        assert NAMED[pathlib.Path(script).stem].main(["--dry_run", *arguments]) == 0
+    found = shown_commands()
+    assert {launcher for launcher, _ in found} == set(NAMED.values()) and len(found) >= 10
+    for launcher, arguments in found:
+        assert launcher.main(["--dry_run", "--unchecked", *arguments]) == 0
+
+
+@pytest.mark.slow
+def test_each_shown_command_starts_a_run_that_fits(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for launcher, arguments in shown_commands():
+        assert launcher.main(["--dry_run", *arguments]) == 0
+        assert "not checked" not in capsys.readouterr().err
+
+
+# -- templates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, flags", [("slurm", SLURM), ("gke", GPU), ("skypilot", SKY)])
+def test_a_printed_template_gives_the_same_text(name, flags, tmp_path, capsys):
+    file = tmp_path / "mine"
+    file.write_text(run(name, "--print_template", path="").stdout)
+    own, _ = dry_run(NAMED[name], flags, capsys)
+    assert dry_run(NAMED[name], [*flags, f"--template={file}"], capsys)[0] == own
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "No such file"),
+        ("{% if %}", ", line 1: Expected an expression"),
+        ("\n{{ flags.nodez }}", "has no attribute 'nodez'"),
+        ("{{ hots }}", "'hots' is undefined"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_is_named(text, message, tmp_path):
+    file = tmp_path / "mine"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"--template={file}.*{message}"):
+        slurm.main([*SLURM, f"--template={file}", "--dry_run", "--unchecked", "--", *TRAIN])
+
+
+@pytest.mark.parametrize("name", ["on", "no", "null"])
+def test_names_are_text_in_yaml(name, capsys):
+    text, _ = dry_run(gke, [*GPU, f"--name={name}", "--env=YES=1e3", "--queue=off"], capsys)
+    jobset = yaml.safe_load(text)
+    assert jobset["metadata"]["name"] == name
+    assert jobset["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "off"}
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "YES", "value": "1e3"} in spec["containers"][0]["env"]
+    task = yaml.safe_load(dry_run(skypilot, [*SKY, f"--name={name}", "--env=YES=1e3"], capsys)[0])
+    assert (task["name"], task["envs"]["YES"]) == (name, "1e3")
+
+
+def test_the_task_of_skypilot(capsys, tmp_path):
+    """Its `run` finds the job of each node, as the dry run says."""
+    flags = [*SKY, "--spot", "--infra=gcp/us-central1", "--setup=pip install -e .[gpu]"]
+    text, shown = dry_run(skypilot, [*flags, "--python=./python", "--env=A=it's $B"], capsys)
+    task = yaml.safe_load(text)
+    assert task["resources"] == {
+        "accelerators": "H100:8",
+        "infra": "gcp/us-central1",
+        "use_spot": True,
+        "job_recovery": {
+            "strategy": "FAILOVER",
+            "recover_on_exit_codes": [75],
+            "max_restarts_on_errors": 3,
+        },
+    }
+    assert (task["num_nodes"], task["volumes"]) == (3, {"/shared": "shared"})
+    assert task["setup"] == "pip install -e .[gpu]\n"
+    program(
+        tmp_path / "python",
+        "import os, sys, json; print(json.dumps([dict(os.environ), sys.argv[1:]]))",
+    )
+    sets = {"SKYPILOT_NODE_IPS": "node0\nnode1\nnode2", "SKYPILOT_NUM_NODES": "3"}
+    for i, (_, environment, command) in enumerate(shown):
+        env = os.environ | task["envs"] | sets | {"SKYPILOT_NODE_RANK": str(i)}
+        done = subprocess.run(
+            ["bash", "-c", task["run"]], cwd=tmp_path, env=env, capture_output=True
+        )
+        found, arguments = json.loads(done.stdout)
+        assert arguments == command[1:] and environment.items() <= found.items()
+
+
+@pytest.mark.slow
+def test_a_file_of_the_hosts_ends_the_check_and_is_named(tmp_path, capsys):
+    """What is on the cluster alone is no mistake; what is wrong with the rest is one."""
+    flags = [*SLURM, "--nodes=1", "--gpus_per_node=2", "--dry_run", "--"]
+    command = ["scripts/train.py", f"--config={ROOT}/configs/tiny.py", f"--workdir={tmp_path}/run"]
+    for there in ("--config.model.source=/on/the/cluster", "--config=/on/the/cluster"):
+        assert slurm.main([*flags, *command, there]) == 0
+        err = capsys.readouterr().err
+        assert err == "the run is not checked further: /on/the/cluster is not here\n"
+    with pytest.raises(ValueError, match="would end at its start: mesh.tensor=3"):
+        slurm.main([*flags, *command, "--config.mesh.tensor=3"])
 
 
 def test_the_commands_of_pods_need_no_checkout():
@@ -365,10 +466,10 @@ def test_the_commands_of_pods_need_no_checkout():
 
 def test_a_dry_run_can_be_submitted_as_it_is(capsys):
     """Behind the file stand comments, in its own language."""
-    slurm.main([*SLURM, "--dry_run", "--", *TRAIN])
+    slurm.main([*SLURM, "--dry_run", "--unchecked", "--", *TRAIN])
     output = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=output, text=True).returncode == 0
-    gke.main([*GPU, "--dry_run", "--", *TRAIN])
+    gke.main([*GPU, "--dry_run", "--unchecked", "--", *TRAIN])
     assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
 
 

@@ -194,7 +194,7 @@ def test_workers_are_a_job_beside_the_jobset(capsys):
     assert spec["backoffLimitPerIndex"] == 7 and "backoffLimit" not in spec
     mistake, taken = spec["podFailurePolicy"]["rules"]
     codes = {"containerName": "main", "operator": "In", "values": [2]}
-    assert mistake == {"action": "FailJob", "onExitCodes": codes}
+    assert mistake == {"action": "FailIndex", "onExitCodes": codes}
     assert taken == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # as podFailurePolicy demands
@@ -276,7 +276,7 @@ def test_workers_on_tpu_hosts(tpu, topology, label, chips, capsys):
 def test_what_cannot_start_is_refused(launcher, flags, message):
     usual = {slurm: SLURM, gke: TPU}[launcher]
     with pytest.raises(ValueError, match=re.escape(message)):
-        launcher.main([*usual, "--workers=2", *flags, "--dry_run", "--", *RUN])
+        launcher.main([*usual, "--workers=2", *flags, "--dry_run", "--unchecked", "--", *RUN])
 
 
 @pytest.mark.parametrize(
@@ -295,15 +295,15 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
 def test_runs_that_no_worker_can_join_are_refused(run, message):
     for launcher, flags in ((slurm, SLURM), (gke, GPU)):
         with pytest.raises(ValueError, match=re.escape(message)):
-            launcher.main([*flags, "--workers=2", "--dry_run", "--", *run])
+            launcher.main([*flags, "--workers=2", "--dry_run", "--unchecked", "--", *run])
 
 
 def test_a_dry_run_of_both_groups_can_be_submitted_as_it_is(capsys):
-    slurm.main([*SLURM, *GROUP, "--dry_run", "--", *RUN])
+    slurm.main([*SLURM, *GROUP, "--dry_run", "--unchecked", "--", *RUN])
     output = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=output, text=True).returncode == 0
     assert shlex.join(WORKER[:2]) in output
-    gke.main([*GPU, "--workers=2", "--dry_run", "--", *RUN])
+    gke.main([*GPU, "--workers=2", "--dry_run", "--unchecked", "--", *RUN])
     assert [part["kind"] for part in yaml.safe_load_all(capsys.readouterr().out)] == [
         "JobSet",
         "Job",

@@ -172,7 +172,7 @@ def check_evaluations(folder, config):
 def delayed(monkeypatch, seed):
     """Delays of samplers and trainers, of random lengths."""
     draw = random.Random(seed)
-    rounds, begin, nodes = Producer.round, Ahead.begin, NodesAhead.run
+    rounds, begin, nodes = Producer.collect, Ahead.begin, NodesAhead.run
 
     def late_round(self):
         time.sleep(draw.uniform(0, 0.05))
@@ -187,7 +187,7 @@ def delayed(monkeypatch, seed):
         return nodes(self, group, span)
 
     monkeypatch.setattr(NodesAhead, "run", late_nodes)
-    monkeypatch.setattr(Producer, "round", late_round)
+    monkeypatch.setattr(Producer, "collect", late_round)
     monkeypatch.setattr(Ahead, "begin", late_step)
 
 

@@ -18,7 +18,7 @@ from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parsing.addresses import listen
-from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import RequestGroup, WaitingQueue
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader
@@ -95,7 +95,7 @@ def test_requests_take_slots_in_the_order_of_arrival():
     for limit in (16, 200, 1, 200, 16):
         data = encode({"prompt": "hi", "max_tokens": limit})
         asked = sample_request(data, limits, PromptReader(TOKENIZER, 48), lambda: next(uids))
-        queue.push(Group(asked.group.prompt.counter, asked.group, [0]))
+        queue.push(RequestGroup(asked.group.prompt.counter, asked.group, [0]))
     assert [queue.pop_group().id for _ in range(5)] == list(range(5))
 
 

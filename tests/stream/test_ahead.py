@@ -238,7 +238,7 @@ def eager_threads():
 @pytest.mark.parametrize("weight_update", ["in_flight", "boundary"])
 def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, weight_update):
     """With an order too: the arrays of the sampler are those of the thread that rests it."""
-    resting, caught, begun, whole = threading.Event(), [], threading.Event(), Producer.round
+    resting, caught, begun, whole = threading.Event(), [], threading.Event(), Producer.collect
 
     def round(self):
         begun.set()
@@ -246,7 +246,7 @@ def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, weight_updat
         caught.extend([1] if resting.is_set() else [])
         return whole(self)
 
-    monkeypatch.setattr(Producer, "round", round)
+    monkeypatch.setattr(Producer, "collect", round)
     with eager_threads():
         stream = plain_stream(
             tmp_path, owned(), own_devices=True, staleness=9, weight_update=weight_update
@@ -263,14 +263,14 @@ def test_no_round_runs_while_a_sampler_rests(tmp_path, monkeypatch, weight_updat
 
 def test_a_sampler_is_left_to_a_thread_that_does_not_end(tmp_path, monkeypatch):
     """It has the sampler's arrays as long as it is amid a round."""
-    begun, goes_on, closed, whole = threading.Event(), threading.Event(), [], Producer.round
+    begun, goes_on, closed, whole = threading.Event(), threading.Event(), [], Producer.collect
 
     def round(self):
         begun.set()
         assert goes_on.wait(HANG)
         return whole(self)
 
-    monkeypatch.setattr(Producer, "round", round)
+    monkeypatch.setattr(Producer, "collect", round)
     monkeypatch.setattr(sampling_side, "JOIN_SECONDS", 0.0)
     stream = plain_stream(tmp_path, owned(), own_devices=True)
     monkeypatch.setattr(stream._sampling._worker.sampler, "close", lambda: closed.append(True))

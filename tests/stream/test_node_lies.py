@@ -81,7 +81,7 @@ class Trainer:
         self.group.store.put("gen", "response", [np.arange(n, dtype=np.int32) for n in LENGTHS])
         self.nodes.submit(self.group, lambda: None)
         self.group.running.result(HANG)
-        requests.round()
+        requests.take_complete()
         assert self.lease("liar").facts["task"] == list(KEY)
 
     def call(self, method, worker, frame):

@@ -233,21 +233,21 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
         made = [Response(request.prompt, s, *ones, True, np.zeros(3, np.int32)) for s in (0, 1)]
         found = {key: Progress({s: single_turn(one) for s, one in enumerate(made)})}
         requests.submit("w", [key], found, spent=Counts(), goes_on=False)
-    groups = {group.counter: group for group in producer.round()}
+    groups = {group.counter: group for group in producer.collect()}
     for group in groups.values():
         nodes.submit(group, lambda: None)
         group.running.result(HANG)
     assert producer.counts()[:2] == (24, 24)  # tokens sampled, and under way
     assert buffer.lease_node("w", ["score"], 0.0).key == (0, "score")
     buffer.fail("w", (0, "score"), "no")
-    producer.round()
+    producer.collect()
     assert "prompt 0 is given up" in caplog.text and producer.groups[0].given_up
     assert producer.counts()[:2] == (18, 18)
     assert groups[0].done and not groups[0].samples  # a checkpoint does not wait for it
     assert not facts_of(groups[0], 0).keep  # what the other processes hear
     producer.judge(0, False)
     assert 0 not in producer.groups and producer.facts() == {"given_up": [0]}
-    producer.round()
+    producer.collect()
     assert producer.counts()[:2] == (18, 18)
     assert producer.admission.cut(1).kept == (1, 2)
     nodes.close()
@@ -304,7 +304,7 @@ class BufferOfNodes:
                 self.tasks.expire(now := time.monotonic())
                 self.answers.answer_waiting(now)
                 self.given_up |= self.requests.give_up()
-            self.requests.round()
+            self.requests.take_complete()
             return all(g.done or g.counter in self.given_up for g in groups)
 
         until(is_finished, pause=0.002)

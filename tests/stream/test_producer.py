@@ -73,11 +73,11 @@ def producer_of(draw, **bounds):
 
 def thread_of(sampler, producer, **options):
     """A worker in a thread of its own."""
-    options = {"order": None, "evaluations": None, "buffers": 2} | options
+    options = {"exact_order": None, "evaluations": None, "buffers": 2} | options
     return ThreadLink(
         sampler,
         producer,
-        producer.round,
+        producer.collect,
         arrive=contextlib.nullcontext,
         cache="keep",
         span=contextlib.nullcontext,
@@ -187,7 +187,7 @@ def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
     thread = thread_of(
         NoSampler(),
         producer,
-        order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
+        exact_order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
         evaluations=types.SimpleNamespace(
             make=lambda sampler, heard: evaluated.append(sampler.version)
         ),

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import threading
+import time
 import types
 
 import pytest
@@ -21,6 +22,7 @@ from distflow_jax.stream.links.buffer_talk import BufferTalk, frames_of
 from distflow_jax.stream.links.remote_link import LeasedGroup, RemoteLink, WorkerState
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import progress_bytes
+from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
 
 NODE = "gen"
@@ -117,6 +119,37 @@ def test_the_other_thread_brings_nothing_before_undone_samples_are_dropped():
     joins.start()
     rounds.until(lambda: not joins.is_alive())
     assert seen == [True] and not rounds.state.rejoined
+
+
+@pytest.mark.parametrize(
+    ("errors", "ends"),
+    [
+        ([Refused("gone")] * 5, True),
+        ([Unreachable("away")] * 50, False),
+        ([Unreachable("away")] * 5 + [Refused("another attempt")], False),
+    ],
+    ids=["refused for too long", "trainers away", "trainers come back"],
+)
+def test_only_a_refusal_that_stays_ends_a_worker(errors, ends, monkeypatch, caplog):
+    """Trainers that are away, or were started again meanwhile, have the weights later."""
+    monkeypatch.setattr(remote_link, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(remote_link, "REFUSED_SECONDS", 0.02)
+    rounds, left = Rounds(links_of("one", newest=3)), list(errors)
+    rounds.state.newest, pull = 4, rounds.link._pull
+
+    def failing(links, version):
+        time.sleep(0.01)
+        if left:
+            raise left.pop(0)
+        return pull(links, version)
+
+    rounds.link._pull = failing
+    if ends:
+        with pytest.raises(ValueError, match="the weights did not come: gone"):
+            rounds.until(lambda: rounds.pulled)
+    else:
+        rounds.until(lambda: rounds.state.version == 4)
+    assert sum("weights did not come" in message for message in caplog.messages) == 1
 
 
 def test_samples_go_to_their_buffers_in_frames_of_bounded_size(monkeypatch):

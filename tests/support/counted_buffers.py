@@ -195,7 +195,7 @@ class Trainers:
                 requests.buffer.expire(now := time.monotonic())
                 answers.answer_waiting(now)
                 self.given_up |= set(requests.give_up())
-            for (counter, _), episodes, _ in requests.round():
+            for (counter, _), episodes, _ in requests.take_complete():
                 assert counter not in self.complete
                 responses = [episode.response for episode in episodes]
                 assert [response.sample for response in responses] == list(range(SAMPLES))

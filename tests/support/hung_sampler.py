@@ -7,7 +7,7 @@ from distflow_jax.commands.main import run_script
 from distflow_jax.stream.producer import Producer
 
 if __name__ == "__main__":
-    round_of = Producer.round
+    round_of = Producer.collect
 
     def hanging(self):
         """A round of the scheduler, which never returns after step 2 has trained."""
@@ -15,5 +15,5 @@ if __name__ == "__main__":
             threading.Event().wait()
         return round_of(self)
 
-    Producer.round = hanging
+    Producer.collect = hanging
     run_script("train")

@@ -19,12 +19,13 @@ SLURM = ["--nodes=3", "--gpus_per_node=8", "--time=04:00:00", f"--directory={ROO
 GKE = ["--name=first", "--image=europe-docker.pkg.dev/p/r/image:1", "--volume=claim:/shared"]
 TPU = [*GKE, "--tpu=v5p", "--topology=2x2x2"]
 GPU = [*GKE, "--gpu=nvidia-h100-80gb", "--nodes=3"]
+SKY = ["--name=first", "--gpu=H100", "--nodes=3", "--volume=shared:/shared"]
 VM = ["--name=my-tpu", "--zone=us-east5-a", "--accelerator_type=v5p-32"]
 
 
 def dry_run(launcher, flags, capsys, command=TRAIN):
     """(what would be submitted, [(host, variables, command)])."""
-    assert launcher.main([*flags, "--dry_run", "--", *command]) == 0
+    assert launcher.main([*flags, "--dry_run", "--unchecked", "--", *command]) == 0
     text, _, comments = capsys.readouterr().out.partition("\n# Commands ")
     shown = []
     for name, line in re.findall(r"^# (\S.*?): (.*)$", comments, re.MULTILINE):

@@ -1,6 +1,6 @@
 """Starts a run on Google Kubernetes Engine as a JobSet, one pod per host.
 
-distflow launch gke --name=first --image=IMAGE --tpu=v5p --topology=4x4x4 \\
+distflow launch gke --name=first --image=IMAGE --tpu=v5p --topology=2x2x2 \\
     --volume=shared:/shared -- train --config=grpo_smollm2 --workdir=/shared/runs/first
 
 The image holds the package with its extra tpu or gpu (Dockerfile makes one); IMAGE is its address.
@@ -16,21 +16,22 @@ The cluster needs JobSet 0.6 or later, and Kubernetes 1.29 for workers.
 
 import argparse
 import math
-import pathlib
 import re
-
-import yaml
+from typing import Any
 
 from distflow_jax.commands.launch import gke_workers, hosts
-from distflow_jax.commands.launch.gke_workers import TPUS
+from distflow_jax.commands.launch.gke_workers import TPUS, spot_nodes, tpu_nodes
+from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
+from distflow_jax.commands.launch.submission_template import render
 from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.parallel import job
 
 PROGRAM = "distflow launch gke"
+TEMPLATE = "gke.yaml"
 PORT = 8476  # of process 0, on GPU nodes
-GROUP = 1000  # of the user of the image that the Dockerfile makes
 REPLICATED_JOB = "hosts"
+QUEUE = "kueue.x-k8s.io/queue-name"
 
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
@@ -66,6 +67,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         help="a Secret whose entries become environment variables, such as HF_TOKEN",
     )
     add("--directory", default="", help="folder to run in (default: the image's)")
+    add("--queue", default="", help="a LocalQueue of Kueue, which admits the job")
     add("--max_restarts", type=int, default=100, help="restarts of the whole run (default 100)")
     add(
         "--grace_seconds",
@@ -73,6 +75,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default=300,
         help="time between SIGTERM and SIGKILL, for a step and a checkpoint (default 300)",
     )
+    add_template_flags(parser, TEMPLATE)
     gke_workers.add_flags(parser)
     return parser
 
@@ -103,37 +106,15 @@ def check(options: argparse.Namespace) -> None:
     hosts.name_of("--namespace", options.namespace, length=63)
     for secret in options.secret:
         hosts.name_of("--secret", secret, length=63)
+    if options.queue:
+        hosts.name_of("--queue", options.queue, length=63)
     if options.gpu:
         hosts.name_of("--gpu", options.gpu, length=63)
     if not re.fullmatch(r"[^\s\"']+", options.image):
         raise ValueError(f"--image takes no spaces or quotes, got {options.image!r}")
     hosts.variables(options.env)
     hosts.one_line("the command", options.python, *options.command, *options.worker_flag)
-    check_workdir(options.command, volumes(options))
-
-
-def check_workdir(command: list[str], mounts: dict[str, str]) -> None:
-    """Raises ValueError for a --workdir outside the shared volumes, local to each pod."""
-    named = [
-        argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
-    ]
-    for folder in map(pathlib.PurePosixPath, named):
-        if not any(folder.is_relative_to(path) for path in mounts.values()):
-            raise ValueError(
-                f"--workdir={folder} is on no volume: each pod would write its own, and lose it; "
-                "give --volume=CLAIM:PATH and a --workdir below PATH"
-            )
-
-
-def volumes(options: argparse.Namespace) -> dict[str, str]:
-    """{claim: path in the pods}."""
-    result = {}
-    for volume in options.volume:
-        claim, _, path = volume.partition(":")
-        if not re.fullmatch(r"/[^\s:\"']+", path):
-            raise ValueError(f"--volume must be CLAIM:/PATH, got {volume!r}")
-        result[hosts.name_of("--volume", claim, length=63)] = path
-    return result
+    hosts.check_workdir(options.command, hosts.volumes(options.volume, "CLAIM"))
 
 
 def chips_per_host(options: argparse.Namespace) -> int:
@@ -146,7 +127,7 @@ def chip_of(options: argparse.Namespace) -> str:
     like = {"v4": "v5p", "tpu7x": "v5p"}
     if options.tpu:
         return like.get(options.tpu, options.tpu)
-    return "h200" if "h200" in options.gpu else "h100"
+    return hosts.gpu_chip(options.gpu)
 
 
 def num_hosts(options: argparse.Namespace) -> int:
@@ -197,88 +178,42 @@ def pod(options: argparse.Namespace, part: int, index: int) -> str:
     return f"{options.name}-{REPLICATED_JOB}-{part}-{index}.{options.name}"
 
 
-def pod_template(options: argparse.Namespace) -> dict:
-    """The specification of one pod: its nodes, container and volumes."""
+def trainer_group(options: argparse.Namespace) -> dict[str, Any]:
+    """The trainers of the template."""
     if options.tpu:
-        label, _ = TPUS[options.tpu]
-        nodes = {
-            "cloud.google.com/gke-tpu-accelerator": label,
-            "cloud.google.com/gke-tpu-topology": options.topology,
-        }
-        resources = {"google.com/tpu": chips_per_host(options)}
+        nodes = tpu_nodes(options.tpu, options.topology)
+        limits = {"google.com/tpu": chips_per_host(options)}
     else:
         nodes = {"cloud.google.com/gke-accelerator": options.gpu}
-        resources = {"nvidia.com/gpu": options.gpus_per_node}
-    if options.spot:
-        nodes["cloud.google.com/gke-spot"] = "true"
-    template = shared_template(options)
-    container = template["containers"][0]
-    template["nodeSelector"] = nodes
-    # no shell: SIGTERM goes to process 1, which must be the script
-    container |= gke_workers.program(options, options.command, environment(options), resources)
-    gke_workers.mount_tls(options, template, None)
-    if options.slices > 1:  # the hosts' network is faster between slices
-        template |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    return template
-
-
-def shared_template(options: argparse.Namespace) -> dict:
-    """Parts of a pod that both groups have: all but nodes, command and variables."""
-    # NCCL's buffers go to /dev/shm, which has 64 MiB by default
-    volume_list = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    for i, (claim, path) in enumerate(volumes(options).items()):
-        volume_list.append({"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": f"volume-{i}", "mountPath": path})
-    container = {"name": "main", "image": options.image, "volumeMounts": mounts}
-    if options.secret:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in options.secret]
-    if options.directory:
-        container["workingDir"] = options.directory
+        limits = {"nvidia.com/gpu": options.gpus_per_node}
     return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace_seconds,
-        # the root of a new volume belongs to root, and the image's user is another
-        "securityContext": {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
-        "containers": [container],
-        "volumes": volume_list,
+        "command": [options.python, *options.command],
+        "env": environment(options),
+        "nodes": nodes | spot_nodes(options.spot),
+        "limits": limits,
+        "host_network": options.slices > 1,
     }
 
 
-def manifest(options: argparse.Namespace) -> dict:
-    """The JobSet: one job per slice, or one of all GPU nodes."""
-    count = num_hosts(options)
-    user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
-    job = {
-        "parallelism": count,
-        "completions": count,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,  # no pod restarts alone: the others could not continue with it
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": user_error}]},
-        "template": {"spec": pod_template(options)},
-    }
-    metadata = {"name": options.name, "namespace": options.namespace}
-    if options.workers:
-        metadata["labels"] = {gke_workers.LABEL: options.name}
-    if options.tpu:  # each slice gets a node pool for itself
-        pool = "cloud.google.com/gke-nodepool"
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": pool}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": options.name},
-            # any other failure restarts all jobs
-            "failurePolicy": {
-                "maxRestarts": options.max_restarts,
-                "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-            },
-            "replicatedJobs": [
-                {"name": REPLICATED_JOB, "replicas": options.slices, "template": {"spec": job}}
-            ],
-        },
-    }
+def manifest(options: argparse.Namespace) -> str:
+    """The JobSet: one job per slice, or one of all GPU nodes; with --workers their Job too."""
+    return render(
+        TEMPLATE,
+        options,
+        trainers=trainer_group(options),
+        workers=gke_workers.worker_group(options) if options.workers else None,
+        hosts=num_hosts(options),
+        labels=labels(options),
+        volumes=hosts.volumes(options.volume, "CLAIM"),
+        user_error=EXIT_USAGE,
+        tls_folder=gke_workers.TLS_FOLDER,
+    )
+
+
+def labels(options: argparse.Namespace) -> dict[str, str]:
+    """Labels of both groups: what deletes them together, and the queue of Kueue."""
+    found = {gke_workers.LABEL: options.name} if options.workers else {}
+    return found | ({QUEUE: options.queue} if options.queue else {})
 
 
 def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
@@ -304,15 +239,12 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the JobSet, and the Job of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
-    parts, shown = [manifest(options)], run_hosts(options)
-    if options.workers:
-        parts += gke_workers.worker_parts(options, shared_template(options))
-        shown += gke_workers.worker_hosts(options)
-    text = "---\n".join(yaml.safe_dump(part, sort_keys=False, width=10_000) for part in parts)
-    if options.dry_run:
-        print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
-        return 0
+    text, shown = manifest(options), run_hosts(options)
+    shown += gke_workers.worker_hosts(options)
     count = num_hosts(options) * options.slices
     each = chips_per_host(options) if options.tpu else options.gpus_per_node
     hosts.check_run(options, count, count * each, chip_of(options))
+    if options.dry_run:
+        print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
+        return 0
     return hosts.submit(["kubectl", "create", "--filename=-"], text)

@@ -4,12 +4,10 @@ A JobSet that starts again recreates all of its jobs, so the workers are none of
 """
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.worker_group import add_worker_flags, worker_variables
-from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.parallel import job
 
 LABEL = "distflow-run"  # of both groups: kubectl delete jobset,job,service -l distflow-run=NAME
@@ -92,75 +90,36 @@ def tls_variables(options: argparse.Namespace) -> dict[str, str]:
     return {name: f"{TLS_FOLDER}/{file}" for name, file in _TLS_FILES.items()}
 
 
-def mount_tls(
-    options: argparse.Namespace, pod: dict[str, Any], files: list[str] | None = None
-) -> None:
-    """Has a pod's container see --tls_secret, where it is given; `files`: only these of it."""
-    if not options.tls_secret:
-        return
-    secret: dict[str, Any] = {"secretName": options.tls_secret}
-    if files is not None:
-        secret["items"] = [{"key": file, "path": file} for file in files]
-    pod["volumes"].append({"name": "tls", "secret": secret})
-    mount = {"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}
-    pod["containers"][0]["volumeMounts"].append(mount)
-
-
-def program(
-    options: argparse.Namespace,
-    command: list[str],
-    variables: Mapping[str, str],
-    limits: Mapping[str, int],
-) -> dict[str, Any]:
-    """Entries of a container: the interpreter with `command`, its variables and accelerators."""
-
-    def verbatim(text: str) -> str:  # Kubernetes replaces $(NAME) by a variable's value
-        return text.replace("$(", "$$(")
-
+def tpu_nodes(tpu: str, topology: str) -> dict[str, str]:
+    """Labels of the nodes of a TPU slice."""
     return {
-        "command": [verbatim(word) for word in (options.python, *command)],
-        "env": [{"name": name, "value": verbatim(value)} for name, value in variables.items()],
-        "resources": {"limits": limits},
+        "cloud.google.com/gke-tpu-accelerator": TPUS[tpu][0],
+        "cloud.google.com/gke-tpu-topology": topology,
     }
 
 
-def worker_parts(options: argparse.Namespace, template: dict[str, Any]) -> list[dict[str, Any]]:
-    """The manifests of the group: its Job.
+def spot_nodes(spot: bool) -> dict[str, str]:
+    """Labels of preemptible nodes, if they are to be."""
+    return {"cloud.google.com/gke-spot": "true"} if spot else {}
 
-    `template`: a pod of the trainers' group, without nodes, command and variables.
-    """
-    nodes, resources = _place(options)
-    own = program(options, options.worker, _variables(options), resources)
-    container = template["containers"][0] | own
-    pod = template | {"nodeSelector": nodes, "containers": [container]}
-    mount_tls(options, pod, ["ca.crt"])
-    user_error = {"containerName": "main", "operator": "In", "values": [EXIT_USAGE]}
-    gone = [{"type": "DisruptionTarget"}]
-    labels = {LABEL: options.name}
-    group = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": f"{options.name}-workers",
-            "namespace": options.namespace,
-            "labels": labels,
-        },
-        "spec": {
-            "parallelism": options.workers,
-            "completions": options.workers,
-            "completionMode": "Indexed",
-            # each worker by itself: the others go on
-            "backoffLimitPerIndex": options.worker_max_restarts,
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": user_error},
-                    {"action": "Ignore", "onPodConditions": gone},
-                ]
-            },
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
+
+def worker_group(options: argparse.Namespace) -> dict[str, Any]:
+    """The workers of the template."""
+    if tpu := _tpu(options):
+        nodes = tpu_nodes(tpu, options.worker_topology)
+        limits = {"google.com/tpu": _ONE_HOST[options.worker_topology]}
+    else:
+        nodes = {"cloud.google.com/gke-accelerator": options.worker_gpu or options.gpu}
+        limits = {"nvidia.com/gpu": options.worker_gpus}
+    if options.worker_machine_type:
+        nodes[MACHINE] = options.worker_machine_type
+    return {
+        "command": [options.python, *options.worker],
+        "env": _variables(options),
+        "nodes": nodes | spot_nodes(options.worker_spot),
+        "limits": limits,
+        "host_network": False,
     }
-    return [group]
 
 
 def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
@@ -174,24 +133,6 @@ def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
         )
         for i in range(options.workers)
     ]
-
-
-def _place(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, int]]:
-    """(labels of the nodes, limits of the container)."""
-    if tpu := _tpu(options):
-        nodes = {
-            "cloud.google.com/gke-tpu-accelerator": TPUS[tpu][0],
-            "cloud.google.com/gke-tpu-topology": options.worker_topology,
-        }
-        resources = {"google.com/tpu": _ONE_HOST[options.worker_topology]}
-    else:
-        nodes = {"cloud.google.com/gke-accelerator": options.worker_gpu or options.gpu}
-        resources = {"nvidia.com/gpu": options.worker_gpus}
-    if options.worker_machine_type:
-        nodes[MACHINE] = options.worker_machine_type
-    if options.worker_spot:
-        nodes["cloud.google.com/gke-spot"] = "true"
-    return nodes, resources
 
 
 def _tpu(options: argparse.Namespace) -> str:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import os
+import pathlib
 import re
 import shlex
 import subprocess
@@ -95,7 +96,8 @@ def check_run(
     """Plans the training run of a command as its processes will, before it is submitted.
 
     `chip`: of planning/chips.py; "": a CPU. `folder`: where they run, if it is here. Raises
-    ValueError with the reason for which the run would end; other commands have no plan.
+    ValueError with the reason for which the run would end; other commands have no plan. A run that
+    needs a file that is on the hosts alone is checked as far as that file, which is named.
     """
     found = train_flags(options.command)
     if found is None or options.unchecked:
@@ -112,10 +114,19 @@ def check_run(
     )
     if done.returncode:
         *_, last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        if absent := _absent(last):
+            print(f"the run is not checked further: {absent} is not here", file=sys.stderr)
+            return
         raise ValueError(
             f"the run would end at its start: {last.removeprefix('error: ')} (--unchecked submits "
             "it all the same)"
         )
+
+
+def _absent(error: str) -> str:
+    """The first absolute path of a message that does not exist on this machine, "" for none."""
+    paths = re.findall(r"(?<![\w.~/-])/[^\s'\",;:]+", error)
+    return next((path for path in paths if not os.path.exists(path.rstrip(".)"))), "")
 
 
 def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentParser:
@@ -167,6 +178,35 @@ def one_line(what: str, *texts: str) -> None:
 def assignments(environment: Mapping[str, str]) -> str:
     """NAME=VALUE for every variable, quoted for a shell."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+
+
+def volumes(given: Sequence[str], kind: str) -> dict[str, str]:
+    """{volume: path on the hosts} of --volume=KIND:PATH; ValueError for another form."""
+    result = {}
+    for volume in given:
+        name, _, path = volume.partition(":")
+        if not re.fullmatch(r"/[^\s:\"']+", path):
+            raise ValueError(f"--volume must be {kind}:/PATH, got {volume!r}")
+        result[name_of("--volume", name, length=63)] = path
+    return result
+
+
+def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
+    """Raises ValueError for a --workdir outside the shared volumes, local to each host."""
+    named = [
+        argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
+    ]
+    for folder in map(pathlib.PurePosixPath, named):
+        if not any(folder.is_relative_to(path) for path in mounts.values()):
+            raise ValueError(
+                f"--workdir={folder} is on no volume: each host would write its own, and lose it; "
+                "give --volume=NAME:PATH and a --workdir below PATH"
+            )
+
+
+def gpu_chip(name: str) -> str:
+    """The chip of planning/chips.py that stands for a GPU type of a cloud; "" for none."""
+    return "" if not name else "h200" if "h200" in name.lower() else "h100"
 
 
 def at_least(least: int, **sizes: int) -> None:

@@ -20,29 +20,22 @@ import re
 import shlex
 import sys
 
-from distflow_jax.commands.launch import hosts, slurm_workers
-from distflow_jax.commands.launch.slurm_workers import worker_script
-from distflow_jax.commands.launch.worker_group import group_command
+from distflow_jax.commands.launch import hosts
+from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
+from distflow_jax.commands.launch.submission_template import render
+from distflow_jax.commands.launch.worker_group import (
+    add_worker_flags,
+    group_command,
+    worker_variables,
+)
+from distflow_jax.config.user_error import user_error
 from distflow_jax.parallel import job
 from distflow_jax.parsing.paths import named_path
 
 PROGRAM = "distflow launch slurm"
-# Longest time between the ends of two processes: srun's exit code is the highest of theirs, and the
-# code of a process that srun kills for being late would hide the 75 of the others.
-LATE_SECONDS = 60
-
-# a new secret at each start, which srun passes on: the processes of this step admit no others
-BODY = """\
-export {token}="${{{token}:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
-srun {srun} \\
-    {command}
-code=$?
-# 75: SIGTERM came, a checkpoint is saved, start again. Anything else is the end of the job.
-if [ "$code" -eq 75 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+TEMPLATE = "slurm.sh"
+TRAINERS = "DISTFLOW_TRAINERS"  # number of the trainers' job, for the workers' script
+HEREDOC = "END_OF_BATCH"
 
 
 def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -78,7 +71,20 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         metavar="LINE",
         help="a line of shell to run first, such as --setup='module load cuda'",
     )
-    slurm_workers.add_flags(parser)
+    add_template_flags(parser, TEMPLATE)
+    add_worker_flags(parser)
+    add("--worker_gpus", type=int, default=0, help="GPUs of each worker (default 0)")
+    add("--worker_cpus", type=int, default=0, help="CPUs of each worker; 0: a whole node (default)")
+    add("--worker_partition", default="", help="partition of the workers (default: --partition)")
+    add("--worker_time", default="", help="time limit of each worker (default: --time)")
+    add("--worker_retries", type=int, default=3, help="starts after a worker's crash (default 3)")
+    add(
+        "--worker_option",
+        action="append",
+        default=[],
+        metavar="--NAME=VALUE",
+        help="a further option of sbatch for the workers: --worker_option=--nodelist=n[5-8]",
+    )
     return parser
 
 
@@ -145,45 +151,51 @@ def seconds(time: str, flag: str = "--time") -> int:
     return ((int(days or 0) * 24 + first) * 60 + second) * 60 + third
 
 
-def shared_header(options: argparse.Namespace) -> dict[str, object]:
-    """The options of sbatch that trainers and workers have alike."""
-    return {
-        "account": options.account or None,
-        "chdir": options.directory,
-        # to the processes, not to this script (B:TERM), which would pass SIGTERM on to srun, and
-        # srun would kill the processes
-        "signal": f"TERM@{options.grace_seconds}",
-    }
-
-
 def script(options: argparse.Namespace) -> str:
-    """The batch script for sbatch."""
-    whole = not options.cpus_per_node
-    header = shared_header(options) | {
-        "job-name": options.job_name,
-        "nodes": options.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": options.gpus_per_node or None,
-        "cpus-per-task": options.cpus_per_node or None,
-        "mem": 0 if whole else None,
-        "time": options.time,
-        "partition": options.partition or None,
-        "output": options.log,
-    }
-    lines = ["#!/bin/bash"]
-    lines += [f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None]
-    lines += ["#SBATCH --exclusive"] if whole else []
-    lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
-    lines += [f"#SBATCH {option}" for option in options.option]
-    variables = {job.GRACE: str(options.grace_seconds)} | hosts.variables(options.env)
-    lines += [f"export {hosts.assignments(variables)}"]
-    lines += options.setup
-    srun = f"--nodes={options.nodes} --ntasks={options.nodes} --ntasks-per-node=1"
-    # the default is one CPU per task, whatever the job has
-    srun += " --cpu-bind=none" if whole else f" --cpus-per-task={options.cpus_per_node}"
-    srun += f" --kill-on-bad-exit=0 --wait={LATE_SECONDS}"
-    command = shlex.join([options.python, *options.command])
-    return "\n".join(lines) + "\n\n" + BODY.format(token=job.TOKEN, srun=srun, command=command)
+    """The batch script of the trainers for sbatch."""
+    return render(
+        TEMPLATE,
+        options,
+        workers=False,
+        job_name=options.job_name,
+        array="",
+        nodes=options.nodes,
+        gpus=options.gpus_per_node,
+        cpus=options.cpus_per_node,
+        time=options.time,
+        partition=options.partition,
+        log=options.log,
+        extra=options.option,
+        env=hosts.assignments(
+            {job.GRACE: str(options.grace_seconds)} | hosts.variables(options.env)
+        ),
+        command=shlex.join([options.python, *options.command]),
+    )
+
+
+def worker_script(options: argparse.Namespace) -> str:
+    """The batch script of the workers: an array of jobs, which wait, end and begin one by one."""
+    return render(
+        TEMPLATE,
+        options,
+        workers=True,
+        job_name=f"{options.job_name}-workers",
+        array=f"0-{options.workers - 1}",
+        nodes=1,
+        gpus=options.worker_gpus,
+        cpus=options.worker_cpus,
+        time=options.worker_time or options.time,
+        partition=options.worker_partition or options.partition,
+        log=re.sub(r"(\.[^./]*)?$", r"-worker%a\1", options.log, count=1),
+        extra=options.worker_option,
+        env=hosts.assignments(own_variables(options)),
+        command=shlex.join([options.python, *options.worker]),
+    )
+
+
+def own_variables(options: argparse.Namespace) -> dict[str, str]:
+    """The variables of each worker."""
+    return worker_variables(options, {job.GRACE: str(options.grace_seconds)})
 
 
 def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
@@ -208,20 +220,57 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     ]
 
 
+def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
+    """The workers, with the variables that Slurm sets for each."""
+    command = [options.python, *options.worker]
+    found = []
+    for i in range(options.workers):
+        added = {"SLURM_ARRAY_TASK_ID": str(i)} | own_variables(options)
+        found.append(hosts.Host(f"worker{i}", added, command))
+    return found
+
+
+def submission(trainers: str, workers: str) -> str:
+    """A shell script that submits both groups, each batch script as it is."""
+    return f"""\
+trainers=$(sbatch --parsable <<'{HEREDOC}'
+{trainers}{HEREDOC}
+)
+trainers=${{trainers%%;*}}
+sbatch {" ".join(worker_arguments("$trainers"))} <<'{HEREDOC}'
+{workers}{HEREDOC}
+"""
+
+
+def worker_arguments(trainers: str) -> list[str]:
+    """Arguments of sbatch for the workers, which begin when the trainers' job has begun."""
+    return [f"--dependency=after:{trainers}", f"--export=ALL,{TRAINERS}={trainers}"]
+
+
+def submit(trainers: str, workers: str) -> int:
+    """Submits both groups; returns the exit code of sbatch."""
+    code, number = hosts.submitted(["sbatch", "--parsable"], trainers)
+    if code:
+        return code
+    number = number.partition(";")[0]  # after it the cluster
+    print(f"the trainers are job {number}", flush=True)
+    code = hosts.submit(["sbatch", *worker_arguments(number)], workers)
+    if code:
+        user_error(f"the workers were not submitted; `scancel {number}` takes the trainers back")
+    return code
+
+
 def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the job, and that of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
     text = script(options)
     where = "on the nodes (Slurm chooses their names and the number of the job)"
-    workers = worker_script(options, shared_header(options)) if options.workers else ""
-    if options.dry_run:
-        shown = run_hosts(options)
-        if workers:
-            text = slurm_workers.submission(text, workers)
-            shown += slurm_workers.worker_hosts(options)
-        print(f"{text}\n{hosts.describe(shown, where)}")
-        return 0
+    workers = worker_script(options) if options.workers else ""
     gpus = options.gpus_per_node
     chip, devices = "h100" if gpus else "", options.nodes * max(1, gpus)
     hosts.check_run(options, options.nodes, devices, chip, options.directory)
-    return slurm_workers.submit(text, workers) if workers else hosts.submit(["sbatch"], text)
+    if options.dry_run:
+        text = submission(text, workers) if workers else text
+        print(f"{text}\n{hosts.describe([*run_hosts(options), *worker_hosts(options)], where)}")
+        return 0
+    return submit(text, workers) if workers else hosts.submit(["sbatch"], text)

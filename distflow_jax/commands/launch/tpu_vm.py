@@ -14,8 +14,11 @@ import re
 import shlex
 
 from distflow_jax.commands.launch import hosts
+from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
+from distflow_jax.commands.launch.submission_template import render
 
 PROGRAM = "distflow launch tpu_vm"
+TEMPLATE = "tpu_vm.sh"
 # {accelerator type: TensorCores per chip, which the number in its name counts}
 CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
 CHIP_OF = {"v4": "v5p", "v5p": "v5p", "v5litepod": "v5e", "v6e": "v6e"}  # or one that is like it
@@ -33,6 +36,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--accelerator_type", required=True, help="its type, such as v5p-32 or v6e-256")
     add("--directory", default="distflow_jax", help="folder on the hosts (default distflow_jax)")
     add("--internal_ip", action="store_true", help="connect within the same network")
+    add_template_flags(parser, TEMPLATE)
     return parser
 
 
@@ -87,15 +91,6 @@ def remote_command(options: argparse.Namespace) -> str:
     return f"cd {shlex.quote(options.directory)} && exec {shlex.join(words)}"
 
 
-def gcloud_command(options: argparse.Namespace) -> list[str]:
-    """The gcloud command that starts the run on all hosts."""
-    command = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name]
-    command += [f"--zone={options.zone}", "--worker=all"]
-    command += [f"--project={options.project}"] if options.project else []
-    command += ["--internal-ip"] if options.internal_ip else []
-    return [*command, f"--command={remote_command(options)}"]
-
-
 def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     """The workers of the TPU."""
     command = [options.python, *options.command]
@@ -108,12 +103,12 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
 def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Starts the run, or prints the command; returns the exit code."""
     options = parse_arguments(arguments, program)
-    command = gcloud_command(options)
-    if options.dry_run:
-        where = f"in {options.directory} on the hosts"
-        print(f"{shlex.join(command)}\n\n{hosts.describe(run_hosts(options), where)}")
-        return 0
+    text = render(TEMPLATE, options, remote=remote_command(options))
     kind, count = options.accelerator_type.partition("-")[0], num_hosts(options.accelerator_type)
     chips = int(options.accelerator_type.rpartition("-")[2]) // CORES_PER_CHIP[kind]
     hosts.check_run(options, count, chips, CHIP_OF[kind])
-    return hosts.submit(command)
+    if options.dry_run:
+        where = f"in {options.directory} on the hosts"
+        print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
+        return 0
+    return hosts.submit(shlex.split(text))

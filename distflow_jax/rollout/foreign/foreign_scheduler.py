@@ -25,7 +25,7 @@ from distflow_jax.rollout.foreign.weight_probe import WrongWeights
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
 from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.rollout.scheduling.sequences import Group, WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import RequestGroup, WaitingQueue
 
 FIRST_PAUSE, LAST_PAUSE = 0.2, 5.0  # seconds between two looks at an engine that is away
 log = logging.getLogger("distflow_jax")
@@ -51,7 +51,7 @@ def no_probe(
 class TriesEnded(RuntimeError):
     """A response failed too often; the message names it, the engine and the last reason."""
 
-    def __init__(self, message: str, group: Group, sample: int):
+    def __init__(self, message: str, group: RequestGroup, sample: int):
         super().__init__(message)
         self.group, self.request, self.sample = group.id, group.request, sample
 
@@ -79,7 +79,7 @@ class ForeignLimits:
 class _Try:
     """A response that the engine samples."""
 
-    group: Group
+    group: RequestGroup
     partial: Partial
     held: int  # version that the engine had
     tokens: int  # that the response had already
@@ -119,12 +119,12 @@ class ForeignScheduler:
         self.engine, self.version, self.stats = engine, version, RolloutStats()
         self._limits, self.params = limits, params
         self._waiting = WaitingQueue()
-        self._later: list[tuple[float, Group, Partial]] = []  # to be repeated, by time
+        self._later: list[tuple[float, RequestGroup, Partial]] = []  # to be repeated, by time
         self._running: dict[int, _Try] = {}
         self._adrift: dict[int, _Try] = {}  # run on, and nobody waits for them (any more)
         self._failed: dict[tuple[int, int], int] = {}  # tries by (request's id, sample)
-        self._groups: dict[int, Group] = {}
-        self._ended: list[tuple[Group, Response]] = []
+        self._groups: dict[int, RequestGroup] = {}
+        self._ended: list[tuple[RequestGroup, Response]] = []
         self._given_up: list[TriesEnded] = []
         self._next_group = self._next_try = 0
         self._lost = LostEngine(engine, limits.lost_seconds, probe)
@@ -263,8 +263,8 @@ class ForeignScheduler:
 
     def _new_group(
         self, request: GroupRequest, on_response: Callable[[Response], None] | None, left: int
-    ) -> Group:
-        group = Group(self._next_group, request, [], on_response, left=left)
+    ) -> RequestGroup:
+        group = RequestGroup(self._next_group, request, [], on_response, left=left)
         self._groups[group.id] = group
         self._next_group += 1
         return group
@@ -406,7 +406,7 @@ def check_request(engine: ForeignEngine, request: GroupRequest) -> None:
 
 
 def _adopt(
-    adrift: dict[int, _Try], running: dict[int, _Try], group: Group, partial: Partial
+    adrift: dict[int, _Try], running: dict[int, _Try], group: RequestGroup, partial: Partial
 ) -> bool:
     """Waits again for a response that the engine samples since before an `export`, if there is one.
 
@@ -420,7 +420,7 @@ def _adopt(
     return False
 
 
-def _unbegun(group: Group, sample: int) -> Partial:
+def _unbegun(group: RequestGroup, sample: int) -> Partial:
     return Partial(group.request, sample, np.zeros(0, np.int32))
 
 

@@ -2,7 +2,7 @@
 
 from distflow_jax.rollout.decode_state import pages_of
 from distflow_jax.rollout.scheduling.decode_calls import DecodeCalls
-from distflow_jax.rollout.scheduling.sequences import CachedPrompt, Group
+from distflow_jax.rollout.scheduling.sequences import CachedPrompt, RequestGroup
 
 
 class CachedPrompts:
@@ -16,9 +16,9 @@ class CachedPrompts:
         ranks, slots = self._engine.shapes.ranks, self._engine.shapes.slots
         self.entries = [list(range(slots - 1, -1, -1)) for _ in range(ranks)]  # free ones
         self.pages = [self._engine.shapes.pages] * ranks
-        self._by_entry: dict[tuple[int, int], tuple[Group, CachedPrompt]] = {}
+        self._by_entry: dict[tuple[int, int], tuple[RequestGroup, CachedPrompt]] = {}
 
-    def add(self, group: Group, rank: int, length: int) -> CachedPrompt:
+    def add(self, group: RequestGroup, rank: int, length: int) -> CachedPrompt:
         """Gives a prompt of so many tokens an entry; evicts an idle one where none is free."""
         if not self.entries[rank]:
             self.evict(self.idle(rank)[0])
@@ -72,7 +72,7 @@ class CachedPrompts:
             self.entries[prompt.rank].sort(reverse=True)
             prompt.entry = -1
 
-    def unload(self, group: Group) -> None:
+    def unload(self, group: RequestGroup) -> None:
         """Forgets where the group's prompt is; it is read again when needed."""
         for prompt in group.cached.values():
             self.unpin(prompt)

@@ -17,7 +17,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_updates import Injection
 from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, RolloutStats
-from distflow_jax.rollout.scheduling.sequences import Group, SlotSequence
+from distflow_jax.rollout.scheduling.sequences import RequestGroup, SlotSequence
 from distflow_jax.rollout.scheduling.step_loop import StepLoop
 
 
@@ -245,8 +245,8 @@ class Scheduler:
         request: GroupRequest,
         waiting: list[int],
         on_response: Callable[[Response], None] | None,
-    ) -> Group:
-        group = Group(self._next_id, request, waiting, on_response, left=len(waiting))
+    ) -> RequestGroup:
+        group = RequestGroup(self._next_id, request, waiting, on_response, left=len(waiting))
         self._loop.groups[group.id] = group
         self._next_id += 1
         return group

@@ -34,7 +34,7 @@ class CachedPrompt:
 
 
 @dataclasses.dataclass
-class Group:
+class RequestGroup:
     """A request's sequences that are waiting, and where its prompt is cached."""
 
     id: int
@@ -58,7 +58,7 @@ class Group:
 class SlotSequence:
     """A sequence in a slot: running, or held."""
 
-    group: Group
+    group: RequestGroup
     partial: Partial
     prompt: CachedPrompt
     member: int  # number among the slots that share the prompt
@@ -95,29 +95,31 @@ class WaitingQueue:
     """Resumed sequences, the last one preempted first, and a heap of groups by priority."""
 
     def __init__(self):
-        self._resumed: collections.deque[tuple[Group, Partial]] = collections.deque()  # next last
+        self._resumed: collections.deque[tuple[RequestGroup, Partial]] = (
+            collections.deque()
+        )  # next last
         self._heap: list[tuple[Any, ...]] = []
 
     def __bool__(self) -> bool:
         return bool(self._resumed or self._heap)
 
-    def resumed(self) -> list[tuple[Group, Partial]]:
+    def resumed(self) -> list[tuple[RequestGroup, Partial]]:
         """Sequences that go on with tokens that they have, the next first."""
         return list(reversed(self._resumed))
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RequestGroup]:
         """Groups with sequences that have not begun, by priority."""
         return [entry[-1] for entry in sorted(self._heap, key=lambda e: e[:-1])]
 
-    def push(self, group: Group) -> None:
+    def push(self, group: RequestGroup) -> None:
         """Adds a group."""
         heapq.heappush(self._heap, (*group.priority, group))
 
-    def push_resumed(self, group: Group, partial: Partial) -> None:
+    def push_resumed(self, group: RequestGroup, partial: Partial) -> None:
         """Adds a sequence before all others."""
         self._resumed.append((group, partial))
 
-    def push_returned(self, group: Group, partial: Partial) -> None:
+    def push_returned(self, group: RequestGroup, partial: Partial) -> None:
         """Adds a sequence behind those that are resumed, before new groups."""
         self._resumed.appendleft((group, partial))
 
@@ -127,24 +129,24 @@ class WaitingQueue:
         return len(self._resumed) + sum(len(entry[-1].waiting) for entry in self._heap)
 
     @property
-    def next_resumed(self) -> tuple[Group, Partial] | None:
+    def next_resumed(self) -> tuple[RequestGroup, Partial] | None:
         """The resumed sequence that is admitted next."""
         return self._resumed[-1] if self._resumed else None
 
     @property
-    def next_group(self) -> Group | None:
+    def next_group(self) -> RequestGroup | None:
         """The group of highest priority."""
         return self._heap[0][-1] if self._heap else None
 
-    def pop_resumed(self) -> tuple[Group, Partial]:
+    def pop_resumed(self) -> tuple[RequestGroup, Partial]:
         """Removes the next resumed sequence."""
         return self._resumed.pop()
 
-    def pop_group(self) -> Group:
+    def pop_group(self) -> RequestGroup:
         """Removes the group of highest priority."""
         return heapq.heappop(self._heap)[-1]
 
-    def remove_resumed(self, group: Group, sample: int | None = None) -> list[Partial]:
+    def remove_resumed(self, group: RequestGroup, sample: int | None = None) -> list[Partial]:
         """Removes a group's resumed sequences (or one of them); returns them, the next first."""
         removed = [
             partial
@@ -155,7 +157,7 @@ class WaitingQueue:
         self._resumed = collections.deque(kept)
         return removed
 
-    def remove_group(self, group: Group) -> None:
+    def remove_group(self, group: RequestGroup) -> None:
         """Removes a group and empties its list of sequences that have not begun."""
         group.waiting.clear()
         self._heap = [entry for entry in self._heap if entry[-1] is not group]

@@ -15,8 +15,8 @@ from distflow_jax.rollout.scheduling.decode_calls import DecodeCalls
 from distflow_jax.rollout.scheduling.sequences import (
     CachedPrompt,
     DecodeCall,
-    Group,
     RecordedExperts,
+    RequestGroup,
     SlotSequence,
 )
 
@@ -92,7 +92,7 @@ class Slots:
             need += pages_of(most, size) - pages_of(max(0, own - 1), size)
         return pages[rank] >= need + slots * pages_of(limit, size)
 
-    def start_group(self, group: Group) -> bool:
+    def start_group(self, group: RequestGroup) -> bool:
         """Starts sequences of a group, whose prompt has been read, on the data rank with the most
         free slots. False where no rank has room."""
         for rank in self.ranks():
@@ -115,7 +115,7 @@ class Slots:
 
     def admit(
         self,
-        group: Group,
+        group: RequestGroup,
         prefix: Prefix,
         rank: int,
         partials: Sequence[Partial],

@@ -15,7 +15,12 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import OccupancyClock
 from distflow_jax.rollout.requests import Partial, Response, RolloutStats
 from distflow_jax.rollout.scheduling.prefill_batches import PrefillBatches
-from distflow_jax.rollout.scheduling.sequences import DecodeCall, Group, SlotSequence, WaitingQueue
+from distflow_jax.rollout.scheduling.sequences import (
+    DecodeCall,
+    RequestGroup,
+    SlotSequence,
+    WaitingQueue,
+)
 from distflow_jax.rollout.scheduling.slots import Slots
 
 
@@ -41,7 +46,7 @@ class StepLoop:
         self.slots = Slots(engine, state)
         self.waiting = WaitingQueue()
         self.prefill = PrefillBatches(engine, params, version, self.stats)
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, RequestGroup] = {}
         self.ended: list[tuple[int, Response]] = []
         self.parked: dict[tuple[int, int], SlotSequence] = {}
         self.stalled = False
@@ -106,7 +111,7 @@ class StepLoop:
         self.slots.calls.flush()  # before its pages are another's
         return True
 
-    def finish(self, group: Group, count: int = 1) -> None:
+    def finish(self, group: RequestGroup, count: int = 1) -> None:
         """Counts sequences of a group as done; forgets the group after the last one."""
         group.left -= count
         self.look(ended=count)
@@ -114,7 +119,7 @@ class StepLoop:
             self.slots.prompts.unload(group)
             self.groups.pop(group.id, None)
 
-    def drop_waiting(self, group: Group) -> None:
+    def drop_waiting(self, group: RequestGroup) -> None:
         """Drops a group's sequences that have not begun."""
         self.waiting.remove_group(group)
         self.slots.prompts.unload(group)
@@ -176,7 +181,7 @@ class StepLoop:
         for index, prefix in self.prefill.next_row(wanted, self.free_slots).items():
             waiting[index].prefix = prefix
 
-    def _start_resumed(self, group: Group, partial: Partial) -> bool:
+    def _start_resumed(self, group: RequestGroup, partial: Partial) -> bool:
         """Reads the tokens of a resumed sequence and starts it. False where no rank has room."""
         tokens = np.concatenate([group.request.prompt.tokens, partial.tokens]).astype(np.int32)
         for rank in self.slots.ranks():

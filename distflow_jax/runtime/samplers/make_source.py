@@ -136,6 +136,7 @@ def _make_ahead(
             runtime.sync,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
+    # the producer's rule learns of this process's decisions at once; this one of what all know
     admission = _admission(prepared, state.step, place.position)
     for counter in producer.facts().get("given_up", ()):
         admission.judge(counter, False)

@@ -60,6 +60,10 @@ PULL_SECONDS = 600.0  # for a version of the weights to come
 log = logging.getLogger("distflow_jax")
 
 
+class WorkerFailed(RuntimeError):
+    """The engine of a worker or its environments have failed; another start may mend it."""
+
+
 def run_worker(
     config: Config,
     join: str,
@@ -76,7 +80,8 @@ def run_worker(
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
     program that samples; None: one of ours. `nodes`: ids of those that it runs; (): those that
     sample.
-    Raises ValueError for user errors, and NobodyAnswers if trainers do not answer in time.
+    Raises ValueError for user errors, NobodyAnswers if trainers do not answer in time, and
+    WorkerFailed where an engine or its environments fail.
     """
     if not addresses(join) and os.path.exists(join := str(named_path("--join", join))):
         checked_path("folder", "--join", join)
@@ -107,7 +112,7 @@ def run_worker(
         runner = served.open(files)
         environments = make_environments(config, source, files) if served.samples else None
         hosting = served.open_host(files)
-        asked = _Asked(config, graph, source, foreign, patience, environments, hosting)
+        asked = _Asked(config, graph, source, foreign, patience, environments, hosting, stop)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
         joining = Joining(join, name, tables, runner.nodes, everywhere=served.hosts)
@@ -117,10 +122,11 @@ def run_worker(
             hosting.check()
             return stop.is_set()
 
+        stop.leave_at_once()  # it joins, and compiles, for minutes
         try:
             return serve(asked, joining, stopped, runner)
         except (EngineError, EnvironmentsFailed) as error:
-            raise ValueError(f"{error}; its groups are for other workers now") from error
+            raise WorkerFailed(f"{error}; its groups are for other workers now") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,7 @@ class _Asked:
     patience: Patience
     environments: Environments | None  # None: a response is one turn
     hosting: Hosting  # of environments of workers
+    stop: StopSignal
 
 
 def _check_foreign(foreign: EngineChoice, config: Config, source: ModelSource) -> None:
@@ -162,6 +169,7 @@ def _run_nodes(
         save_seconds=0.0,
         orphan_seconds=asked.patience.orphan,
     )
+    asked.stop.step_finished()
     finished = client.serve(stopped)
     print(f"ended after {nodes.served} nodes of groups", flush=True)
     return EXIT_DONE if finished else EXIT_PREEMPTED
@@ -220,6 +228,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             f"{len(links.clients)} trainers",
             flush=True,
         )
+        asked.stop.step_finished()  # from here on there is something to submit
         finished = client.sample(worker, link, ended)
     print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "

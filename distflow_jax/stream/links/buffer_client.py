@@ -62,9 +62,10 @@ class BufferClient:
 
     def serve(self, stopped: Callable[[], bool]) -> bool:
         """Serves nodes alone until the run has ended, or `stopped()`; whether it has ended."""
-        with self.serving(), self.state.lock:
-            while not (self.state.over or stopped()):
-                self.state.lock.wait(WAIT_SECONDS)
+        with self.serving():
+            while not (self.state.over or stopped()):  # which may wait for an environment
+                with self.state.lock:
+                    self.state.lock.wait(WAIT_SECONDS)
             return self.state.over
 
     def sample(self, worker: Worker, link: RemoteLink, stopped: Callable[[], bool]) -> bool:

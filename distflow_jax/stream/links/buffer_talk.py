@@ -231,7 +231,7 @@ class BufferTalk:
 
     def _pause(self, now: float) -> float:
         """Seconds until something is due, unless another thread notifies before."""
-        seconds = self._next - now
+        seconds = LEAST_SECONDS if self.leaves else self._next - now  # one that leaves asks nothing
         if now < self._state.keep_until:
             seconds = min(seconds, self._talks.save_seconds)
         return max(0.0, seconds)

@@ -28,7 +28,7 @@ IDLE_SECONDS = 0.05  # between two looks at what other threads have done
 
 
 class LocalLink(SamplingSide):
-    """The link of a worker to the task buffer of its own process."""
+    """The link (worker.Link) of a worker to the task buffer of its own process."""
 
     def __init__(
         self,
@@ -82,7 +82,10 @@ class LocalLink(SamplingSide):
 
 
 class InlineLink(LocalLink):
-    """A worker on the trainer's devices, in the training thread, while training waits."""
+    """A worker on the trainer's devices, in the training thread, while training waits.
+
+    It has no exact order: weight updates at boundaries need devices of their own (checks.py).
+    """
 
     def __init__(self, *worker: Any, idle: Callable[[], None], **options: Any):
         """`worker`, `options`: as of LocalLink. `idle()` is called under the lock where nothing is
@@ -133,15 +136,15 @@ class _Closing(Exception):
 class ThreadLink(LocalLink):
     """A worker in a separate thread, until it is closed.
 
-    With an `order`, one version of the weights samples each step completely, so results do not
-    depend on timing. Without it, the newest weights are loaded at once.
+    With an `exact_order`, one version of the weights samples each step completely, so results do
+    not depend on timing. Without it, the newest weights are loaded at once.
     """
 
     def __init__(
         self,
         *worker: Any,
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
-        order: ExactOrder | None,
+        exact_order: ExactOrder | None,
         evaluations: Evaluations,
         buffers: int,
         idle: Callable[[], None] = lambda: None,
@@ -153,8 +156,8 @@ class ThreadLink(LocalLink):
         memory of the host at a time. `idle()` is called under the lock, without an order, where
         nothing is under way or may begin."""
         super().__init__(*worker, **options)
-        self._arrive, self._order, self._evaluations = arrive, order, evaluations
-        self._advance = self._newest if order is None else self._in_order
+        self._arrive, self._exact_order, self._evaluations = arrive, exact_order, evaluations
+        self._advance = self._newest if exact_order is None else self._in_order
         self._idle = idle
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._buffers, self._arriving = buffers, False
@@ -175,7 +178,7 @@ class ThreadLink(LocalLink):
         """Waits until weights may leave: those that no worker takes any more are dropped."""
         with self._lock:
             # without an order the newest are taken
-            needs = self._order.needs if self._order else lambda version: False
+            needs = self._exact_order.needs if self._exact_order else lambda version: False
             for version in [v for v in self._inbox if not needs(v)]:
                 del self._inbox[version]
             while len(self._inbox) + self._arriving >= self._buffers:
@@ -218,7 +221,7 @@ class ThreadLink(LocalLink):
     def end_with(self, version: int) -> None:
         """Begins nothing that needs newer weights: the run ends. With an order."""
         with self._lock:
-            self._order.end_with(version)
+            self._exact_order.end_with(version)
 
     def close(self) -> None:
         """Ends the thread after the decode call that runs, and in an evaluation when a response has
@@ -252,7 +255,7 @@ class ThreadLink(LocalLink):
         with self._lock:
             newest = max(self._inbox, default=None)
             takes = newest is not None and (not worker.sampler.busy or self._inbox[newest].ready)
-            left = self._leave(newest) if takes else None
+            left = self._pop_inbox(newest) if takes else None
         if left is not None:
             self._load(worker, left, newest)
         worked = self.lease(worker) or left is not None
@@ -268,10 +271,10 @@ class ThreadLink(LocalLink):
             return False
         with self._lock:
             newest = max(self._inbox, default=worker.version)
-            work = self._order.next(newest)
+            work = self._exact_order.next(newest)
             left = None  # taken now: `make_room` drops what nobody needs any more
             if work is not None and worker.version < work.version:
-                left = self._leave(work.version)
+                left = self._pop_inbox(work.version)
         if work is None:
             return False
         if left is not None:
@@ -289,7 +292,7 @@ class ThreadLink(LocalLink):
         if self._closing:
             raise _Closing
 
-    def _leave(self, version: int) -> Any:
+    def _pop_inbox(self, version: int) -> Any:
         """Takes weights out of the inbox, and drops older ones; under the lock."""
         left = self._inbox[version]
         for older in [v for v in self._inbox if v <= version]:

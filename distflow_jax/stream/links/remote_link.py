@@ -8,6 +8,7 @@ exact versions, when no response is unfinished.
 import collections
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,9 +23,10 @@ from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
 
-IDLE_SECONDS = 0.02  # between two looks at what other threads have done
 LOAD_SECONDS = 1200.0  # of a load in which groups stay here: a response's and the weights' time
-MOST_LOST = 20  # pulls in a row that trainers may refuse
+RETRY_SECONDS = 0.5  # after a pull that failed
+REFUSED_SECONDS = 60.0  # for which trainers of one start may refuse all pulls
+TOLD_SECONDS = 60.0  # between two log lines on pulls that fail
 
 log = logging.getLogger("distflow_jax")
 
@@ -154,7 +156,9 @@ class RemoteLink:
         self._arrived: dict[Key, int] = {}  # responses of open groups that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._spent, self._lost = Occupancy(), 0  # all so far; pulls in a row that failed
+        self._spent = Occupancy()  # all so far
+        # next pull, next log line, and since when trainers of the same start refuse all
+        self._next_pull, self._next_told, self._refused = 0.0, 0.0, math.inf
 
     def advance(self, worker: Worker) -> bool:
         """Takes what the task buffers have sent, and weights; whether groups came."""
@@ -252,7 +256,7 @@ class RemoteLink:
         """Takes weights that were pulled, or begins to pull those that are wanted."""
         version, links = self._version_to_hold(worker), self._state.links
         if self._pulling is None:
-            if version is not None:
+            if version is not None and time.monotonic() >= self._next_pull:
                 future = self._puller.submit(self._pull, links, version)
                 future.add_done_callback(lambda _: self._state.wake())
                 self._pulling = version, links, future
@@ -263,7 +267,7 @@ class RemoteLink:
         if of is not links or future.exception() is not None:
             self._pulling = None  # of the run before, or too old by now
             if (error := future.exception()) is not None:
-                self._note_lost(error)
+                self._note_lost(error, outdated=of is not links or version != pulled)
         elif version is not None:  # otherwise those that are held are right for now
             self._pulling = None
             later = not self._exact and self._state.version < pulled < version
@@ -282,21 +286,28 @@ class RemoteLink:
         finally:
             with state.lock:
                 state.kept_open, state.keep_until = set(), 0.0
-        self._lost = 0
+        self._refused = math.inf
         with state.lock:
             state.version = version
             state.asked.clear()
             state.links.rest()
 
-    def _note_lost(self, error: BaseException) -> None:
-        """Raises what has ended a pull, unless trainers may have newer weights, or be away."""
-        self._lost += 1
+    def _note_lost(self, error: BaseException, *, outdated: bool) -> None:
+        """Has a pull tried again later. Raises an error that is not of the trainers', and a refusal
+        that stays; `outdated`: they have newer weights, or were started again meanwhile."""
+        now = time.monotonic()
         if not isinstance(error, (Unreachable, Refused)):
             raise error
-        if isinstance(error, Refused) and self._lost >= MOST_LOST:
-            raise ValueError(f"the weights did not come: {error}") from error
-        log.warning("weights did not come: %s", error)
-        time.sleep(IDLE_SECONDS)
+        if outdated or isinstance(error, Unreachable):
+            self._refused = math.inf
+        else:
+            self._refused = min(self._refused, now)
+            if now - self._refused >= REFUSED_SECONDS:
+                raise ValueError(f"the weights did not come: {error}") from error
+        self._next_pull = now + RETRY_SECONDS
+        if now >= self._next_told:
+            self._next_told = now + TOLD_SECONDS
+            log.warning("weights did not come, they are asked for again: %s", error)
 
     def _version_to_hold(self, worker: Worker) -> int | None:
         """The version that is to be pulled now; None: that which is held is right."""

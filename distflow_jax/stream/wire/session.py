@@ -39,7 +39,7 @@ class Stranger(Exception):
     """The peer failed authentication or violated the protocol; the text says why."""
 
 
-class Frame(NamedTuple):
+class Head(NamedTuple):
     """The head of an authentic, new frame or answer."""
 
     method: str  # of an answer: ""
@@ -93,7 +93,7 @@ class Session:
     def __init__(self, key: bytes, name: str):
         self.name, self._key, self._number = name, key, 0
 
-    def begin(self, head: bytes) -> Frame:
+    def begin(self, head: bytes) -> Head:
         """The frame of this head, whose number is used from now on."""
         signed, mac = head[: _FRAME.size], head[_FRAME.size :]
         if not is_signed(self._key, mac, b"frame", signed):
@@ -102,7 +102,7 @@ class Session:
         if number != self._number + 1:
             raise Stranger("its frame is repeated or out of order")
         self._number = number
-        return Frame(method.rstrip(b"\0").decode(errors="replace"), size, digest)
+        return Head(method.rstrip(b"\0").decode(errors="replace"), size, digest)
 
     def answer_head(self, payload: bytes, *, refused: bool = False) -> bytes:
         """The head of the answer to the frame that has begun last."""
@@ -153,13 +153,13 @@ class Lane:
         signed = _FRAME.pack(self._number, method.encode(), len(payload), digest)
         return signed + sign(self._key, b"frame", signed)
 
-    def answer(self, head: bytes) -> Frame:
+    def answer(self, head: bytes) -> Head:
         """The answer to the last frame. Stranger if it is not the server's."""
         signed, mac = head[: _ANSWER.size], head[_ANSWER.size :]
         if not is_signed(self._key, mac, b"answer", _NUMBER.pack(self._number), signed):
             raise Stranger("its answer is not signed by the run's token")
         refused, size, digest = _ANSWER.unpack(signed)
-        return Frame("", size, digest, refused)
+        return Head("", size, digest, refused)
 
 
 def _own(key: bytes, said: bytes) -> bytes:

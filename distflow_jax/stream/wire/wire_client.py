@@ -21,7 +21,7 @@ from distflow_jax.stream.wire.calls import (
 from distflow_jax.stream.wire.session import (
     ANSWER_HEAD_BYTES,
     CHALLENGE,
-    Frame,
+    Head,
     Lane,
     Opening,
     Stranger,
@@ -113,7 +113,7 @@ class WireClient:
 
     def _answer(
         self, stream: ByteStream, lane: Lane, method: str, payload: bytes, end: float
-    ) -> tuple[Frame, Bytes]:
+    ) -> tuple[Head, Bytes]:
         """(head, bytes) of the answer to a frame."""
         stream.write(lane.head(method, payload), payload, end)
         answer = lane.answer(stream.read(ANSWER_HEAD_BYTES, end))

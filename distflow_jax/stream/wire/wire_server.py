@@ -38,7 +38,7 @@ from distflow_jax.stream.wire.session import (
     HELLO,
     MAGIC,
     METHOD_BYTES,
-    Frame,
+    Head,
     Reception,
     Session,
     Stranger,
@@ -310,13 +310,13 @@ class WireServer:
         self._sessions[connection] = time.monotonic()
 
     def _run_kept(
-        self, connection: Connection, session: Session, frame: Frame
+        self, connection: Connection, session: Session, frame: Head
     ) -> Answer | Future[bytes]:
         payload, connection.kept = connection.kept, b""
         return self._run(session, frame, payload, connection.host)
 
     def _run(
-        self, session: Session, frame: Frame, payload: Bytes, host: str
+        self, session: Session, frame: Head, payload: Bytes, host: str
     ) -> Answer | Future[bytes]:
         """The answer to a genuine frame, or its bytes to come. Stranger for other bytes than those
         of its head."""

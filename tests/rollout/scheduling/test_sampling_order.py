@@ -6,7 +6,7 @@ import pytest
 from distflow_jax.batch import Prompt
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS
-from distflow_jax.rollout.scheduling.sequences import Group
+from distflow_jax.rollout.scheduling.sequences import RequestGroup
 
 # counter -> (expected length, spread of its last scores)
 ROWS = {4: (30, 0.0), 5: (10, 1.0), 6: (30, 0.5), 7: (20, 1.0)}
@@ -22,7 +22,7 @@ def request_of(counter, *, turn=0, order=None):
 
 
 def first_to_last(requests):
-    groups = [Group(place, request, [0]) for place, request in enumerate(requests)]
+    groups = [RequestGroup(place, request, [0]) for place, request in enumerate(requests)]
     return [g.request.prompt.counter for g in sorted(groups, key=lambda g: g.priority)]
 
 
