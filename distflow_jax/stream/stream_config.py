@@ -12,36 +12,35 @@ WEIGHT_UPDATES = ("in_flight", "boundary")
 CACHES = ("keep", "recompute")
 PARTIAL_BATCHES = ("off", "counter", "ready")
 _NEED_STALENESS = ("weight_update", "cache", "partial_batches", "order", "divergence")
-_COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
+_COMBINATIONS = {  # {conditions, see StreamConfig: message}; the first match is reported
     "boundary recompute": "stream.cache='recompute' has no effect with "
-    "stream.weight_update='boundary': no response is under way when the weights change; use "
+    "stream.weight_update='boundary', because no response is unfinished when weights change; use "
     "cache='keep'",
-    "impossible": "stream.divergence must be finite and not negative, got {stream.divergence}; 0: "
-    "weights go to the samplers after every step",
-    "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
-    "samplers, and stream.round_tokens={stream.round_tokens} gives groups a deadline by the "
+    "impossible": "stream.divergence must be finite and not negative, got {stream.divergence}; "
+    "with 0, samplers receive weights after every step",
+    "divergence budget": "stream.divergence={stream.divergence:g} leaves older weights in the "
+    "samplers, but with stream.round_tokens={stream.round_tokens} deadlines follow from the "
     "newest; use divergence=0 or round_tokens=0",
-    "divergence boundary": "stream.divergence={stream.divergence!r} says when samplers take new "
-    "weights, and with stream.weight_update='boundary' each step's version is fixed; use "
-    "weight_update='in_flight', or take it out",
-    "budget !ahead": "stream.round_tokens={stream.round_tokens} lets max_staleness x "
-    "prompts_per_step groups begin, none with stream.max_staleness=0: raise that, or use "
+    "divergence boundary": "stream.divergence={stream.divergence!r} decides when samplers receive "
+    "weights, but stream.weight_update='boundary' fixes the version of each step; use "
+    "weight_update='in_flight', or remove stream.divergence",
+    "budget !ahead": "stream.round_tokens={stream.round_tokens} allows max_staleness x "
+    "prompts_per_step groups, which is none with stream.max_staleness=0: raise that, or use "
     "round_tokens=0",
-    "budget boundary": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
-    "step has, and stream.weight_update='boundary' fixes their version before they begin; use "
+    "budget boundary": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
+    "end, but stream.weight_update='boundary' fixes their version before they begin; use "
     "weight_update='in_flight', or round_tokens=0",
-    "budget partial": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
-    "step has, and stream.partial_batches={stream.partial_batches!r} trains on them before; use "
+    "budget partial": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
+    "end, but stream.partial_batches={stream.partial_batches!r} trains some earlier; use "
     "partial_batches='off', or round_tokens=0",
-    "record !partial": "stream.record=True keeps the groups of partial batches, and "
-    "stream.partial_batches='off' makes none; use another one, or take it out",
-    "hasty": "stream.lease_seconds={stream.lease_seconds:g} would end between two words of a "
+    "record !partial": "stream.record=True records partial batches, but "
+    "stream.partial_batches='off' makes none; use counter or ready, or remove stream.record",
+    "hasty": "stream.lease_seconds={stream.lease_seconds:g} would expire between two reports of a "
     "worker: use at least {least:g}, twice stream.save_seconds",
     "nodes !workers": "stream.worker_nodes={stream.worker_nodes!r} has no effect with "
-    "stream.workers=False; set workers=True, or take it out",
-    "workers !ahead": "stream.workers=True samples beside the training, and with "
-    "stream.max_staleness=0 neither could begin before the other ends: use at least 1, or "
-    "workers=False",
+    "stream.workers=False; set workers=True, or remove stream.worker_nodes",
+    "workers !ahead": "stream.workers=True needs samples made ahead of training, but "
+    "stream.max_staleness=0 allows none: use at least 1, or workers=False",
 }
 
 
@@ -130,7 +129,7 @@ class StreamConfig:
             if not self.ahead and (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(
                     f"stream.{name}={value!r} has no effect with stream.max_staleness=0; raise "
-                    "that, or take it out"
+                    f"that, or remove stream.{name}"
                 )
         for name, kind in (("partial_batch_prompts", "counter"), ("partial_batch_rows", "ready")):
             value, chosen = getattr(self, name), self.partial_batches
@@ -142,7 +141,7 @@ class StreamConfig:
             if chosen != kind and value:
                 raise ValueError(
                     f"stream.{name}={value} has no effect with stream.partial_batches={chosen!r}; "
-                    f"use partial_batches={kind!r}, or take it out"
+                    f"use partial_batches={kind!r}, or remove stream.{name}"
                 )
 
     @property
