@@ -49,8 +49,8 @@ class AlgorithmConfig:
     kl_cov_share: float | None = None  # share of tokens that kl_cov penalises; None: 0.0002
     kl_cov_coef: float | None = None  # weight of kl_cov's penalty |logp - old|; None: 1
     clip_cov_ratio: float | None = None  # share of tokens that clip_cov leaves out; None: 0.0002
-    clip_cov_lb: float | None = None  # clip_cov chooses tokens of a covariance above it; None: 1
-    clip_cov_ub: float | None = None  # clip_cov chooses tokens of a covariance below it; None: 5
+    clip_cov_lb: float | None = None  # least covariance of tokens that clip_cov selects; None: 1
+    clip_cov_ub: float | None = None  # greatest covariance of such tokens; None: 5
     dro_beta: float | None = None  # weight of dro's square; None: 0.05
     # token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm or
     # fixed-budget; "": the loss's own, mostly token-mean
@@ -73,7 +73,7 @@ class AlgorithmConfig:
     correction_high: float | None = None  # greatest ratio of a correction; None: 2, for token_mis 5
     # divide the correction's weights by their mean over the optimizer step
     correction_batch_normalize: bool = False
-    # rule that leaves out what differs too much between sampler and trainer; none: all are kept;
+    # rule that drops what differs too much between sampler and trainer; none: all are kept;
     # sequences by a mean: geometric, k2, k3; by a sum: seq_sum_k1, seq_sum_k2, seq_sum_k3; by the
     # largest token: seq_max_k2, seq_max_k3; tokens: token_k1, token_k2, token_k3
     rejection: str = "none"

@@ -15,7 +15,7 @@ from distflow_jax.parsing.setting_checks import check_one_of, check_positive
 class ValueConfig:
     """Loss of a critic."""
 
-    clip: float = 0.5  # distance from the old value beyond which a smaller error counts no more
+    clip: float = 0.5  # distance from the old value beyond which a smaller error is ignored
     aggregation: str = "token-mean"  # as algorithm.aggregation, without fixed-budget
 
     def __post_init__(self):

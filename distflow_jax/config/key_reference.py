@@ -1,7 +1,7 @@
 """The config's keys with type, default and meaning, read from the source of the dataclasses.
 
 The comment of a field is its meaning: the lines directly above it, the end of its own line, or
-both. Only the standard library is imported, so that `--help` and the documentation need no jax.
+both. Imports only the standard library, so that `--help` and the documentation do not need jax.
 """
 
 import ast

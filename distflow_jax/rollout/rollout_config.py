@@ -21,22 +21,22 @@ class RolloutConfig:
 
     num_samples: int = 8  # responses per prompt (n of a group)
     max_response_length: int = 16  # longest response in tokens, the end token included
-    # sampling temperature; log-probs in training use it too, but in graphs that sample nothing
+    # sampling temperature; training uses it for log-probs too, if the graph samples
     temperature: float = 1.0
     top_k: int = 0  # sample from the k most probable tokens; 0: all
     top_p: float = 1.0  # sample from the most probable tokens of that total probability; 1: all
-    num_slots: int = 64  # responses decoded side by side over all processes; 0: what fits
-    # responses under way over all processes; those that wait for their environment take no slot,
-    # and keep their pages while there is room; 0: four times the slots with an environment
+    num_slots: int = 64  # responses decoded at once over all processes; 0: as many as fit
+    # unfinished responses over all processes; responses that wait for their environment need no
+    # slot, and keep their pages while these suffice; 0: four times the slots with an environment
     max_trajectories: int = 0
     cache_fraction: float = 0.3  # share of a device's memory for the KV cache if num_slots is 0
-    tokens_per_call: int = 16  # decode steps between two looks from the host
+    tokens_per_call: int = 16  # decode steps per call from the host
     speculative_tokens: int = 0  # tokens guessed per step from repeated text; 0: off
-    speculative_ngram: int = 2  # repeated tokens that a guess needs before it
+    speculative_ngram: int = 2  # repeated tokens that must precede a guess
     attention: str = "auto"  # attention of a decode step: auto, pages (CPU), gpu or tpu
     page_size: int = 0  # tokens per page of the key/value cache; 0: 64, on TPUs 128
     # type of keys and values: auto (the compute dtype), or int8 with a float32 per token and head,
-    # which takes about half the room of bfloat16 and makes log-probs less exact
+    # which takes about half the memory of bfloat16 and makes log-probs less exact
     # (docs/decisions/kv_cache.md)
     cache_dtype: str = "auto"
     # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
@@ -53,12 +53,12 @@ class RolloutConfig:
     environment: str = ""
     # keyword arguments of the environment
     environment_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    environment_timeout: float = 10.0  # seconds that one call of an environment may take
-    # further tries of a call that raised or was late; then the response is drawn anew
+    environment_timeout: float = 10.0  # deadline of one call of an environment, in seconds
+    # retries of a call that raised or timed out, before the response is sampled again
     environment_retries: int = 2
-    environment_threads: int = 64  # calls at work in each process that are not `async`
-    # share of failed tries of reset, or of step, of the last 256 of a process, above which the run
-    # ends; looked at from the 64th on
+    environment_threads: int = 64  # concurrent calls in each process that are not `async`
+    # share of failed tries of reset, or of step, among the last 256 of a process, above which the
+    # run ends; checked from the 64th try on
     max_infra_rate: float = 0.5
     max_turns: int = 4  # turns of the model in one response
     turn_length: int = 0  # tokens of one turn, the end token included; 0: max_response_length

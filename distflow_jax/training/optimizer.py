@@ -17,7 +17,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
 
     lr: float = 1e-6  # peak learning rate
-    schedule: str = "constant"  # of lr after the warm-up: constant, or cosine to min_lr_ratio * lr
+    schedule: str = "constant"  # after the warm-up: constant, or cosine to min_lr_ratio * lr
     warmup_steps: int = 0  # optimizer steps over which lr rises linearly, from lr/(n+1)
     min_lr_ratio: float = 0.0  # learning rate at the end of the cosine, as a share of lr
     b1: float = 0.9  # decay of the first moment

@@ -39,7 +39,7 @@ class TrainingConfig:
     # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
     # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: Literal["none", "dots", "attention", "full"] = "none"
-    # what is not trained, and has no gradients and no moments. vision: the tower for images.
+    # the part that is not trained, without gradients and moments. vision: the vision tower.
     # language: all but the tower and the head of a critic or reward model (the first stage of
     # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
     freeze: Literal["none", "vision", "language"] = "none"

@@ -145,7 +145,10 @@ SIZES = [
         "stream.order='counter' has no effect with stream.max_staleness=0; raise that",
     ),
     ("stream.order=longst", "stream.order='longst' is unknown (did you mean 'longest'?"),
-    ("stream.divergence=-0.5", "stream.divergence must be finite and not negative, got -0.5; 0:"),
+    (
+        "stream.divergence=-0.5",
+        "stream.divergence must be finite and not negative, got -0.5; with",
+    ),
     (
         "stream.divergence=0.5",
         "stream.divergence=0.5 has no effect with stream.max_staleness=0; raise that",
@@ -159,8 +162,11 @@ SIZES = [
         "stream.partial_batch_rows=4 has no effect with stream.partial_batches='off'; use "
         "partial_batches='ready'",
     ),
-    ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on the data's own answers; use 0"),
-    ("dag=online_dpo ; stream.max_staleness=1 ; stream.divergence=0.5", "needs an update that has"),
+    ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on answers from the data; use 0"),
+    (
+        "dag=online_dpo ; stream.max_staleness=1 ; stream.divergence=0.5",
+        "an update that computes",
+    ),
     *_under(
         "stream.max_staleness=1",
         [
@@ -170,11 +176,11 @@ SIZES = [
             ),
             (
                 "stream.divergence=0.5 ; stream.weight_update=boundary",
-                "and with stream.weight_update='boundary'",
+                "but stream.weight_update='boundary' fixes the version",
             ),
             (
                 "stream.divergence=0.5 ; stream.round_tokens=4096",
-                "stream.divergence=0.5 keeps older",
+                "stream.divergence=0.5 leaves older",
             ),
             (
                 "stream.partial_batches=redy",
@@ -195,7 +201,7 @@ SIZES = [
             ),
             (
                 "stream.record=True",
-                "groups of partial batches, and stream.partial_batches='off' makes none",
+                "records partial batches, but stream.partial_batches='off' makes none",
             ),
         ],
     ),
@@ -210,7 +216,7 @@ SIZES = [
                 "stream.weight_update=boundary",
                 "stream.weight_update='boundary' needs samplers with devices of their own",
             ),
-            ("training.offload=idle", "training.offload='idle' needs the place of samplers"),
+            ("training.offload=idle", "training.offload='idle' cannot free the memory of samplers"),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
                 "partial_batches='counter' needs samplers with",
@@ -221,7 +227,7 @@ SIZES = [
             ),
             (
                 "stream.round_tokens=4096 ; dag=dapo",
-                "trains what is complete, and the region of dag",
+                "trains complete groups out of order, but the region of dag",
             ),
         ],
     ),
@@ -232,7 +238,7 @@ SIZES = [
             (
                 "stream.round_tokens=4096 ; stream.partial_batches=ready ; "
                 "stream.partial_batch_rows=4",
-                "which groups a step has, and stream.partial_batches='ready' trains on them before",
+                "groups at its end, but stream.partial_batches='ready' trains some earlier",
             ),
             (
                 "stream.round_tokens=4096 ; stream.weight_update=boundary",
@@ -269,14 +275,13 @@ SIZES = [
             (
                 "stream.partial_batch_rows=16 ; algorithm.aggregation=fixed-budget ; "
                 "algorithm.token_budget=9",
-                "stream.partial_batches='ready' trains on what is complete first, and what lies "
-                "within the",
+                "stream.partial_batches='ready' trains groups in order of completion, but",
             ),
         ],
     ),
     (
         "stream.workers=True",
-        "stream.workers=True samples beside the training, and with stream.max_staleness=0",
+        "stream.workers=True needs samples made ahead of training, but stream.max_staleness=0",
     ),
     ("stream.listen=:9000", "stream.listen must be HOST:PORT, got ':9000'"),
     ("stream.listen=a b:9000", "stream.listen must be HOST:PORT, got 'a b:9000'"),
@@ -289,7 +294,7 @@ SIZES = [
     ("flow.dispatch=longest", "flow.dispatch"),
     (
         "stream.lease_seconds=8",
-        "stream.lease_seconds=8 would end between two words of a worker: use",
+        "stream.lease_seconds=8 would expire between two reports of a worker: use",
     ),
     ("stream.max_tries=0", "stream.max_tries must be at least 1, got 0"),
     (
@@ -301,8 +306,8 @@ SIZES = [
         [
             (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
-                "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
-                "gives",
+                "stream.workers=True leaves the trainers without samplers, but mesh.roles.ROLLOUT "
+                "reserves",
             ),
         ],
     ),
@@ -311,24 +316,27 @@ SIZES = [
         [
             ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
-            ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
-            ("stream.worker_nodes=('environment',)", "an environment host without work to do: set"),
+            ("stream.worker_nodes=('rewards',)", "'rewards', but dag 'grpo' has no such node (did"),
+            (
+                "stream.worker_nodes=('environment',)",
+                "but there is no environment to run: set",
+            ),
             (
                 "rollout.environment=calculator ; stream.worker_nodes=('enviroment',)",
                 "did you mean 'environment'",
             ),
             ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
-            ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
+            ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, but"),
             (
                 "algorithm.kl_coef=0.1 ; stream.worker_nodes=('reference',)",
-                "names 'reference': it runs on devices, and workers run",
+                "names 'reference': it runs on devices, but workers run",
             ),
         ],
     ),
     ("stream.round_tokens=-1", "stream.round_tokens must not be negative, got -1"),
     (
         "stream.round_tokens=4096",
-        "round_tokens=4096 lets max_staleness x prompts_per_step groups begin",
+        "round_tokens=4096 allows max_staleness x prompts_per_step groups",
     ),
     ("mesh.roles={'CRITIC':{'tensr':2}}", "mesh.roles.CRITIC may have the keys data, fsdp,"),
     ("mesh.roles={'CRITIC':{'tensor':3}}", "mesh.roles.CRITIC.tensor=3 does not divide the"),
