@@ -1,5 +1,5 @@
-"""One training run, as every process of a job runs it: the same in the same order, none directing
-the others. `train` opens what a run owns, `loop` makes its steps. A step is
+"""The training run. Every process of a job runs the same steps in the same order, and none directs
+the others. `train` opens the resources of a run, and `loop` makes its steps. A step is
 
     source.begin(step)
     state.models, found = run.steps.run(step, state.models, rehearsal(run))
@@ -7,18 +7,18 @@ the others. `train` opens what a run owns, `loop` makes its steps. A step is
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
 
-`steps.run` walks over the nodes of the graph, each a function of stages/, and the coordinator keeps
-the batch between them. With the built-in graph grpo (configs/dags/grpo.yaml) these are
+`steps.run` executes the nodes of the graph in plan order. Each node is a function of stages/; the
+coordinator holds the batch between nodes. With the built-in graph grpo (configs/dags/grpo.yaml):
 
     batch |= rollout(sampler, batch)                      # response, rollout_logp
     batch |= reward(batch)                                # score
     batch |= advantage(batch)                             # advantage
     policy, metrics = update(policy, batch)
 
-A node on a mesh is a compiled Program. Runs differ in their source (runtime/sample_source.py).
-Synchronous: `begin` brings weights to the sampler, all nodes run, rewards while `rollout` samples.
-Asynchronous: `rollout` ran elsewhere while other steps trained, host nodes of one group on a thread
-or on workers, the rest runs now; the batch is the groups that are due; `offer` publishes weights.
+A node on a mesh is a compiled Program. Runs differ only in their source (runtime/sample_source.py).
+Synchronous: `begin` copies weights to the sampler and all nodes run, rewards while `rollout`
+samples. Asynchronous: `rollout` and host nodes ran for the due groups while earlier steps trained,
+in threads or on workers; the remaining nodes run now, and `offer` publishes weights.
 """
 
 import contextlib
@@ -67,14 +67,14 @@ def train(
     stop: StopSignal | None = None,
     replay: str | os.PathLike = "",
 ) -> int:
-    """Runs a training run, or continues it; returns the exit code. Collective.
+    """Runs a training run, or resumes it; returns the exit code. Collective.
 
-    `job` is the job that this process has joined, see parallel/job.py. `stop` is what SIGTERM sets,
-    if the caller receives that. `chosen` are the config keys that the command line gives: they win
-    over the settings of the graph. `replay` is the folder of a run whose recorded training is
-    repeated, without a sampler; "": none. A watchdog process supervises this one.
+    `job` is the job that this process has joined, see parallel/job.py. `stop` is set by SIGTERM, if
+    the caller handles the signal. `chosen` lists the config keys given on the command line, which
+    override the settings of the graph. `replay` is the folder of a run whose recorded training is
+    repeated without a sampler; "": none. A watchdog process supervises this process.
 
-    Raises ValueError or FileNotFoundError for user errors, before any device works.
+    Raises ValueError or FileNotFoundError for user errors, before any device work.
     """
     with contextlib.ExitStack() as files:
         stop = stop or files.enter_context(stop_on_sigterm())
@@ -100,10 +100,10 @@ def train_here(
     replay: str | os.PathLike = "",
     dataset: Dataset | None = None,
 ) -> int:
-    """Runs `train` in an interpreter that lives on: a notebook's, a test's.
+    """Runs `train` without ending the interpreter, for notebooks and tests.
 
-    There is no `watchdog`, which would end the interpreter some seconds after any error. `argv`:
-    the command that started the run. `dataset`: in the place of that of data.train.
+    Without `watchdog`, which would end the interpreter after an error. `argv` is the command that
+    started the run. `dataset` replaces data.train.
     """
     with contextlib.ExitStack() as files:
         stop = stop or files.enter_context(stop_on_sigterm())
@@ -135,9 +135,9 @@ def open_run(
     *,
     build: Callable[..., Runtime] = build,
 ) -> Iterator[OpenRun]:
-    """Builds a run, makes its state or restores it, and starts its samplers. Collective.
+    """Builds a run, creates or restores its state, and starts its samplers. Collective.
 
-    `build` as of runtime/build.py: a benchmark may put other parts in.
+    `build` defaults to runtime/build.py's; benchmarks may substitute other parts.
     """
     introduce(prepared, terminal)
     with contextlib.ExitStack() as record, contextlib.ExitStack() as files:
@@ -175,7 +175,7 @@ def open_run(
 def one_step(run: OpenRun) -> Metrics:
     """Makes the step run.state.step; returns its metrics, on the host. Collective.
 
-    Raises Ended where there are no samples for it.
+    Raises Ended if no samples are left for the step.
     """
     state, source, step = run.state, run.source, run.state.step
     source.begin(step)
@@ -187,7 +187,7 @@ def one_step(run: OpenRun) -> Metrics:
 
 
 def after_step(stop: StopSignal) -> Sequence[tuple[actions.Due, actions.Action]]:
-    """(when it is due, what is done) after a step, in this order."""
+    """Actions after a step, in order, as (condition, action)."""
     return (
         (lambda run: run.recorder.takes_samples, actions.write_samples),
         (lambda run: run.instruments.profile.ends_with(run.state.step), actions.write_profile),
@@ -203,9 +203,9 @@ def after_step(stop: StopSignal) -> Sequence[tuple[actions.Due, actions.Action]]
 
 
 def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = one_step) -> int:
-    """Makes all steps that are left, or those until `stop` is set; returns the exit code.
+    """Makes all remaining steps, or stops early once `stop` is set; returns the exit code.
 
-    `step`: a benchmark may put another around `one_step`. Collective.
+    `step` lets a benchmark wrap `one_step`. Collective.
     """
     try:
         while run.state.step < run.prepared.config.training.steps:

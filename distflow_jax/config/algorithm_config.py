@@ -91,9 +91,9 @@ class AlgorithmConfig(Section, name="algorithm"):
     kl_cov_coef: float | None = _loss_option(_POSITIVE, "kl_cov_coef")
     # share of tokens that clip_cov leaves out; None: 0.0002
     clip_cov_ratio: float | None = _loss_option(_SHARE, "clip_cov_ratio")
-    # clip_cov chooses tokens of a covariance above it; None: 1
+    # least covariance of tokens that clip_cov selects; None: 1
     clip_cov_lb: float | None = _loss_option(_POSITIVE, "clip_cov_lb")
-    # clip_cov chooses tokens of a covariance below it; None: 5
+    # greatest covariance of such tokens; None: 5
     clip_cov_ub: float | None = _loss_option(_POSITIVE, "clip_cov_ub")
     dro_beta: float | None = _loss_option(
         _POSITIVE, "dro_beta"
@@ -126,7 +126,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     correction_high: float | None = setting(None, _POSITIVE, needs=_needs("correction", "high"))
     # divide the correction's weights by their mean over the optimizer step
     correction_batch_normalize: bool = setting(False, needs={"correction": tuple(CORRECTIONS)})
-    # rule that leaves out what differs too much between sampler and trainer; none: all are kept;
+    # rule that drops what differs too much between sampler and trainer; none: all are kept;
     # sequences by a mean: geometric, k2, k3; by a sum: seq_sum_k1, seq_sum_k2, seq_sum_k3; by the
     # largest token: seq_max_k2, seq_max_k3; tokens: token_k1, token_k2, token_k3
     rejection: str = setting("none", one_of(("none", *REJECTIONS)))
@@ -208,7 +208,7 @@ class AlgorithmConfig(Section, name="algorithm"):
 class ValueConfig(Section, name="critic.loss"):
     """Loss of a critic."""
 
-    # distance from the old value beyond which a smaller error counts no more
+    # distance from the old value beyond which a smaller error is ignored
     clip: float = setting(0.5, above(0))
     # as algorithm.aggregation; a token budget belongs to the policy's loss: the critic learns from
     # whole responses

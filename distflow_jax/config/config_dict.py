@@ -1,7 +1,7 @@
 """Conversion between frozen dataclasses and one locked ml_collections.ConfigDict.
 
-The dataclasses hold the defaults, the types and the checks; the ConfigDict is the form that can be
-edited, printed and overridden from the command line. This module is independent of the sections.
+The dataclasses hold defaults, types and checks; the ConfigDict can be edited, printed and
+overridden from the command line. This module does not depend on the config sections.
 """
 
 import copy

@@ -46,7 +46,7 @@ class DataConfig(Section, name="data"):
     image_root: str = ""
     # variables of the chat template: {'enable_thinking': False}; a row's chat_template_kwargs win
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    date: str = ""  # that chat templates write, YYYY-MM-DD; '': of the run's first start, in UTC
+    date: str = ""  # date for chat templates, YYYY-MM-DD; '': the run's first start, in UTC
     # tokens of demonstrations that are learned: answer, or generation (all that the chat template
     # encloses in {% generation %})
     train_on: str = setting("answer", one_of(("answer", "generation")))

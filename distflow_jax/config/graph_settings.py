@@ -1,8 +1,8 @@
-"""The settings of a graph in the config, below the values that the user chose.
+"""The settings of a graph in the config, with lower precedence than the user's values.
 
-An algorithm is a graph and a few numbers, DAPO's clip of 0.28 for instance. A graph file has these
-under `settings`; the command line overrides them, and so does a value of the config that is not the
-default.
+An algorithm is a graph and a few numbers, for instance DAPO's clip of 0.28. A graph file lists
+these under `settings`; command-line flags override them, and so does a config value that differs
+from the default.
 """
 
 import dataclasses

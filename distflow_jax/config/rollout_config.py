@@ -31,30 +31,28 @@ class RolloutConfig(Section, name="rollout"):
     num_samples: int = setting(8, at_least(1))  # responses per prompt (n of a group)
     # longest response in tokens, the end token included
     max_response_length: int = setting(16, at_least(1))
-    # sampling temperature: a policy gradient needs samples, so 0 is for evaluation alone. Log-probs
-    # in training use it too, but in graphs that sample nothing
+    # sampling temperature; training uses it for log-probs too, if the graph samples
     temperature: float = setting(1.0, at_least(LEAST_TEMPERATURE))
     top_k: int = setting(0, at_least(0))  # sample from the k most probable tokens; 0: all
     # sample from the most probable tokens of that total probability; 1: all
     top_p: float = setting(1.0, TOP_P)
-    # responses decoded side by side over all processes; 0: what fits
+    # responses decoded at once over all processes; 0: as many as fit
     num_slots: int = setting(64, at_least(0))
-    # responses under way over all processes; those that wait for their environment take no slot,
-    # and keep their pages while there is room; 0: four times the slots with an environment
+    # unfinished responses over all processes; responses that wait for their environment need no
+    # slot, and keep their pages while these suffice; 0: four times the slots with an environment
     max_trajectories: int = setting(0, at_least(0), needs=_WITH_ENVIRONMENT)
     # share of a device's memory for the KV cache if num_slots is 0
     cache_fraction: float = setting(0.3, between(0, 1, "()"))
-    tokens_per_call: int = setting(16, at_least(1))  # decode steps between two looks from the host
+    tokens_per_call: int = setting(16, at_least(1))  # decode steps per call from the host
     # tokens guessed per step from repeated text; 0: off
     speculative_tokens: int = setting(0, at_least(0))
-    # repeated tokens that a guess needs before it
-    speculative_ngram: int = setting(2, at_least(1))
+    speculative_ngram: int = setting(2, at_least(1))  # repeated tokens that must precede a guess
     # attention of a decode step: pages (CPU), a kernel (gpu or tpu), or a mask (reference)
     attention: str = setting("auto", ATTENTION)
     # tokens per page of the key/value cache; 0: 64, on TPUs 128
     page_size: int = setting(0, at_least(0))
     # type of keys and values: auto (the compute dtype), or int8 with a float32 per token and head,
-    # which takes about half the room of bfloat16 and makes log-probs less exact
+    # which takes about half the memory of bfloat16 and makes log-probs less exact
     # (docs/decisions/kv_cache.md)
     cache_dtype: str = setting("auto", STORED)
     # the sampler's matrices and tables: auto (the compute dtype), or int8 with a float32 for each
@@ -73,14 +71,14 @@ class RolloutConfig(Section, name="rollout"):
     environment: str = ""
     # keyword arguments of the environment
     environment_kwargs: Mapping[str, Any] = setting({}, needs=_WITH_ENVIRONMENT)
-    # seconds that one call of an environment may take
+    # deadline of one call of an environment, in seconds
     environment_timeout: float = setting(10.0, above(0), needs=_WITH_ENVIRONMENT)
-    # further tries of a call that raised or was late; then the response is drawn anew
+    # retries of a call that raised or timed out, before the response is sampled again
     environment_retries: int = setting(2, at_least(0), needs=_WITH_ENVIRONMENT)
-    # calls at work in each process that are not `async`
+    # concurrent calls in each process that are not `async`
     environment_threads: int = setting(64, at_least(1), needs=_WITH_ENVIRONMENT)
-    # share of failed tries of reset, or of step, of the last 256 of a process, above which the run
-    # ends; looked at from the 64th on
+    # share of failed tries of reset, or of step, among the last 256 of a process, above which the
+    # run ends; checked from the 64th try on
     max_infra_rate: float = setting(0.5, between(0, 1), needs=_WITH_ENVIRONMENT)
     max_turns: int = setting(4, at_least(1))  # turns of the model in one response
     # tokens of one turn, the end token included; 0: max_response_length

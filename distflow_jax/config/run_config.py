@@ -1,4 +1,4 @@
-"""The whole configuration of a run: the dataclasses of all sections.
+"""The complete configuration of a run: the dataclasses of all sections.
 
 Users edit one locked ml_collections ConfigDict (configs/), which is converted to these dataclasses
 before anything runs. A section checks what its own settings say: their ranges and choices, and

@@ -1,7 +1,7 @@
-"""The configs that come with the package, by name: --config=tiny, or qwen25_7b:v5p-64,8k.
+"""The configs shipped with the package, by name: --config=tiny, or qwen25_7b:v5p-64,8k.
 
-The text after the colon is the argument of the config's `get_config`. A .py file of the user's own
-starts from a shipped config in the same way in a checkout and in an installed package:
+The text after the colon is the argument of the config's `get_config`. A user's own .py file can
+start from a shipped config, in a checkout as in an installed package:
 
     from distflow_jax.config.shipped import open_config
 

@@ -7,82 +7,77 @@ from distflow_jax.parsing.checked_fields import above, at_least, one_of
 from distflow_jax.parsing.setting_checks import Section, refuse, setting
 
 _AHEAD: dict[str, tuple[str, ...]] = {"max_staleness": ()}
-_COMBINATIONS = {  # {what holds, see StreamConfig: the message}; the first one that holds is told
-    "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
-    "samplers, and stream.round_tokens={stream.round_tokens} gives groups a deadline by the "
+_COMBINATIONS = {  # {conditions, see StreamConfig: message}; the first match is reported
+    "divergence budget": "stream.divergence={stream.divergence:g} leaves older weights in the "
+    "samplers, but with stream.round_tokens={stream.round_tokens} deadlines follow from the "
     "newest; use divergence=0 or round_tokens=0",
-    "divergence boundary": "stream.divergence={stream.divergence!r} says when samplers take new "
-    "weights, and with stream.weight_update='boundary' each step's version is fixed; use "
-    "weight_update='in_flight', or take it out",
-    "budget boundary": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
-    "step has, and stream.weight_update='boundary' fixes their version before they begin; use "
+    "divergence boundary": "stream.divergence={stream.divergence!r} decides when samplers receive "
+    "weights, but stream.weight_update='boundary' fixes the version of each step; use "
+    "weight_update='in_flight', or remove stream.divergence",
+    "budget boundary": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
+    "end, but stream.weight_update='boundary' fixes their version before they begin; use "
     "weight_update='in_flight', or round_tokens=0",
-    "budget partial": "stream.round_tokens={stream.round_tokens} says at its end which groups a "
-    "step has, and stream.partial_batches={stream.partial_batches!r} trains on them before; use "
+    "budget partial": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
+    "end, but stream.partial_batches={stream.partial_batches!r} trains some earlier; use "
     "partial_batches='off', or round_tokens=0",
-    "hasty": "stream.lease_seconds={stream.lease_seconds:g} would end between two words of a "
+    "hasty": "stream.lease_seconds={stream.lease_seconds:g} would expire between two reports of a "
     "worker: use at least {least:g}, twice stream.save_seconds",
-    "workers !ahead": "stream.workers=True samples beside the training, and with "
-    "stream.max_staleness=0 neither could begin before the other ends: use at least 1, or "
-    "workers=False",
+    "workers !ahead": "stream.workers=True needs samples made ahead of training, but "
+    "stream.max_staleness=0 allows none: use at least 1, or workers=False",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig(Section, name="stream"):
-    """How far samplers run ahead of the training, and how they take new weights."""
+    """How far samplers run ahead of training, and how they receive new weights."""
 
-    # steps that a token may be old when it is trained on: samplers begin with the prompts of that
-    # many steps more; 0: each step samples, then trains
+    # maximum age of a token in steps when it is trained on; samplers may be that many steps ahead.
+    # 0: each step samples, then trains
     max_staleness: int = setting(0, at_least(0))
-    # when samplers take new weights: in_flight, at once, between two tokens of a response; or
-    # boundary, when all responses of a step are done, which is reproducible
+    # when samplers load new weights: in_flight, at once, between two tokens of a response; or
+    # boundary, after all responses of a step, which is reproducible
     weight_update: str = setting("in_flight", one_of(("in_flight", "boundary")), needs=_AHEAD)
-    # keys and values of tokens that older weights read: keep them, or recompute them after a weight
-    # update
+    # keys and values computed by older weights: keep them, or recompute them after a weight update
     cache: str = setting(
         "keep",
         one_of(("keep", "recompute")),
         needs=_AHEAD | {"weight_update": ("in_flight",)},
     )
-    # with weight_update=in_flight: new weights go to samplers if those that they have differ by
-    # more than so many nats per token (k3), or if a sampler has nothing to do; 0: after every step
+    # with weight_update=in_flight: send weights only if the policy has changed by more than this
+    # many nats per token (k3), or if a sampler is idle; 0: after every step
     divergence: float = setting(0.0, at_least(0), needs=_AHEAD)
-    # whether a step trains on its groups as they become complete, partial batch by partial batch:
-    # off, all at once; counter, the next partial_batch_prompts groups by their counters, which is
-    # reproducible with weight_update=boundary; or ready, the oldest complete groups that fill
-    # partial_batch_rows
+    # train on groups as they complete, in partial batches: off, the whole step at once; counter,
+    # the next partial_batch_prompts groups by counter, which is reproducible with
+    # weight_update=boundary; or ready, the oldest complete groups that fill partial_batch_rows
     partial_batches: str = setting("off", one_of(("off", "counter", "ready")), needs=_AHEAD)
     # groups of a partial batch
     partial_batch_prompts: int = setting(0, at_least(0), needs={"partial_batches": ("counter",)})
     # rows of a partial batch over all data ranks
     partial_batch_rows: int = setting(0, at_least(0), needs={"partial_batches": ("ready",)})
-    # which of the groups that may begin take slots first: longest expected response, counter, or
-    # informative, those whose last scores differed most. Never changes what a step trains on
+    # which groups get slots first: longest expected response, counter, or informative (largest
+    # spread of last scores). Does not change the groups of a step
     order: str = setting("longest", one_of(("longest", "counter", "informative")), needs=_AHEAD)
-    # a rollout ends once that many tokens were sampled in it, over all processes, or
-    # prompts_per_step groups are complete, whichever these are, and those that the step must train
-    # are among them; steps then differ in size. Samplers with devices of their own, and workers, go
-    # on meanwhile. 0: it ends with its step's groups
+    # token budget of a rollout over all processes. The rollout also ends once prompts_per_step
+    # groups are complete, but never before the groups that its step must train; step sizes vary.
+    # Workers and samplers with devices of their own keep sampling. 0: no budget
     round_tokens: int = setting(0, at_least(0), needs=_AHEAD)
-    # keep the groups of each partial batch in the run's folder, with which train --replay=FOLDER
+    # store the groups of each partial batch in the run's folder, from which train --replay=FOLDER
     # repeats the training without a sampler
     record: bool = setting(False, needs={"partial_batches": ("counter", "ready")})
-    # whether workers sample, programs of their own that join the run (distflow worker): the
-    # trainers have no sampler then
+    # sample in separate jobs that join the run (distflow worker); the trainers have no sampler
     workers: bool = False
-    # nodes that workers run on each group beside those that sample, by their ids, such as reward:
-    # host nodes of scope sample or group (distflow worker --nodes); (): the trainers run them.
-    # With environment, rollout.environment runs on hosts of its own (--nodes=environment)
+    # ids of host nodes that workers run on each group, such as reward (distflow worker --nodes);
+    # their scope must be sample or group. (): the trainers run them. With environment,
+    # rollout.environment runs on separate hosts (--nodes=environment)
     worker_nodes: tuple[str, ...] = setting((), needs={"workers": ()})
-    listen: str = "127.0.0.1:0"  # HOST:PORT where trainers answer workers; port 0: any free one
-    # between two times that a worker sends tokens under way
+    listen: str = "127.0.0.1:0"  # HOST:PORT on which trainers accept workers; port 0: any free one
+    # interval at which workers send the tokens of unfinished responses
     save_seconds: float = setting(5.0, above(0))
-    # a group of which a worker sends nothing for so long is given to another one
+    # silence after which a worker's groups go to another worker
     lease_seconds: float = setting(60.0, above(0))
-    # for which trainers wait for a worker; then they save a checkpoint and end with exit code 75
+    # time that trainers wait for a worker before they save and end with exit code 75
     no_workers_seconds: float = setting(600.0, above(0))
-    # failures of workers on a prompt, after which the next one takes its place
+    # failures after which a prompt is replaced by the next one
     max_tries: int = setting(3, at_least(1))
 
     def __post_init__(self):

@@ -15,7 +15,7 @@ class OptimizerConfig(Section, name="optimizer"):
     """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
 
     lr: float = setting(1e-6, at_least(0))  # peak learning rate
-    # of lr after the warm-up: constant, or cosine to min_lr_ratio * lr
+    # after the warm-up: constant, or cosine to min_lr_ratio * lr
     schedule: str = setting("constant", one_of(("constant", "cosine")))
     # optimizer steps over which lr rises linearly, from lr/(n+1)
     warmup_steps: int = setting(0, at_least(0))
@@ -68,7 +68,7 @@ class TrainingConfig(Section, name="training"):
     # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
     # but matrix products; attention: the MLP; full: the whole layer, a third more work
     remat: str = setting("none", one_of(("none", "dots", "attention", "full")))
-    # what is not trained, and has no gradients and no moments. vision: the tower for images.
+    # the part that is not trained, without gradients and moments. vision: the vision tower.
     # language: all but the tower and the head of a critic or reward model (the first stage of
     # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
     freeze: str = setting("none", one_of(("none", "vision", "language")))

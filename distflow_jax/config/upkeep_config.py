@@ -35,26 +35,26 @@ class CheckpointConfig(Section, name="checkpoint"):
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig(Section, name="observe"):
-    """Output of a run beside metrics.jsonl."""
+    """Output of a run in addition to metrics.jsonl."""
 
-    # what the run writes is for its owner alone (0700, 0600), since prompts and responses may be
-    # private; False: as the shell's umask says
+    # make the run's files readable by their owner only (0700, 0600), since prompts and responses
+    # may be private; False: use the shell's umask
     private: bool = True
     samples_every: int = setting(1, at_least(0))  # steps between files samples/STEP.jsonl; 0: never
     trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
     # steps between updates of report.html; 0: only at the end
     report_every: int = setting(0, at_least(0))
     profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
-    # write the order in which each process launches programs to launches/PROCESS.txt: files that
-    # differ say where a job went wrong that hangs
+    # write the order of each process's program launches to launches/PROCESS.txt; a difference
+    # between the files marks where a job hangs
     launches: bool = False
-    # where metrics, config, samples, plan and report go too: tensorboard, wandb, mlflow, trackio,
-    # my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
+    # further destinations of metrics, config, samples, plan and report: tensorboard, wandb, mlflow,
+    # trackio, my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
     trackers: tuple[str, ...] = ("tensorboard",)
     # project or experiment in trackers; "": $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME or
     # $TRACKIO_PROJECT, else distflow_jax
     tracker_project: str = ""
-    # most that the end of a run waits for its trackers; after an error or SIGTERM 5 s at most
+    # maximum time that the end of a run waits for its trackers; 5 s after an error or SIGTERM
     tracker_seconds: float = setting(60.0, above(0))
 
     def __post_init__(self):

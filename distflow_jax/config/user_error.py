@@ -1,4 +1,4 @@
-"""A user error: one line and exit code 2. Imports no package, as the flags of launchers need."""
+"""A user error: one line and exit code 2. Imports no package, as required by launcher flags."""
 
 import sys
 

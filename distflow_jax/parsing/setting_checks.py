@@ -74,7 +74,7 @@ def check_settings(config: Any, prefix: str) -> None:
                 fix = f"use {other}={listed(map(repr, values or (True,)))}"
             raise ValueError(
                 f"{prefix}{field.name}={value!r} has no effect with {prefix}{other}={chosen!r}; "
-                f"{fix}, or take it out"
+                f"{fix}, or remove {prefix}{field.name}"
             )
 
 

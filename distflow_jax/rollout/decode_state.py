@@ -33,7 +33,7 @@ class EngineConfig(Section, name="rollout"):
     max_prompt: int  # tokens
     max_response: int  # tokens, the end token included
     lanes: int = 0  # of these, decoded side by side by a Scheduler; 0: all
-    tokens_per_call: int = 16  # k: decode steps between two looks from the host
+    tokens_per_call: int = 16  # k: decode steps per call from the host
     page_size: int = 64  # tokens per page of the cache
     group_size: int = 8  # slots that share one prompt at most
     cache_tokens: int = 0  # room of the cache; 0: for full slots, see `default_pages`

@@ -1,19 +1,19 @@
-"""The source of a run whose samplers run ahead: a step takes the groups that are due.
+"""The source of an asynchronous run: each step takes the groups that are due.
 
-The rule of schedule.py says which groups may begin and which of them a step takes; nothing else
-decides, and no process asks another one. What processes tell each other is that they have their
-groups, and a region's filter decisions (batches/agreement.py). With weight updates at boundaries
-filter decisions follow each round of a region instead (region_rounds.py).
+The rule in schedule.py alone decides which groups may begin and which of them a step takes, so no
+process has to ask another. Processes exchange only whether their groups are complete, and the
+filter decisions of a region (batches/agreement.py). With weight updates at boundaries, filter
+decisions are exchanged after each round of a region instead (region_rounds.py).
 
 The way of a group:
 
-  the thread that samples (this one, ThreadLink's own, or a worker's connection, BufferService):
-    Producer.admit begins it, TaskBuffer.lease gives it out, SampleRequests.submit takes its samples
+  the sampling thread (this one, ThreadLink's own, or a worker's connection, BufferService):
+    Producer.admit begins it, TaskBuffer.lease leases it, SampleRequests.submit takes its samples
   the same thread, or BufferThread for workers:
     Driver.hand_on takes it out of the buffer (Producer.collect), for the nodes that run on it
   threads of HostThread (LeasedNodes where workers run them):
     rewards and other nodes on the host; then `group.done`
-  the thread that trains:
+  the training thread:
     Agreement.next waits for the groups of a partial batch, StepGroups.join makes fields of them
 """
 
@@ -65,7 +65,7 @@ class DataPlace(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class KeptGroups:
-    """Places where a source keeps its groups: for checkpoints, for readers and for replays."""
+    """Consumers of a source's groups: checkpoints, per-step records and recordings for replay."""
 
     place: DataPlace
     saver: SampleSaver
@@ -74,16 +74,16 @@ class KeptGroups:
 
 
 class Ahead:
-    """Samples that were made while other steps trained, see runtime/sample_source.py.
+    """Samples made while earlier steps trained; see runtime/sample_source.py.
 
-    Samplers with devices of their own sample in a thread; on the trainer's devices this thread
-    samples, while it waits for groups. Make one on all processes at once.
+    Samplers with devices of their own sample in a thread. On the trainer's devices, the training
+    thread samples while it waits for groups. Construct it on all processes at once.
 
     Attributes:
-      place: in the data.
-      publications: say which weights samplers need.
-      saver: of samples, into checkpoints.
-      drive: samples while the training waits.
+      place: position in the data.
+      publications: decide which weights samplers receive.
+      saver: adds samples to checkpoints.
+      drive: samples while training waits.
     """
 
     saves_samples = True

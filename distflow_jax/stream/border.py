@@ -1,8 +1,8 @@
-"""The border of a run: what workers send is looked at here, once, before any of it counts.
+"""Validation of everything that workers send, once, before it counts.
 
-A worker proves the run's token, and may still be wrong: of other code, damaged, or hostile. What is
-refused costs its worker, never a prompt's try: it is named in the log, and a worker of which too
-much was refused is ended.
+A worker that has proved the run's token may still be wrong: it may run other code, be damaged, or
+be hostile. A refused result is logged with the worker's name and never counts as a try of its
+prompt. A worker with too many refused results is ended.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ MOST_NAME = 200  # characters of a metric's name
 
 @dataclasses.dataclass(frozen=True)
 class Border:
-    """The checks of a run."""
+    """Checks of workers' results in one run."""
 
     limits: ResponseLimits
 

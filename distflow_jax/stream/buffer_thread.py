@@ -1,7 +1,7 @@
-"""The lease monitor of a process whose groups workers of other jobs answer.
+"""The lease monitor of a trainer process that remote workers sample for.
 
-Its thread begins groups by the rule, hands complete ones on, and evaluations too, ends leases whose
-time is over, and tells of workers that are missing.
+Its thread begins groups by the rule, passes complete groups and evaluations on, ends expired
+leases, and logs missing workers.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class WorkerServer:
 
 
 class BufferThread(SamplingSide):
-    """Watches over leases until it is closed."""
+    """Monitors leases until it is closed."""
 
     def __init__(
         self,

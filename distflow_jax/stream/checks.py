@@ -1,4 +1,4 @@
-"""Settings and nodes with which samplers cannot run ahead, found before any device works."""
+"""Checks for settings and nodes that asynchronous sampling does not support, before device work."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from distflow_jax.stream.tasks import ENVIRONMENT
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """Settings of other sections, and sizes, that samplers which run ahead have to fit."""
+    """Settings of other sections, and sizes, that asynchronous sampling must be compatible with."""
 
     algorithm: AlgorithmConfig
     sampler_hosts: int  # processes that share a sampler
@@ -29,47 +29,45 @@ class Surroundings:
     environment: str = ""  # rollout.environment
 
 
-# {what holds, see `check_plan`: the message}; the first one that holds is told
+# {conditions, see `check_plan`: message}; the first match is reported
 _COMBINATIONS = {
-    "workers part": "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
-    "gives samplers devices: take that out, or use workers=False",
+    "workers part": "stream.workers=True leaves the trainers without samplers, but "
+    "mesh.roles.ROLLOUT reserves devices for them: remove that role, or use workers=False",
     "workers impatient": "stream.no_workers_seconds={stream.no_workers_seconds:g} must be less "
-    "than health.stuck_seconds={run.stuck_seconds:g}, after which a run that waits is ended",
-    "ahead !samples": "{staleness} needs a node that samples, and dag {plan.name!r} trains on the "
-    "data's own answers; use 0",
-    "ahead samplers": "{staleness} needs one sampler, and dag {plan.name!r} has {keys}; use 0, or "
+    "than health.stuck_seconds={run.stuck_seconds:g}, after which the watchdog ends a waiting run",
+    "ahead !samples": "{staleness} needs a sampling node, but dag {plan.name!r} trains on answers "
+    "from the data; use 0",
+    "ahead samplers": "{staleness} needs one sampler, but dag {plan.name!r} has {keys}; use 0, or "
     "one model for all ROLLOUT nodes",
-    "ahead spread": "{staleness} needs samplers of one host, but mesh.rollout_tensor spreads a "
-    "sampler over {run.sampler_hosts}; use a smaller one, or max_staleness=0",
+    "ahead spread": "{staleness} needs single-host samplers, but mesh.rollout_tensor spreads a "
+    "sampler over {run.sampler_hosts} hosts; lower it, or use max_staleness=0",
     "boundary !apart": "stream.weight_update='boundary' needs samplers with devices of their own, "
-    "and they share the trainer's: {own_devices} use weight_update='in_flight'",
-    "ahead offload !apart": "training.offload={run.offload!r} needs the place of samplers whose "
-    "responses go on in the next step ({staleness}): {own_devices} use offload='none' or "
-    "max_staleness=0",
-    "ahead ratio uncorrected": "{staleness} trains on tokens of older weights, and without a "
-    "correction node {ratio!r} takes its ratio against a policy that sampled nothing: set "
+    "not the trainer's: {own_devices} use weight_update='in_flight'",
+    "ahead offload !apart": "training.offload={run.offload!r} cannot free the memory of samplers "
+    "with unfinished responses ({staleness}): {own_devices} use offload='none' or max_staleness=0",
+    "ahead ratio uncorrected": "{staleness} trains on tokens of older weights, but without a "
+    "correction the ratio of node {ratio!r} refers to a policy that did not sample them: set "
     "algorithm.correction (such as token_tis), algorithm.rejection, or algorithm.proximal=rollout, "
     "a3po or a3po_areal",
-    "divergence !ratio": "stream.divergence={stream.divergence:g} needs an update that has the "
-    "policy's log-probs beside the sampler's, and dag {plan.name!r} has none; use 0",
-    "ahead late": "{staleness} judges each group of the region by itself, but node {late!r} needs "
-    "a whole batch: give it scope group, or use max_staleness=0",
-    "budget region": "{budget} trains what is complete, and the region of dag {plan.name!r} cuts "
-    "steps by the filter decisions of all groups before; use round_tokens=0, or a dag without a "
-    "region",
+    "divergence !ratio": "stream.divergence={stream.divergence:g} needs an update that computes "
+    "the policy's log-probs of sampled tokens, but dag {plan.name!r} has none; use 0",
+    "ahead late": "{staleness} filters each group of the region separately, but node {late!r} "
+    "needs a whole batch: give it scope group, or use max_staleness=0",
+    "budget region": "{budget} trains complete groups out of order, but the region of dag "
+    "{plan.name!r} filters groups in order; use round_tokens=0, or a dag without a region",
     "budget small": "{budget} is below the {longest} tokens of the longest group "
     "(rollout.num_samples x rollout.max_response_length): use at least {longest}",
-    "partial !apart": "{partial} needs samplers with devices of their own: on the trainer's "
-    "devices sampling and training take turns; {own_devices} use partial_batches='off'",
+    "partial !apart": "{partial} needs samplers with devices of their own, because sampling and "
+    "training alternate on the trainer's: {own_devices} use partial_batches='off'",
     "partial offload": "{partial} would move models with training.offload={run.offload!r} for each "
     "partial batch; use offload='none', or partial_batches='off'",
-    "ready fixed_budget": "{partial} trains on what is complete first, and what lies within the "
-    "budget of algorithm.aggregation='fixed-budget' follows from all earlier responses; use "
+    "ready fixed_budget": "{partial} trains groups in order of completion, but the budget of "
+    "algorithm.aggregation='fixed-budget' counts responses in prompt order; use "
     "partial_batches='counter'",
     "large": "stream.partial_batch_prompts={stream.partial_batch_prompts} is above the "
-    "{run.mini_prompts} groups of a mini-batch (data.prompts_per_step / training.mini_batches), in "
-    "which a partial batch lies; use less, or partial_batches='off'",
-    "partial !trains": "{partial} needs a node that trains, and dag {plan.name!r} has none",
+    "{run.mini_prompts} groups of a mini-batch (data.prompts_per_step / training.mini_batches), "
+    "which a partial batch cannot exceed; lower it, or use partial_batches='off'",
+    "partial !trains": "{partial} needs a training node, but dag {plan.name!r} has none",
 }
 
 
@@ -148,19 +146,19 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str = "") 
     ahead = {unit.name: unit for unit in units_ahead(plan, sampled)}
     if ENVIRONMENT in names and ENVIRONMENT in tasks:
         raise ValueError(
-            f"{where} names {ENVIRONMENT!r}, as which workers run rollout.environment, and dag "
+            f"{where} names {ENVIRONMENT!r}, which stands for rollout.environment, but dag "
             f"{plan.name!r} has a node of this name: rename it"
         )
     if ENVIRONMENT in names and not hosted:
         raise ValueError(
-            f"{where} names {ENVIRONMENT!r}, an environment host without work to do: set "
-            "rollout.environment, or take it out"
+            f"{where} names {ENVIRONMENT!r}, but there is no environment to run: set "
+            "rollout.environment, or remove the name"
         )
     known = sampled | ahead.keys() | ({ENVIRONMENT} if hosted else set())
     for name in names:
         if name not in tasks.keys() | known:
             raise ValueError(
-                f"{where} names {name!r}, and dag {plan.name!r} has no such node "
+                f"{where} names {name!r}, but dag {plan.name!r} has no such node "
                 f"({hint(name, sorted(known))})"
             )
         if name not in known:
@@ -169,19 +167,19 @@ def check_nodes(names: Iterable[str], plan: Plan, where: str, hosted: str = "") 
 
 
 def _why_not(task: Task, trained: set[str]) -> str:
-    """The reason for which a node runs on the trainers, and the fix."""
+    """The reason why a node must run on the trainers, and the fix."""
     node, take_out = task.node, "leave it to the trainers"
     if task.state_key in trained and node.type != "COMPUTE":
         return (
-            f"it runs model {task.state_key!r}, which this run trains, and only the trainers have "
-            f"each step's weights; {take_out}"
+            f"it runs model {task.state_key!r}, which this run trains, and only the trainers hold "
+            f"the current weights; {take_out}"
         )
     if task.layout.kind != "host":
-        return f"it runs on devices, and workers run nodes of the host; {take_out}"
+        return f"it runs on devices, but workers run host nodes only; {take_out}"
     if node.scope == "batch":
         return f"it needs a whole batch: give it scope group or sample, or {take_out}"
     if not node.condition.active(1) or node.condition.every != 1:
-        return f"it runs in some steps only, and workers run what every group needs; {take_out}"
+        return f"it runs in some steps only, but workers run nodes of every group; {take_out}"
     source = next((edge.source for edge in task.edges_in if edge.move != "stay"), None)
     after = f" of {source!r}" if source else ""
-    return f"it reads fields{after} that are there only once the trainers have run; {take_out}"
+    return f"it reads fields{after} that exist only after the trainers have run; {take_out}"

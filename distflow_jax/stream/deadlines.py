@@ -1,22 +1,22 @@
-"""The rule of steps that differ in size: each group has a deadline, and a step trains B at most.
+"""The rule of steps of varying size: each group has a deadline, and a step trains at most B groups.
 
-v training steps are finished, and `max_staleness` steps is the oldest that a token may be when it
-is trained on. A group that may begin by version b has the deadline b + max_staleness: the step
-after that many finished ones is the last that may train it. N(d) is the number of groups that have
-begun and are not trained on, with deadline d or an earlier one. The rule:
+v training steps are finished, and `max_staleness` is the maximum age of a token in steps when it is
+trained on. A group that may begin with version b has the deadline b + max_staleness: the step after
+that many finished steps is the last that may train the group. N(d) is the number of groups that
+have begun, are untrained, and have deadline d or earlier. The rule:
 
-- Groups begin in the order of their counters, while at most max_staleness x B are not trained on.
-- A step trains complete groups in the order of their counters, at most B.
-- A step that begins after v finished ones ends no earlier than its groups leave
-  N(d) <= (d - v) B for each d: the groups that later steps cannot train in time are complete.
+- Groups begin in counter order, while at most max_staleness x B groups are untrained.
+- A step trains complete groups in counter order, at most B.
+- A step that begins after v finished steps ends only when its groups leave N(d) <= (d - v) B for
+  each d: every group that later steps could not train in time is complete.
 
-Later steps then have room for all that is left, so that no group is too old or dropped. Before the
-step N(d) <= (d - v) B + B, since the step before left so much; groups that began since then have
-the last deadline, up to which there are at most max_staleness x B. So a step never needs more than
-B groups, and any order of ends leads on.
+Later steps then have room for all remaining groups, so no group becomes too old or is dropped.
+Before the step, N(d) <= (d - v) B + B holds, because the previous step left at most that many;
+groups that began since have the last deadline, up to which there are at most max_staleness x B. A
+step therefore never needs more than B groups, in whatever order groups end.
 
-With the last step of a run the last deadline is its version, whatever began when. Processes that
-know the same complete groups agree on all of this. Nothing here communicates.
+In the last step of a run, the last deadline is its version for all groups. Processes that know the
+same complete groups reach the same decisions. Nothing here communicates.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from distflow_jax.stream.schedule import Admission, Cut, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Taken(Cut):
-    """The groups of one step: those of `kept`, and no others that lie between them."""
+    """The groups of one step: exactly those in `kept`."""
 
     @property
     def counters(self) -> Sequence[int]:
@@ -45,7 +45,7 @@ def observed_staleness(rule: Rule) -> int:
 
 
 class Deadlines(Admission):
-    """The rule with the complete groups that a process knows.
+    """The rule, applied to the complete groups that a process knows.
 
     Attributes:
       finished: finished steps.

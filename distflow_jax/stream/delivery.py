@@ -1,4 +1,4 @@
-"""Delivery: how new weights reach what samples for one process, and what that is."""
+"""Delivery of new weights to the sampler of one process."""
 
 import dataclasses
 import threading
@@ -19,9 +19,9 @@ from distflow_jax.stream.schedule import weight_buffers
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """The parts that bring weights from the trainer to a sampler that runs ahead.
+    """The parts that bring weights from the trainer to an asynchronous sampler.
 
-    Nothing runs until Driver, which makes the hooks, calls `start` once: threads begin there.
+    Nothing runs until Driver, which makes the hooks, calls `start` once; threads begin there.
     """
 
     sync: WeightSync

@@ -1,4 +1,4 @@
-"""Sampling for one process: in a thread of its own, by workers, or while its training waits."""
+"""Sampling for one process: in a separate thread, by workers, or while its training waits."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ def _span(name: str, **labels: Any) -> contextlib.AbstractContextManager:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerCalls:
-    """The calls by which a source reaches the training beside it, and what observes both."""
+    """Calls from a source to the training loop, and instruments that observe both."""
 
     span: Span = _span  # times a block under a name, in any thread
     note: Callable[[str], None] = lambda text: None  # what the running phase waits for; any thread
@@ -47,11 +47,11 @@ class TrainerCalls:
 
 
 class Driver:
-    """Samples the groups of a process, and hands them on to the nodes that run on each.
+    """Samples the groups of a process, and passes them to the nodes that run on each group.
 
     Attributes:
       sampling: brings weights to the sampler, and samples.
-      evaluations: those that samplers make.
+      evaluations: evaluations made by samplers.
       times: of weight updates.
     """
 

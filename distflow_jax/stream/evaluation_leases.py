@@ -1,8 +1,8 @@
-"""Evaluations as tasks that few workers take, while the others go on with groups to be trained on.
+"""Evaluations as tasks for a few workers, while the other workers sample groups for training.
 
 One version of the weights answers an evaluation. A worker that takes part holds this version until
-its responses have ended, and then the newest again. So at most one in SHARE of the workers at work
-takes part, and at least one, in the oldest evaluation that is not complete.
+its responses have ended, then loads the newest again. At most one in SHARE of the active workers
+takes part, and at least one, in the oldest incomplete evaluation.
 """
 
 import zlib
@@ -38,7 +38,7 @@ def evaluators(
 
 
 class EvaluationLeases(Leases):
-    """Leases that know which workers evaluate."""
+    """Leases that track which workers evaluate."""
 
     def __init__(self, seconds: float, max_tries: int):
         """As of Leases."""

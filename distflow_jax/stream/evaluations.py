@@ -1,4 +1,4 @@
-"""Evaluations of versions, which a sampler makes when it takes them, or workers as tasks."""
+"""Evaluations of versions, made by a sampler when it loads the version, or by workers as tasks."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """How a sampler evaluates its weights, and when."""
+    """Evaluates a sampler's weights, and says when an evaluation is due."""
 
     due: Callable[[int], bool]  # whether the weights after so many steps are evaluated
     # responses to the evaluation prompts, with the state of the sampler, which is donated; it calls
@@ -49,8 +49,8 @@ class Evaluated:
 
 
 class Evaluations:
-    """The evaluations of one process: made in the sampler's thread or by workers, taken by the main
-    thread."""
+    """The evaluations of one process: made in the sampler's thread or by workers, collected by the
+    main thread."""
 
     def __init__(self, evaluator: Evaluator, host: HostThread, *, held: int):
         """`host`: the thread that calls functions of the user; `held`: version at the start."""

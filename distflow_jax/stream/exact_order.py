@@ -1,10 +1,10 @@
-"""The order of a sampler's work where one version of the weights answers each step's groups.
+"""The order of a sampler's work when exactly one version of the weights samples each step.
 
-A step's groups begin when all of the step before have ended, by exactly the version that is theirs.
-An evaluation of a version comes before these groups: no response is under way then, no older
-weights have to come back, and nothing depends on time. With a region a step has rounds. The first
-one looks at B groups; each other one at as many as the filter decisions so far have filtered, when
-these are known everywhere. So a group belongs to its step for sure when it begins.
+A step's groups begin when all groups of the previous step have ended, with the one version assigned
+to the step. An evaluation of a version precedes these groups: no response is unfinished then, older
+weights are not needed again, and results do not depend on timing. With a region, a step has rounds.
+The first round has B groups; each further round samples one replacement per group filtered so far,
+once all processes know the filter decisions. Every group that begins therefore belongs to its step.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from distflow_jax.stream.schedule import Admission
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A piece of a sampler's work, by the weights of `version` finished steps."""
+    """A unit of a sampler's work, done with the weights of `version` finished steps."""
 
     version: int
     step: int | None  # whose groups begin, as far as they are known; None: an evaluation
 
 
 class ExactOrder:
-    """The order of one process's work: `next` whenever nothing is under way."""
+    """The order of one process's work: call `next` when no response is unfinished."""
 
     def __init__(
         self,

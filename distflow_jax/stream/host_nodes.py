@@ -1,4 +1,4 @@
-"""Nodes that need the fields of one group alone: they run as soon as these are there."""
+"""Host nodes that need only the fields of one group, and run as soon as these exist."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ def units_ahead(plan: Plan, sampled: Collection[str]) -> tuple[Unit, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class NodesAhead:
-    """The nodes that run ahead: samplers, and units that run on each group by themselves."""
+    """The nodes that run ahead of training: samplers, and units that run on each group."""
 
     sampled: frozenset[str]  # ids of sampling nodes
     units: tuple[Unit, ...]
@@ -134,7 +134,7 @@ class NodesAhead:
 
 
 class HostThread:
-    """Runs the nodes on one group after the other: one thread calls functions of the user."""
+    """Runs the nodes on one group after another, calling user functions from a single thread."""
 
     def __init__(self, nodes: NodesAhead, span: Span, lock: threading.Condition):
         """`lock` guards the groups' marks."""

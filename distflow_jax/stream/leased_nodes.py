@@ -1,4 +1,4 @@
-"""The nodes that run ahead in a process whose workers run some of them."""
+"""The nodes that run ahead of training in a process whose workers run some of them."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from distflow_jax.stream.tasks import NodeTask
 
 
 class LeasedNodes(HostThread):
-    """Runs the nodes on each group in the order of the plan.
+    """Runs the nodes on each group in plan order.
 
-    Nodes that workers serve become tasks of the task buffer. A group goes on with its next node
-    once the result is there; meanwhile the thread runs nodes of other groups.
+    Nodes served by workers become tasks of the task buffer. A group continues with its next node
+    when the result arrives; meanwhile the thread runs nodes of other groups.
     """
 
     def __init__(

@@ -1,19 +1,19 @@
 """Leases of tasks, and the workers that hold them.
 
-A task is open from its beginning until its result is there. A lease that ends puts it back. A
-worker of which a lease has ended is stalled until it submits something: it does not count as one at
-work. Nothing here communicates or reads a clock; a connection that is lost means nothing.
+A task is open until its result arrives. When a lease expires, the task waits again. A worker whose
+lease expired is stalled, and does not count as active, until it submits a result. Nothing here
+communicates or reads a clock; a lost connection has no meaning.
 
-  what happens                                    call          counts as a try
-  a worker leaves in order, or an error ends it   deregister    no
-  it gives no sign of life for a lease's time     expire        no
-  its result is not used                          take_back     no
-  it says that it cannot do a task                fail          yes; after `max_tries` give_up
-  its results are refused too often               end           no; it gets nothing any more
-  no worker can answer a prompt                   give_up       the prompt's place is another's
+  event                                          call          counts as a try
+  a worker leaves in order, or an error ends it  deregister    no
+  no heartbeat for a lease's time                expire        no
+  its result is not used                         take_back     no
+  it reports that it cannot do a task            fail          yes; after `max_tries` give_up
+  its results are refused too often              end           no; it receives no more work
+  no worker can answer a prompt                  give_up       the next prompt replaces it
 
-Ended responses of a task stay. Of those under way the tokens stay with weight updates in flight; at
-boundaries they begin anew (TaskBuffer).
+Finished responses of a task are kept. Of unfinished ones, the tokens are kept with weight updates
+in flight; at boundaries such responses start over (TaskBuffer).
 """
 
 import math
@@ -29,19 +29,19 @@ T = TypeVar("T", bound=OpenTask)
 
 
 class Leases:
-    """All open tasks of a process, by key, and the workers that live.
+    """All open tasks of a process, by key, and the live workers.
 
     Attributes:
-      seconds: after which a lease ends without news.
-      given_up: prompts that no worker can answer, with the last failure of each; the caller takes
-        them out.
+      seconds: time without a heartbeat after which a lease expires.
+      given_up: prompts that no worker can answer, with the last failure of each; drained by the
+        caller.
       expired: leases that ended without a result.
-      workers: that were heard of within a lease's time, and when last.
-      idle: versions with which workers found nothing to sample; without those that have work.
-      stalled: workers of which a lease has ended, and that submitted nothing since.
-      ended: workers that get nothing any more, why and since when.
-      on_end: is called with a worker that is ended, and the time.
-      unfit: whether an error has ended a worker, and no response came since.
+      workers: time of the last heartbeat, by worker, within one lease's time.
+      idle: versions for which workers found nothing to sample; without workers that have work.
+      stalled: workers whose lease expired and that have submitted nothing since.
+      ended: workers that receive no more work, with reason and time.
+      on_end: called with a worker that is ended, and the time.
+      unfit: whether an error has ended a worker, and no response arrived since.
     """
 
     def __init__(self, seconds: float, max_tries: int):

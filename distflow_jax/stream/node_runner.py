@@ -1,8 +1,8 @@
-"""A worker's host nodes: it runs tasks of task buffers in a thread, one after the other.
+"""The host nodes of a worker: one thread runs leased tasks one after another.
 
-Functions of the user are called from that thread alone. While one runs the next one is there
-already. A lease of a node is not prolonged: one that runs for longer is given to another worker
-too, and the first result counts.
+User functions are called from that thread only. The next task is fetched while one runs. The lease
+of a node is not extended: after it expires, another worker gets the task too, and the first result
+counts.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ class ServedUnit:
 
 
 class NodeRunner:
-    """Runs tasks, and hands their results to the threads that began them; none without a unit.
+    """Runs tasks, and returns results to the threads that submitted them; none without a unit.
 
     Attributes:
       nodes: ids of the nodes that it runs, and ENVIRONMENT for a host of environments.
-      address: of this host; "": it is none.
-      served: results that task buffers have.
+      address: of this host; "": it is not a host of environments.
+      served: results received by task buffers.
     """
 
     def __init__(self, units: Mapping[str, ServedUnit], beside: Collection[str] = ()):

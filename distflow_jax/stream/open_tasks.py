@@ -1,8 +1,7 @@
 """The open tasks of a process, with indices over them.
 
-Who holds which task, which ones wait in which order, and when leases end is known without a look at
-all of them: a question of a worker costs the logarithm of their number, and a move of pointers in
-one sorted list.
+Holders, waiting order and lease expiry are indexed: a request from a worker costs the logarithm of
+the number of tasks, plus a move of pointers in one sorted list.
 """
 
 import bisect
@@ -18,10 +17,10 @@ _Entry = tuple[tuple[Any, ...], Key]  # priority, key
 
 
 class OpenTasks(Mapping[Key, OpenTask]):
-    """Open tasks by key. Leases begin, go on and end here, and nowhere else.
+    """Open tasks by key. Leases begin, continue and end here only.
 
     Attributes:
-      num_waiting: tasks that nobody holds, by node; those of SAMPLER have the groups.
+      num_waiting: tasks without a holder, by node; groups are under SAMPLER.
     """
 
     def __init__(self) -> None:

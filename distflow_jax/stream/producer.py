@@ -1,4 +1,4 @@
-"""The groups of a process from their prompts on: begun by the rule, answered, and handed on."""
+"""The groups of a process from their prompts on: begun by the rule, sampled, and passed on."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(frozen=True)
 class SamplingNode:
-    """A node whose samples run ahead, and how it samples."""
+    """A node that samples ahead of training, and its sampling parameters."""
 
     node: Node
     sampling: SamplingParams
@@ -39,9 +39,9 @@ class SamplingNode:
 class Producer:
     """The groups of one process: begun, sampled, and complete.
 
-    A prompt that workers cannot answer is given up: its group is done without responses, and its
-    filter decision is to leave it out. `admission` and the groups are shared with the thread that
-    trains, under `lock`.
+    A prompt that workers cannot answer is given up: its group ends without responses, and its
+    filter decision is to drop it. `admission` and the groups are shared with the training thread,
+    under `lock`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Publications of weights: the versions that go to the samplers, agreed on by all processes.
+"""Publications of weights: the versions that samplers receive, agreed on by all processes.
 
-The rule is publish_rule.py's. What differs between processes, whether one has heard of a sampler
-that starves, enters by a gather: at the end of a step by one of its own, and while the training
-waits by the gather that the wait ends with, which a starving sampler brings forward.
+The rule is in publish_rule.py. Only one input differs between processes: whether an idle sampler
+has been reported. A gather combines it, either at the end of a step or, while training waits,
+together with the gather that ends the wait; an idle sampler triggers that gather early.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,10 @@ STARVING = 0  # kind of: 1 + the newest version with which a sampler has nothing
 
 
 class Publications:
-    """The publications of a run. Only the thread that trains uses it, but for `note_idle`.
+    """The publications of a run. Used by the training thread only, except `note_idle`.
 
     Attributes:
-      newest: the version that was published last.
+      newest: the version published last.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""The rule of publishing by divergence: which versions of the weights are worth moving.
+"""The rule of publishing by divergence: which versions of the weights are worth sending.
 
-The update's forward pass has log-probs of each token by the weights that the step began with,
-beside those of the sampler: D(age) is the mean of k3 = rho - 1 - log rho over the tokens of that
-age, over all processes. After step v these weights are v - 1: D is a step behind the newest
-weights. Samplers that hold version p go on with weights of age v - 1 - p, and v is published only
+The forward pass of the update yields log-probs of each token under the weights that the step began
+with, beside the sampler's: D(age) is the mean of k3 = rho - 1 - log rho over all tokens of that
+age, over all processes. After step v these weights are version v - 1, so D is one step behind the
+newest weights. Samplers with version p would continue at age v - 1 - p. Version v is published only
 if
 
 - D of that age is above the threshold, or is not known, or
-- a sampler has nothing under way and nothing that it may begin with the weights it holds, or
+- a sampler is idle and may begin nothing with the weights it holds, or
 - the groups of the next step could not begin at all: p < v - max_staleness.
 
 Nothing here communicates. The idea is that of adaptive asynchronous policy synchronisation (AAPS).

@@ -1,10 +1,11 @@
-"""Workers whose log-probs leave the others': they are ended, and others sample their groups.
+"""Quarantine of workers whose log-probs deviate from the others'; their groups are sampled again.
 
-The gap of a group is the mean over its tokens of |trainer's log-prob - sampler's|, in nats. It has
-the noise of kernels and the steps that the weights have moved since; other weights, another model
-or made-up numbers come on top. A worker's gap is the median over its last groups: a group that
-several workers have sampled counts for each of them, and must not decide. It is held against the
-gaps of the others, their median and their median distance to it (MAD): a few bad ones move neither.
+The gap of a group is the mean over its tokens of |trainer's log-prob - sampler's|, in nats. It
+includes kernel noise and the steps by which the weights have moved; wrong weights, another model or
+invented numbers add to it. A worker's gap is the median over its last groups, because a group
+sampled by several workers counts for each of them and must not decide. It is compared with the
+median of the other workers and their median absolute deviation (MAD), which a few bad workers do
+not move.
 """
 
 import collections
@@ -73,7 +74,7 @@ def limit_of(gaps: Collection[float]) -> float:
 
 
 class Quarantine:
-    """Ends the workers of one process's task buffer whose gaps leave the others'."""
+    """Ends workers of one task buffer whose gaps deviate from the others'."""
 
     def __init__(self, producer: Producer):
         self._producer, self._known = producer, WorkerGaps()

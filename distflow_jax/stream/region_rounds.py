@@ -8,9 +8,9 @@ from distflow_jax.stream.producer import Producer
 
 
 class RegionRounds:
-    """Tells all processes the filter decisions of a round's groups as soon as these have ended.
+    """Sends the filter decisions of a round's groups to all processes as soon as these groups end.
 
-    All processes have the same rounds in the same order, each at its own time. One thread uses it.
+    All processes have the same rounds in the same order, each at its own time. For one thread only.
     """
 
     def __init__(self, producer: Producer, gather: BackgroundGather):

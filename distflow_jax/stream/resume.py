@@ -1,13 +1,13 @@
-"""Samples, token accounts and records that a run with samplers ahead keeps for its next start.
+"""Samples, token accounts and records that an asynchronous run keeps for its next start.
 
-WORKDIR/groups/PROCESS.jsonl has a line per step: "counters" of the prompts that the step trains,
-"left_out" by the filter decision of a region, "uid" [counter, number] of each response with
-"version" [lowest, highest] of its tokens and "age", the steps that its oldest token is behind;
-"tokens", this process's token account; "workers", by name the prompts that each has sampled tokens
-of, as far as this start knows; "gaps", by name the mean gap of log-probs between the trainer and
-the sampler over these prompts, nats per token, where it is measured. Every process writes its own,
-so that the whole run can be checked from its files. WORKDIR/groups/start.json has the last "step"
-before the newest start, and the tokens that were "sampled" by all starts before it. Samples are
+WORKDIR/groups/PROCESS.jsonl has one line per step. "counters": the prompts that the step trains.
+"left_out": prompts dropped by a region's filter. "uid": [counter, number] of each response, with
+"version": [lowest, highest] of its tokens, and "age": the age of its oldest token in steps.
+"tokens": this process's token account. "workers": by name, the prompts for which each worker
+sampled tokens, as far as this start knows. "gaps": by name, the mean gap of log-probs between
+trainer and sampler over these prompts, in nats per token, where measured. Every process writes its
+own file, so the whole run can be checked from its files. WORKDIR/groups/start.json has the last
+"step" before the newest start, and the tokens "sampled" by all earlier starts. Samples are
 additions to checkpoints (saved_samples.py).
 """
 
@@ -43,8 +43,8 @@ PREFIX = "perf/tokens/"
 class TokenAccount:
     """Tokens of one process: sampled = trained + filtered + lost + under way, summed over all.
 
-    They count from the start of the run, over all restarts. What a killed process had sampled after
-    its last record was written is unknown to anyone, and in none of them.
+    Counts start with the run and span all restarts. Tokens that a killed process sampled after its
+    last record are unknown, and not counted.
     """
 
     sampled: int = 0
@@ -105,10 +105,10 @@ def _merged(accounts: Sequence[Mapping[str, int]]) -> dict[str, float]:
 
 
 class GroupRecords:
-    """This process's file of one start of a run.
+    """This process's record file of one start of a run.
 
     Attributes:
-      known: tokens that all processes together had sampled by their last records.
+      known: tokens sampled by all processes together, as of their last records.
     """
 
     def __init__(self, folder: pathlib.Path, resume_step: int):
@@ -167,12 +167,13 @@ class _Pending:
 
 
 class SampleSaver:
-    """Adds the samples of groups that ran ahead to checkpoints, and accounts for tokens.
+    """Adds the samples of asynchronous groups to checkpoints, and accounts for tokens.
 
-    Without `steps`, what there is, tokens of responses under way too. With it, the whole groups of
-    so many steps that follow the checkpoint's: those that older weights sample, which nobody has
-    after a restart. They are added as soon as they are complete, and evaluations of versions before
-    the checkpoint's are recorded: nobody has these weights then.
+    Without `steps`, saves everything that exists, including tokens of unfinished responses. With
+    `steps`, saves the complete groups of that many steps after the checkpoint's, which older
+    weights sample that a restart no longer has. They are added once complete, and once evaluations
+    of versions before the checkpoint's are recorded, because a restart no longer has these weights
+    either.
     """
 
     def __init__(

@@ -21,14 +21,14 @@ log = logging.getLogger("distflow_jax")
 
 
 class SampleRequests:
-    """Requests from `begin` until `take_complete` returns them, whoever answers them.
+    """Requests from `begin` until `take_complete` returns them, whichever worker answers.
 
-    Calls but `begin` and `take_complete` come under the lock of the producer.
+    All calls except `begin` and `take_complete` require the producer's lock.
 
     Attributes:
       buffer: of their tasks, and of nodes that workers run on groups whose samples are complete.
-      here: counts of the worker of this process, after what `take_complete` has returned; zeros:
-        there is none.
+      here: counts of this process's worker since `take_complete` last returned; zeros: no such
+        worker.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Calls to what samples for a process, whoever does, as the training makes them."""
+"""The interface between training and the sampler of a process, whatever its kind."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ JOIN_SECONDS = 60.0  # for a decode call to end
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """Calls of what samples to the training, from its own thread.
+    """Calls from a sampler into the training, from the sampler's thread.
 
     Attributes:
-      hand_on: takes complete groups on.
-      arrive: a block with weights on the sampler's devices, of those that have left the trainer.
+      hand_on: passes complete groups on.
+      arrive: a context in which weights that have left the trainer are on the sampler's devices.
       span: times a decode call.
-      idle: is called under the producer's lock where nothing is under way or may begin.
+      idle: called under the producer's lock if no response is unfinished and none may begin.
       evaluations: that samplers make.
       known: whether all processes know the filter decisions below a counter, see RegionRounds.
       exact_order: of the work, with weight updates at boundaries.
@@ -38,10 +38,10 @@ class Hooks:
 
 
 class SamplingSide:
-    """Calls that the training makes; a call that is not overridden has nothing to do.
+    """Calls from the training into a sampler. A call that is not overridden has no effect.
 
     Attributes:
-      missing_workers: nodes that wait for a worker, for too long.
+      missing_workers: nodes that have waited too long for a worker.
     """
 
     missing_workers: list[str] = []
@@ -82,7 +82,7 @@ class SamplingSide:
 
 
 class SamplingThread:
-    """A thread beside the training, which begins at once."""
+    """A sampling thread beside the training, which starts at once."""
 
     def __init__(self, name: str, serve: Callable[[], None]):
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -1,7 +1,7 @@
-"""Samples that ran ahead, as arrays of a checkpoint: whole responses, and those under way.
+"""Samples of asynchronous groups as arrays of a checkpoint: complete and unfinished responses.
 
-A process saves those of its own groups; a run that goes on takes them by counter, on any number of
-processes. Nodes that ran ahead are run again. n requests, s of their samples, T tokens together.
+Each process saves the samples of its own groups; a resumed run takes them by counter, on any number
+of processes. Nodes that ran ahead run again. n requests, s of their samples, T tokens together.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ IMAGES, IMAGE_BYTES = "response_images", "response_image_bytes"  # where a respo
 
 
 class SavedAddition(Protocol):
-    """All that one process added to a checkpoint."""
+    """The addition of one process to a checkpoint."""
 
     facts: Mapping[str, Any]
 
@@ -35,10 +35,10 @@ class SavedAddition(Protocol):
 
 
 class SavedSamples:
-    """The samples of a checkpoint, to be taken by counter, each once.
+    """The samples of a checkpoint, taken by counter, each once.
 
     Attributes:
-      left_out: tokens of samples that were taken, and are not what was asked for.
+      left_out: tokens of samples that were taken but do not match the request.
       given_up: prompts that no worker could answer before the checkpoint.
     """
 

@@ -1,23 +1,23 @@
-"""The rule of asynchronous steps: which group belongs to which step, and when it may begin.
+"""The rule of asynchronous steps: the step of each group, and when the group may begin.
 
-B groups make a step, v training steps are finished, and `max_staleness` steps is the oldest that a
-token may be when it is trained on. The group of prompt counter c belongs to step s(c) = c // B + 1,
-whatever ends first, and may begin once its sampler holds a version v >= s(c) - 1 - max_staleness.
-From this follows, without a counter anywhere:
+B groups make a step, v training steps are finished, and `max_staleness` is the maximum age of a
+token in steps when it is trained on. The group of prompt counter c belongs to step s(c) = c // B +
+1, whichever group ends first, and may begin once its sampler holds a version v >= s(c) - 1 -
+max_staleness. Without any shared counter it follows that:
 
-- No token is older than max_staleness steps when it is trained on, the time that it waits included.
+- No token is more than max_staleness steps old when it is trained on, including the time it waits.
 - At most (max_staleness + 1) B groups have begun and are not trained on yet.
-- The batches are those of a synchronous run: no step prefers short responses.
-- A restart has nothing to count: the rule is a function of c and v alone.
+- Batches equal those of a synchronous run: no step prefers short responses.
+- A restart has nothing to recount: the rule is a function of c and v alone.
 
-With a region each group gets a filter decision, and filter decisions cut the counters into steps:
-step s takes groups in their order from where step s - 1 ended, until B are kept or max_rounds x B
-were looked at. A group without a filter decision counts as kept, so that s(c) falls, and never
-rises, as filter decisions come: the bounds hold meanwhile.
+With a region, each group gets a filter decision, and steps are cut from the counters by these
+decisions: step s takes groups in order, starting where step s - 1 ended, until B are kept or
+max_rounds x B were examined. A group without a decision counts as kept, so s(c) can only fall as
+decisions arrive, and the bounds hold meanwhile.
 
-Without a region a decision of False gives a prompt up, which no worker can answer: the next counter
-takes its place, so that a step has B groups as long as there are data. All processes must hear of
-it before they cut its step.
+Without a region, a decision of False gives a prompt up that no worker can answer: the next counter
+takes its place, so a step has B groups as long as data remain. All processes must learn of it
+before they cut its step.
 
 Nothing here communicates. Fu et al. 2025 (AReaL, arxiv.org/abs/2505.24298), sec. 5.1, bound the
 same staleness by counters in one process.
@@ -60,8 +60,8 @@ class Rule(Section):
 class Cut:
     """The counters of one step: `start` <= c < `end`, of which `kept` are trained on.
 
-    `final`: whether all filter decisions that decide it are known. Until then `end` may grow, and
-    `kept` has the groups without a filter decision too.
+    `final`: whether all decisive filter decisions are known. Until then `end` may grow, and `kept`
+    includes the groups without a decision.
     """
 
     step: int
@@ -77,16 +77,16 @@ class Cut:
 
 
 class Admission:
-    """The rule with the filter decisions that a process knows.
+    """The rule, applied to the filter decisions that a process knows.
 
     Args:
       rule: the constants.
       step: finished steps, 0 at the start of a run.
-      counter: the first one that these steps did not look at.
-      last: the first counter that the data do not have; None: they never end.
-      steps: the last step of the run, beyond which nothing begins; None: there is none.
-      judged: whether groups get filter decisions, as in a region; otherwise all are kept but those
-        that are given up.
+      counter: the first one not examined by these steps.
+      last: the first counter beyond the data; None: the data never end.
+      steps: the last step of the run, beyond which nothing begins; None: unlimited.
+      judged: whether groups get filter decisions, as in a region; otherwise all are kept except
+        prompts that are given up.
       exact: whether one version answers each step: a group begins once its step is certain.
     """
 

@@ -1,4 +1,4 @@
-"""The groups of a step, joined to the fields that the coordinator holds."""
+"""Joining of a step's groups into the fields that the coordinator holds."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -14,7 +14,7 @@ from distflow_jax.stream.schedule import Cut
 
 
 class StepGroups:
-    """Joins the groups of one step after the other, on one process."""
+    """Joins the groups of successive steps, on one process."""
 
     def __init__(self, nodes: Collection[str], *, numbered: bool = False):
         """`nodes`: ids of the nodes that ran ahead; `numbered`: whether responses get the number of

@@ -1,16 +1,16 @@
 """The task buffer of a process: the groups that it trains on, from their prompts to their results.
 
-A worker leases groups to sample, and submits responses, and the tokens of those under way. A lease
-that ends puts its group back with the tokens that are known; with `exact` versions no token of an
-unfinished response is kept, so such a response begins anew. The rule of schedule.py says which
-group may begin, by the version that the worker holds. A worker holds at most twice as many
-responses as it has slots, and one group, the last one, while it is stalled.
+A worker leases groups to sample, and submits complete responses and the tokens of unfinished ones.
+When a lease expires, its group waits again with the known tokens; with `exact` versions no token of
+an unfinished response is kept, so such a response starts over. The rule of schedule.py decides
+which group may begin with the worker's version. A worker holds at most twice as many responses as
+it has slots, or a single group, the last one, while it is stalled.
 
-Workers that serve nodes of the graph lease these for one group each, once all fields that the node
-reads are there; no news prolong such a lease. Whoever submits it, the first result of a response or
-a node counts; a second one is dropped and counted.
+Workers that serve graph nodes lease one node of one group at a time, once all fields that the node
+reads exist; heartbeats do not extend such a lease. The first result of a response or node counts,
+whichever worker submits it; a second one is dropped and counted.
 
-Nothing here communicates, reads a clock, or looks into a token.
+Nothing here communicates, reads a clock, or inspects a token.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ QUOTA = 2  # responses of a worker for each of its slots: some have ended, and a
 
 @dataclasses.dataclass
 class TaskCounts:
-    """Numbers since the task buffer began."""
+    """Counters since the task buffer started."""
 
     leased: int = 0  # groups and nodes that workers got
     second: int = 0  # results that were there already
@@ -46,21 +46,21 @@ class TaskCounts:
 
 
 class TaskBuffer(EvaluationLeases):
-    """The tasks of one process, from their beginning until their results are taken.
+    """The tasks of one process, from creation until their results are taken.
 
     Args:
       rule: says which versions may answer which step.
       exact: whether one version answers each step.
-      version: of the newest weights; with `exact` it takes the place of older ones.
-      lease_seconds: after which a task without news of its worker is given to another one.
+      version: of the newest weights; with `exact` it replaces older ones.
+      lease_seconds: time without a heartbeat after which a task goes to another worker.
       max_tries: failures of a task after which its prompt is given up.
       served: ids of the nodes that workers run.
-      environment_seconds: longest time that calls of its environment may take a response.
-      differs: where two results of one response differ and should not; None: nowhere.
+      environment_seconds: maximum time that environment calls may take per response.
+      differs: locates the difference between two results of one response; None: they are equal.
 
     Attributes:
-      newest: version of the newest weights that workers can get.
-      differing: (key, sample, where) of second results that differ; the caller takes them out.
+      newest: version of the newest weights available to workers.
+      differing: (key, sample, where) of differing second results; drained by the caller.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tasks that workers may hold, one worker at a time: groups to be sampled, and nodes to be run."""
+"""Tasks that one worker at a time may hold: groups to sample, and nodes to run."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ _TOKEN_BYTES = 17  # of a response's arrays: four numbers and a mark of each tok
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens of one response, as far as they are known."""
+    """The known tokens of one response."""
 
     tokens: int  # that were sampled
     lowest: int  # version of them, 0 without tokens
@@ -91,8 +91,8 @@ class OpenTask:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NodeTask(OpenTask):
-    """One node of the graph for one group. Any worker that serves the node may run it, again too:
-    no weights are involved."""
+    """One node of the graph for one group. Any worker that serves the node may run it, more than
+    once if needed, because no weights are involved."""
 
     read: Callable[[Any], Any]  # what a worker sent -> the result; ValueError for what is none
     then: Callable[[Any], None]  # called with the result, by whom takes it

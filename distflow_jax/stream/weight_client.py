@@ -1,7 +1,8 @@
-"""A worker's pull of weights: the chunks that its own layout needs, from trainers that have them.
+"""Pulling of weights by a worker: the chunks that its layout needs, from trainers that hold them.
 
-A version is had whole or not at all: arrays are made when every chunk is there and right. One that
-comes damaged, late or not at all comes from another process that has it.
+A version is loaded completely or not at all: arrays are created only when every chunk has arrived
+and is verified. A chunk that is damaged, late or missing is pulled from another process that holds
+it.
 """
 
 import dataclasses
@@ -140,8 +141,7 @@ def _ask(source: Source, version: int, end: float) -> Manifest:
 
 
 class _Served:
-    """The chunks of one version: which there are, and each from a trainer that has it, spread
-    evenly over these."""
+    """The chunks of one version, each assigned to a trainer that holds it, spread evenly."""
 
     def __init__(self, version: int, end: float, offers: Sequence[tuple[Source, Manifest]]):
         """Refused where two trainers have other weights."""

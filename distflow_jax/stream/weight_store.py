@@ -1,12 +1,12 @@
-"""The weights that this process serves: versions in the memory of the host, in chunks.
+"""The weight store of a trainer process: versions in host memory, in chunks.
 
-Each trainer process copies the blocks of its own devices, each once, and serves them: nothing is
-gathered, and no process has all of a model whose layers or matrices are divided. The weights are
-those of training, cast and with adapters merged: workers bring them into their samplers' form.
+Each trainer process copies and serves the blocks of its own devices, each block once. Nothing is
+gathered, and no process holds a whole model that is sharded. Weights are those of training, cast
+and with adapters merged; workers convert them to their samplers' form.
 
-Blocks are cut alike everywhere, into chunks of a few MiB along their longest dims. All chunks of a
-tensor form a grid: in each dim their intervals follow one another. A manifest lists those that a
-process has, with their checksums.
+Blocks are cut identically everywhere, into chunks of a few MiB along their longest dims. All chunks
+of a tensor form a grid: in each dim their intervals are consecutive. A manifest lists the chunks of
+a process with their checksums.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _REQUEST_BYTES = 64 << 10
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSpec:
-    """Where a chunk lies in its tensor, and the CRC-32 of its bytes in C order."""
+    """The position of a chunk in its tensor, and the CRC-32 of its bytes in C order."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class ChunkSpec:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor, and the chunks of it that a process has."""
+    """A tensor, and the chunks of it that a process holds."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -78,7 +78,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The chunks that a process has of one version of the weights."""
+    """The chunks of one version of the weights that a process holds."""
 
     attempt: str
     version: int
@@ -175,10 +175,10 @@ class WeightStore:
 
     Args:
       attempt: of the run; versions of another one are other weights.
-      prepare: turns some of the parameters into those that samplers have (merges adapters, for
-        example); traceable.
+      prepare: converts some of the parameters to the samplers' (merges adapters, for example);
+        traceable.
       dtype: of the samplers' weights; None: the parameters' own.
-      chunk_bytes: bytes of a chunk at most.
+      chunk_bytes: maximum size of a chunk.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Times of weight updates, and the metrics that follow from them."""
+"""Times of weight updates, and the metrics derived from them."""
 
 import contextlib
 import threading
@@ -15,9 +15,9 @@ class WeightUpdateTimes:
     """Times both halves of weight updates: weights leave the trainer, and arrive on the sampler's
     devices.
 
-    A second is exposed if it delays the training: the trainer sends weights, or it waits for
-    samples while the sampler takes weights in place of decoding. Seconds of the sampler beside a
-    trainer at work are hidden. Any thread may begin and end blocks.
+    A second is exposed if it delays training: the trainer sends weights, or waits for samples while
+    the sampler loads weights instead of decoding. Sampler seconds that overlap with training are
+    hidden. Any thread may begin and end blocks.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):

@@ -1,7 +1,7 @@
-"""A worker: it answers groups of a task buffer by the weights that come to it.
+"""The worker: samples groups of a task buffer with the weights it receives.
 
-Whoever samples is one: in the thread that trains, in a thread beside it, or in a job of its own.
-Its link (stream/links/) says what is due between two decode calls, and takes what has ended.
+A worker runs in the training thread, in a thread beside it, or in a separate job. Between two
+decode calls, its link (stream/links/) supplies due work and takes finished responses.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Assignment = tuple[Key, GroupRequest, Progress]  # a request, and what is known 
 
 
 class Link(Protocol):
-    """Where a worker gets groups and weights from, and where its samples go."""
+    """The source of a worker's groups and weights, and the destination of its samples."""
 
     def advance(self, worker: "Worker") -> bool:
         """Has the worker take what is due before its next decode call: weights, groups, an
@@ -33,12 +33,12 @@ class Link(Protocol):
 
 
 class Worker:
-    """Samples what its link gives it. One thread at a time calls `round`.
+    """Samples the groups that its link supplies. One thread at a time calls `round`.
 
     Attributes:
-      open: requests that are not complete.
-      groups: that were answered whole.
-      loads, load_seconds: of weights, in place of decoding.
+      open: incomplete requests.
+      groups: number of completely answered groups.
+      loads, load_seconds: of weights, instead of decoding.
     """
 
     def __init__(

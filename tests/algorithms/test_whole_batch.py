@@ -1,6 +1,6 @@
-"""What of the algorithm waits for a whole batch: a sentence that names the setting, or nothing.
+"""Parts of the algorithm that wait for a whole batch: a sentence names the setting, or is empty.
 
-That the others do not need to wait is shown where they are computed: test_advantages.py,
+Tests beside the computations show that the other parts need not wait: test_advantages.py,
 test_policy_objective.py.
 """
 

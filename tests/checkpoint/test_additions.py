@@ -1,4 +1,4 @@
-"""What processes add to a checkpoint later: without all of it the checkpoint does not count."""
+"""Late additions of processes to a checkpoint: the checkpoint counts only with all of them."""
 
 import json
 import logging

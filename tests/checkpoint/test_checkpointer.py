@@ -152,7 +152,8 @@ def damage(path, how):
 
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "zeros"])
 def test_damage_is_never_restored(open_checkpointer, tmp_path, caplog, how):
-    """Whatever file of the newest checkpoint is lost, either its true content or the one before."""
+    """If any file of the newest checkpoint is lost, a restore gives its content or the previous
+    one."""
     original = tmp_path / "original"
     checkpointer = open_checkpointer(original)
     save_two(checkpointer)

@@ -90,7 +90,7 @@ def test_a_budget_steadies_the_rollouts_of_the_model():
 
 
 def test_partial_batches_of_the_model_train_every_token_once():
-    """Whatever a partial batch's least tokens are, and sooner than the step at once does."""
+    """For any minimum of tokens per partial batch, and sooner than the undivided step."""
     workload, steps = streaming_model.WORKLOADS[0], 4
     costs = streaming_model.Costs.of(workload, draws=3)
     spent = []
@@ -198,7 +198,7 @@ def test_a_suspended_response_goes_on_where_it_was():
 
 
 def quickly(folder, *flags):
-    """What a short run of the script has measured."""
+    """The measurements of a short run of the script."""
     path = folder / "found.json"
     finished("benchmarks/streaming.py", "--quick", *flags, f"--json={path}")
     return json.loads(path.read_text())
@@ -230,7 +230,7 @@ def test_every_part_runs_on_this_machine(tmp_path):
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_rollouts_with_a_budget_run_on_this_machine(tmp_path):
-    """What they throw away is counted whatever the machine; seconds of four steps mean nothing."""
+    """Dropped samples are counted on any machine; the seconds of four steps mean nothing."""
     without, budget = quickly(tmp_path, "--budget")
     assert without["thrown_away"] == budget["thrown_away"] == 0
     assert without["groups"] == streaming_model.PROMPTS >= budget["groups"] > 0

@@ -1,4 +1,4 @@
-"""What a user gets wrong is said in one line that names the value and the fix, before any work."""
+"""A user error is one line that names the value and the fix, before any work."""
 
 import json
 import os

@@ -146,7 +146,7 @@ def tokens_by_rank(lengths, limits, assignment, ranks):
 
 
 def check(lengths, limits, ranks_of_site, assignment):
-    """What every assignment must be; returns the imbalance in tokens."""
+    """Checks the properties of every assignment; returns the imbalance in tokens."""
     ranks = sum(map(len, ranks_of_site))
     together = len(first_fit_decreasing(lengths, limits))
     assert sorted(i for row in assignment.rows for i in row) == list(range(len(lengths)))

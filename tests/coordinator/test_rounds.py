@@ -43,7 +43,7 @@ def edge(field, source, target=HOST):
 
 
 def answer(coordinator, score):
-    """What rollout and reward nodes would do."""
+    """Writes the fields of rollout and reward nodes."""
     uid = coordinator.get(edge("uid", None)).tolist()
     responses = [response_of(counter, sample) for counter, sample in uid]
     coordinator.put("rollout", "response", responses)

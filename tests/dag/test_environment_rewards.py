@@ -1,4 +1,4 @@
-"""What environments give reaches the scores, whatever the graph."""
+"""Rewards of environments reach the scores in every graph."""
 
 import pytest
 

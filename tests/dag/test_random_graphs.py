@@ -14,7 +14,7 @@ from distflow_jax.dag.planner import plan
 
 
 def random_nodes(rng):
-    """What a valid graph is made of: each node reads what is written upstream."""
+    """Nodes of a valid graph: each reads only fields written upstream."""
     nodes, upstream = [], {}
     for i in range(rng.randint(2, 10)):
         deps = [node["id"] for node in nodes if rng.random() < 0.3]

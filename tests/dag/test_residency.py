@@ -1,4 +1,4 @@
-"""What each node of a plan has on its devices, and what waits on the host meanwhile."""
+"""The models on the devices during each node of a plan, and those waiting on the host."""
 
 import pytest
 

@@ -117,7 +117,7 @@ class AsyncFaulty(Faulty):
 
 @pytest.fixture
 def released(monkeypatch):
-    """What hangs goes on when the environments are closed."""
+    """Hanging calls continue when the environments are closed."""
     close = Environments.close
     monkeypatch.setattr(Faulty, "goes_on", threading.Event())
 
@@ -258,7 +258,7 @@ def test_a_try_that_failed_leaves_no_trace(sampler, steady, failing, name, late,
 def test_a_batch_has_no_failed_response_if_a_fifth_of_the_calls_fail(
     sampler, steady, failing, name
 ):
-    """Those that were not drawn anew are those of a run without a failure."""
+    """Responses that were not drawn anew equal those of a run without a failure."""
     rng = random.Random(5)
     failing(lambda call: rng.random() < 0.2)
     got = sampler.run(f"{HERE}:{name}")

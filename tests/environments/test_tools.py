@@ -155,7 +155,7 @@ def test_all_calls_of_a_turn_are_answered_up_to_a_number():
 
 
 def test_calls_are_those_of_one_regular_expression():
-    """Whatever stands in the text, calls within calls and tags without an end among it."""
+    """For any text, including calls within calls and unclosed tags."""
     opening = r'<tool(?: name="([^"<>]*)")?>'
     call = re.compile(rf"{opening}((?:(?!{opening}).)*?)</tool>", re.DOTALL)
     parts = ["<tool>", '<tool name="a">', '<tool name="', "</tool>", "1+1", "\n", '">', "<", ""]

@@ -38,7 +38,7 @@ def laid_out(parts):
 
 
 def positions(parts):
-    """Those in the sequence: what has a parent goes on where that ends."""
+    """Positions in the sequence: a segment with a parent continues where the parent ends."""
     length = {s: n for s, _, n in parts}
     found = [np.arange(n) + (length[p] if p != s else 0) for s, p, n in parts]
     found = np.concatenate([*found, np.zeros(0, int)]).astype(np.int32)

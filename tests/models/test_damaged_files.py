@@ -43,7 +43,7 @@ def opened(path):
 
 
 def flipped(path, positions):
-    """What `opened` gives with each of these bytes changed, alone; the file is whole afterwards."""
+    """Results of `opened` with each of these bytes changed in turn; the file is then restored."""
     whole = path.read_bytes()
     for i, position in enumerate(positions):
         broken = bytearray(whole)

@@ -20,7 +20,7 @@ from distflow_jax.training.forward import parent_segment
 
 
 def full_rows(minis):
-    """What programs execute: every row full, attention a square."""
+    """The work that programs execute: every row full, attention a square."""
     rows = minis * ROWS
     return BatchWork(tokens=rows * TOKENS, scored=rows * TOKENS, pairs=rows * TOKENS**2)
 

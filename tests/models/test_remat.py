@@ -1,4 +1,4 @@
-"""What is kept for the backward pass changes memory and work, and no gradient."""
+"""Arrays kept for the backward pass change memory and work, but no gradient."""
 
 import dataclasses
 import itertools

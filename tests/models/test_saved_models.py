@@ -1,4 +1,4 @@
-"""What `save_pretrained` of transformers writes, of the pinned and of the newest release."""
+"""Models written by `save_pretrained` of the pinned and of the newest release of transformers."""
 
 import os
 import pathlib

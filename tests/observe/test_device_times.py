@@ -19,7 +19,7 @@ class Clock(threading.local):
 
 
 class Result:
-    """What is there from a time on, as an array of a program that runs until then."""
+    """A result that is ready at a given time, as the array of a program that runs until then."""
 
     def __init__(self, clock, ready):
         self.clock, self.ready = clock, ready

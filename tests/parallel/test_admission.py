@@ -96,7 +96,7 @@ def test_strangers_get_nothing_and_delay_nobody(registrar):
 
 
 def test_an_application_cannot_be_sent_again(registrar, monkeypatch):
-    """Whoever has recorded one on the network cannot use it: the registrar's nonce is another."""
+    """A recorded application is useless, because the registrar's nonce changes."""
     recorded = []
     send = socket.socket.sendall
 

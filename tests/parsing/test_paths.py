@@ -1,4 +1,4 @@
-"""Whatever stands at a name is a path that can be used, or one line that names it."""
+"""Every name is a usable path, or causes one line that names it."""
 
 import os
 import pathlib

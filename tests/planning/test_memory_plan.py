@@ -1,4 +1,4 @@
-"""What a device has to hold is known before step 1, and is what then lies on it."""
+"""The planned memory of a device is known before step 1, and equals what the device then holds."""
 
 import copy
 import dataclasses

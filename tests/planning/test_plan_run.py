@@ -1,4 +1,4 @@
-"""What a plan takes from one section of the config for another."""
+"""Values that a plan passes from one section of the config to another."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""Whoever samples, with whichever features: a run is planned, or refused in one line, by the list
-that stands here. It may only shrink; what has no effect at all is no feature of it."""
+"""Every kind of sampler with every feature: a run is planned, or refused in one line, by the list
+in this file. The list may only shrink; a setting without any effect is not a feature."""
 
 import functools
 import itertools

@@ -14,7 +14,7 @@ SCORE = np.float32(np.random.default_rng(3).random(len(SEQUENCES)))
 
 
 def functions(page, title):
-    """What a Python file of a guide defines."""
+    """The definitions in a Python file of a guide."""
     (block,) = [block for block in blocks(ROOT / "docs" / page) if block.title == title]
     module = types.ModuleType(title)
     exec(block.text, vars(module))

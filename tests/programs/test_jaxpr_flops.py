@@ -60,7 +60,7 @@ def test_of_a_mixture_the_experts_that_tokens_go_through_count(kind, options):
 
 @pytest.mark.parametrize("remat", ["dots", "attention"])
 def test_attention_by_tiles_is_not_computed_again(remat):
-    """What it gives, and its log-sum-exps, are kept: its backward pass makes scores anyway."""
+    """Its output and log-sum-exps are kept; the backward pass recomputes scores anyway."""
     kept, found = (matmul_flops(trace("update", remat=r, block=32).jaxpr) for r in ("none", remat))
     assert found.total - kept.total == flops_again(remat, scores=False)
 

@@ -103,7 +103,7 @@ def assert_only_its_own_script_runs(text):
 
 
 def write_run(folder, steps=6, *, first=1, resume_step=None):
-    """What a run of so many steps leaves, made by what a run writes with."""
+    """Writes the files of a run of so many steps, with the writers of a real run."""
     spans = Spans(folder / "trace.json")
     phases = Phases(spans, Quiet(), lambda: 0.0)
     writer = RunWriter(folder, resume_step=resume_step)

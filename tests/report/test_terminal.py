@@ -1,4 +1,4 @@
-"""What a run prints: lines that fit, waits that are told of, messages of one style."""
+"""Terminal output of a run: lines that fit, announced waits, messages of one style."""
 
 import io
 import json

@@ -199,7 +199,7 @@ def stored(folder):
 
 
 def lines(folder):
-    """What the newest file of the user's own tracker holds."""
+    """The newest file of the user's own tracker."""
     path = max(folder.glob("lines-*.txt"))
     return json_lines(path)
 

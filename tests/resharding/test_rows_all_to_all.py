@@ -17,7 +17,7 @@ NOTHING = np.iinfo(np.int32).max
 
 
 def carry(held, moves, room):
-    """What plan_moves asks for, done by hand: {device: {place: row}}."""
+    """Executes plan_moves by hand: {device: {place: row}}."""
     out = {device: {} for device in held}
     for round_, sender, receiver, c in zip(*np.nonzero(moves.send != NOTHING), strict=True):
         source = int(moves.send[round_, sender, receiver, c])

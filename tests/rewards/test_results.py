@@ -1,4 +1,4 @@
-"""What functions return: items that are not scored, numbers that are none, answers and votes."""
+"""Results of reward functions: unscored items, invalid numbers, answers and votes."""
 
 import logging
 import math

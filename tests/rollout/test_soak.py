@@ -233,7 +233,7 @@ class Soak:
 
 
 def resident_bytes() -> int:
-    """What this process holds now. Linux."""
+    """Resident memory of this process. Linux."""
     gc.collect()
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,5 +1,5 @@
-"""What a run says of its speed, where the peak of its devices is known; and what a second start of
-it finds compiled."""
+"""The reported speed of a run on devices with a known peak, and the programs that a second start
+finds compiled."""
 
 import json
 

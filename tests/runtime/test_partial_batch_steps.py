@@ -144,8 +144,7 @@ def run(partial_batches, groups):
 
 
 def test_advantages_stand_beside_their_responses():
-    """Whatever the order of partial batches and the order that a node gave the responses of a
-    group."""
+    """For any order of partial batches, and of the responses of a group after a node."""
     partial_batches = steps()
     run(partial_batches, [group_of(7), group_of(2, [2, 0, 0, 1])])
     samples = partial_batches._batch.samples()

@@ -123,7 +123,7 @@ def divided(draw, owners, count):
 @pytest.mark.parametrize("count", [2, 3, 7])
 @pytest.mark.parametrize("whole", [True, False], ids=["prompts", "hosts that share a sampler"])
 def test_the_file_of_many_processes_is_that_of_one(lines_of, count, sees, whole):
-    """Whoever has which prompts, or which responses to one; some may have none."""
+    """For any split of prompts and responses over processes; some may have none."""
     draw = np.random.default_rng(count)
     prompts = prompts_of(draw, 90, sees=sees)
     samples = samples_of(draw, prompts)

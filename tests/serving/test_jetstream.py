@@ -274,7 +274,7 @@ def test_both_doors_at_once_and_weights_for_both(serving, stub):
 
 
 def test_temperature_of_the_service():
-    """What it draws is of uid (n, 0), n counting the requests."""
+    """Request n is sampled with uid (n, 0)."""
     with Serving(jetstream=dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9)) as other:
         with grpc.insecure_channel(other.address) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)

@@ -78,7 +78,7 @@ def served(*arguments):
 
 
 def generated(tmp_path, *arguments):
-    """What generate.py answers to QUESTIONS, by its file."""
+    """Answers of generate.py to QUESTIONS, read from its file."""
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(QUESTIONS))
     process = start("scripts/generate.py", *SMALL, f"--file={file}", *arguments)

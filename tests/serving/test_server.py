@@ -283,7 +283,8 @@ def test_weights_that_cannot_be_read_change_nothing(serving, client):
 
 
 class Loads:
-    """What SamplerRpc needs for LoadWeights: a service, weights on a disk that waits for `go`."""
+    """Dependencies of SamplerRpc for LoadWeights: a service, and weights on a disk that waits for
+    `go`."""
 
     def __init__(self):
         self.go, self.begun, self.read, self.swapped = threading.Event(), threading.Event(), [], []
@@ -508,7 +509,7 @@ def test_metrics():
 
 
 def test_nothing_compiles_after_the_start(client):
-    """Whatever is asked: lengths, numbers of samples, aborts."""
+    """For any request: lengths, numbers of samples, aborts."""
     counter = Compilations()
     for length in (1, 16, 17, 48):
         client.responses(prompt="y" * length, num_samples=1 + length % 7, stop="z", max_tokens=9)

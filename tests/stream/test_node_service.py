@@ -187,11 +187,11 @@ def test_images_go_to_functions_of_the_user_alone():
     [
         ("scor", "dag 'g' has no such node .*did you mean 'score'"),
         ("late", "needs a whole batch: give it scope group or sample, or leave it"),
-        ("after", "it reads fields of 'late'|only once the trainers have run"),
+        ("after", "it reads fields of 'late'|only after the trainers have run"),
         ("some", "runs in some steps only"),
         ("values", "runs model 'critic', which this run trains"),
         ("fit", "runs model 'critic', which this run trains"),
-        ("ref", "runs on devices, and workers run nodes of the host"),
+        ("ref", "runs on devices, but workers run host nodes only"),
     ],
 )
 def test_nodes_that_workers_cannot_run_are_refused(name, message):

@@ -34,7 +34,7 @@ def test_a_sampler_over_several_hosts_does_not_run_ahead(weight_update):
     config = StreamConfig(max_staleness=1, weight_update=weight_update)
     check_plan(config, made, one)
     with pytest.raises(
-        ValueError, match=r"stream\.max_staleness=1 .* mesh\.rollout_tensor .* over 2; use"
+        ValueError, match=r"stream\.max_staleness=1 .* mesh\.rollout_tensor .* over 2 hosts; lower"
     ):
         check_plan(config, made, two)
     check_plan(StreamConfig(), made, two)

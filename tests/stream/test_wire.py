@@ -402,7 +402,7 @@ def test_connections_that_say_nothing_delay_nobody():
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(70_000)])
 def test_frames_that_come_at_once_are_answered_one_after_the_other(payload):
-    """Whatever its bytes come together with, no frame is left in a buffer."""
+    """However its bytes are grouped on arrival, no frame is left in a buffer."""
     with server() as opened, Raw(opened) as hand:
         opening = Opening(KEY, "by hand")
         hand.send(opening.hello)
@@ -579,7 +579,7 @@ def test_a_client_can_be_closed_while_it_shakes_hands():
 
 
 def test_all_addresses_of_a_name_share_the_seconds(monkeypatch):
-    """Those of a clock of ours, of which each connection that is tried takes all that it may."""
+    """By a test clock; each attempted connection takes as long as it may."""
     now, tried = [0.0], []
 
     class Deaf(socket.socket):

@@ -1,4 +1,4 @@
-"""What lowers programs for accelerators on a machine that has none."""
+"""Lowering of programs for accelerators on a machine without any."""
 
 import contextlib
 import importlib.util

@@ -104,18 +104,21 @@ SIZES = [
         "flow.stagger=2",
         "config.flow.stagger is gone and needs nothing in its place: take it out",
     ),
-    ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on the data's own answers; use 0"),
-    ("dag=online_dpo ; stream.max_staleness=1 ; stream.divergence=0.5", "needs an update that has"),
+    ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on answers from the data; use 0"),
+    (
+        "dag=online_dpo ; stream.max_staleness=1 ; stream.divergence=0.5",
+        "an update that computes",
+    ),
     *_under(
         "stream.max_staleness=1",
         [
             (
                 "stream.divergence=0.5 ; stream.weight_update=boundary",
-                "and with stream.weight_update='boundary'",
+                "but stream.weight_update='boundary' fixes the version",
             ),
             (
                 "stream.divergence=0.5 ; stream.round_tokens=4096",
-                "stream.divergence=0.5 keeps older",
+                "stream.divergence=0.5 leaves older",
             ),
             (
                 "stream.partial_batches=counter",
@@ -143,7 +146,7 @@ SIZES = [
                 "stream.weight_update=boundary",
                 "stream.weight_update='boundary' needs samplers with devices of their own",
             ),
-            ("training.offload=idle", "training.offload='idle' needs the place of samplers"),
+            ("training.offload=idle", "training.offload='idle' cannot free the memory of samplers"),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
                 "partial_batches='counter' needs samplers with",
@@ -154,7 +157,7 @@ SIZES = [
             ),
             (
                 "stream.round_tokens=4096 ; dag=dapo",
-                "trains what is complete, and the region of dag",
+                "trains complete groups out of order, but the region of dag",
             ),
         ],
     ),
@@ -165,7 +168,7 @@ SIZES = [
             (
                 "stream.round_tokens=4096 ; stream.partial_batches=ready ; "
                 "stream.partial_batch_rows=4",
-                "which groups a step has, and stream.partial_batches='ready' trains on them before",
+                "groups at its end, but stream.partial_batches='ready' trains some earlier",
             ),
             (
                 "stream.round_tokens=4096 ; stream.weight_update=boundary",
@@ -202,14 +205,13 @@ SIZES = [
             (
                 "stream.partial_batch_rows=16 ; algorithm.aggregation=fixed-budget ; "
                 "algorithm.token_budget=9",
-                "stream.partial_batches='ready' trains on what is complete first, and what lies "
-                "within the",
+                "stream.partial_batches='ready' trains groups in order of completion, but",
             ),
         ],
     ),
     (
         "stream.workers=True",
-        "stream.workers=True samples beside the training, and with stream.max_staleness=0",
+        "stream.workers=True needs samples made ahead of training, but stream.max_staleness=0",
     ),
     ("stream.listen=:9000", "stream.listen must be HOST:PORT, got ':9000'"),
     ("stream.listen=a b:9000", "stream.listen must be HOST:PORT, got 'a b:9000'"),
@@ -221,15 +223,15 @@ SIZES = [
     ("flow.dispatch=longest", "flow.dispatch"),
     (
         "stream.lease_seconds=8",
-        "stream.lease_seconds=8 would end between two words of a worker: use",
+        "stream.lease_seconds=8 would expire between two reports of a worker: use",
     ),
     *_under(
         _WORKERS,
         [
             (
                 "mesh.devices=0:4 ; mesh.roles={'ROLLOUT': {'devices': '4:5'}}",
-                "stream.workers=True leaves no sampler to the trainers, and mesh.roles.ROLLOUT "
-                "gives",
+                "stream.workers=True leaves the trainers without samplers, but mesh.roles.ROLLOUT "
+                "reserves",
             ),
         ],
     ),
@@ -238,17 +240,20 @@ SIZES = [
         [
             ("stream.listen=192.0.2.1:0", "192.0.2.1:0 (Cannot assign requested address"),
             ("stream.no_workers_seconds=1800", "must be less than health.stuck_seconds=1800"),
-            ("stream.worker_nodes=('rewards',)", "'rewards', and dag 'grpo' has no such node (did"),
-            ("stream.worker_nodes=('environment',)", "an environment host without work to do: set"),
+            ("stream.worker_nodes=('rewards',)", "'rewards', but dag 'grpo' has no such node (did"),
+            (
+                "stream.worker_nodes=('environment',)",
+                "but there is no environment to run: set",
+            ),
             (
                 "rollout.environment=calculator ; stream.worker_nodes=('enviroment',)",
                 "did you mean 'environment'",
             ),
             ("stream.worker_nodes=('actor_train',)", "'actor_train': it runs model 'actor', which"),
-            ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, and"),
+            ("stream.worker_nodes=('advantage',)", "names 'advantage': it runs on devices, but"),
             (
                 "algorithm.kl_coef=0.1 ; stream.worker_nodes=('reference',)",
-                "names 'reference': it runs on devices, and workers run",
+                "names 'reference': it runs on devices, but workers run",
             ),
         ],
     ),

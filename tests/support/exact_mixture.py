@@ -10,7 +10,7 @@ from distflow_jax.models.decoder_config import DecoderConfig
 
 
 class Exact(NamedTuple):
-    """What a sequence of T tokens gives."""
+    """The exact results for a sequence of T tokens."""
 
     logp: np.ndarray  # [T - 1]: of every token but the first
     own: np.ndarray  # [T, layers, K]: the routers' choice, most probable first

@@ -68,7 +68,7 @@ def mode_conditions(sources: Sources) -> dict[str, int]:
 
 
 class _Reads:
-    """What counts as a question about a mode, in one module."""
+    """Reads that count as a condition on a mode, in one module."""
 
     def __init__(self, fields, sections, names, attributes, typed):
         self._fields, self._sections = fields, sections
@@ -160,7 +160,7 @@ def _optional(kind: str, typed: re.Pattern[str]) -> bool:
 
 
 def _operands(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test asks for, without "not", "and" and "or"."""
+    """The operands of a condition, without "not", "and" and "or"."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _operands(value)

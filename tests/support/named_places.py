@@ -1,11 +1,11 @@
-"""What may stand at a name that a flag or a key gives, and is not what was meant.
+"""Unusable things at a path that a flag or key names.
 
     python -m support.named_places FOLDER
 
 Writes FOLDER/cases.json, starts of all subcommands that must be refused (support/many_starts.py).
-Flags are those of the table that have a kind of path, and what holds one among other things; keys
-are chosen below, and a test compares them with the config's. No place leads to a device by a name
-that a start might write: as root it would be replaced.
+Flags are those of the table with a kind of path or a value that contains one; keys are chosen
+below, and a test compares them with the config's. No place leads to a device under a name that a
+start might write: as root it would be replaced.
 """
 
 import json

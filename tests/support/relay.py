@@ -1,4 +1,4 @@
-"""What stands between two ends of connections of this machine."""
+"""A relay between two ends of connections on this machine."""
 
 import contextlib
 import socket

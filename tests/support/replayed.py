@@ -1,4 +1,4 @@
-"""What a replay has in common with its recording."""
+"""The parts of a replay that equal its recording."""
 
 import re
 

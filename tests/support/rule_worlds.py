@@ -4,9 +4,9 @@ import random
 
 
 class World:
-    """What its events share: a subclass gives `processes`, `rule`, `step` and the kinds of events.
+    """A simulated job: a subclass gives `processes`, `rule`, `step` and the kinds of events.
 
-    Each kind is a method that takes a process and says whether the event was possible.
+    Each kind is a method that takes a process and returns whether the event was possible.
     """
 
     kinds: tuple[str, ...]

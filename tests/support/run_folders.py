@@ -1,4 +1,4 @@
-"""What the files of a run's folder say of the run."""
+"""Readers of the files in a run's folder."""
 
 import collections
 import json

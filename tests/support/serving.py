@@ -57,7 +57,7 @@ def service():
 
 @functools.cache
 def expected(prompt, *, uid=0, samples=1, limit=200, seed=2, **how):
-    """What the engine answers: one call of run_requests."""
+    """The answer of the engine: one call of run_requests."""
     request = GroupRequest(
         prompt_of(uid, TOKENIZER.encode(prompt)), SamplingParams(samples, limit, **how)
     )

@@ -1,6 +1,7 @@
-"""What trackers hold, by their own readers: python -m support.tracker_readers TRACKER FOLDER.
+"""Stored values of trackers, by their own readers: python -m support.tracker_readers TRACKER
+FOLDER.
 
-Prints [step, name, value] of every value, in the order in which the tracker has them, as JSON.
+Prints [step, name, value] of every value, in the tracker's order, as JSON.
 """
 
 import json

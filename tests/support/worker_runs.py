@@ -147,8 +147,8 @@ def evaluated_at_once(folder, step, reward):
 
 
 def check_evaluations(folder, steps, flags):
-    """Those of every second step are there once, came while the run went on, and are what
-    `distflow evaluate` says of the same weights."""
+    """Checks that evaluations of every second step exist once, ended while the run continued, and
+    equal those of `distflow evaluate` with the same weights."""
     lines = json_lines(folder / "metrics.jsonl")
     found = [(row["step"], x) for row in lines if (x := _validation(row))]
     assert [step for step, _ in found] == list(range(0, steps + 1, 2))

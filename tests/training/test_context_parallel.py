@@ -132,7 +132,7 @@ def long_gradient(parts, batch):
 
 @pytest.mark.slow
 def test_long_rows():
-    """What the compiler asks for beside parameters and batch falls with 1 / c; results stay."""
+    """Compiler memory beyond parameters and batch falls with 1 / c; results stay equal."""
     rng = np.random.default_rng(3)
     samples = random_samples(3, groups=12, size=2, prompt=(200, 600), response=(400, 1200))
     rows, _ = rows_of(samples, RowShape(1, 1, LONG, 24), shared=True)

@@ -563,7 +563,7 @@ def test_metrics_of_the_correction():
 
 @pytest.mark.parametrize("name", ["a3po", "rollout without correction", "everything"])
 def test_the_gap_is_that_of_trainer_and_sampler(name):
-    """Whatever the proximal policy is: the sampler may be it, and has a gap all the same."""
+    """For every proximal policy: the gap exists even if the sampler is the proximal policy."""
     got, f = metrics_of(name), fields(False)
     trainer = flat(f, "old" if config_of(name).proximal == "recomputed" else "logp")
     sampler = flat(f, "roll")

@@ -48,7 +48,7 @@ COEF = np.float32(0.7)  # of the balance
 
 @functools.cache
 def wanted():
-    """What each sample gives through the recorded experts."""
+    """The outputs of each sample through the recorded experts."""
     return [
         exact(MIXTURE, PARAMS, np.concatenate([prompt.tokens, response]), recorded)
         for prompt, response, recorded in zip(

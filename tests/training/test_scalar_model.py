@@ -95,7 +95,7 @@ def hidden_alone(params, decoder):
 
 
 def shifted(x):
-    """What stands before each token: [N, T, ...] moved by one."""
+    """Values of the previous token: [N, T, ...] shifted by one."""
     return jnp.concatenate([jnp.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
 
 

@@ -177,7 +177,7 @@ class Job:
         return [lines[0] if lines else "" for lines in texts]
 
     def verdict(self):
-        """What all watchdogs say, once they have ended."""
+        """The reports of all watchdogs, after they have ended."""
         self.wait_for_watchdogs()
         first, *others = self.verdicts()
         assert others == [first] * (self.count - 1)

@@ -1,1 +1,1 @@
-"""Groups as steps take them: partial batches, rollouts with a budget, records of both."""
+"""Groups as steps consume them: partial batches, rollouts with a budget, and recordings of both."""

@@ -1,10 +1,10 @@
-"""The agreement of all processes on the partial batches of a step, one gather after the other.
+"""The agreement of all processes on the partial batches of a step, by successive gathers.
 
-When a process gathers: as soon as it has enough to tell, as the policy says (partial_batches.py,
-rollout_budget.py). With a policy that spreads it says so by a number (parallel/peers.py), and the
-others join: so none waits in a loop of gathers, and what all of them together can decide is found.
-A sampler that needs newer weights, while no optimizer step has changed those that it needs, brings
-a gather forward too; so do a missing worker and a prompt that was given up.
+A process gathers as soon as its policy has enough to report (partial_batches.py,
+rollout_budget.py). A policy that spreads announces this by a counter (parallel/peers.py), so the
+other processes join. No process then waits in a loop of gathers, and every decision that all of
+them together can make is found. Three events trigger a gather early: a sampler that needs newer
+weights while no optimizer step has changed them, a missing worker, and a prompt that was given up.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -30,7 +30,7 @@ Policy = PartialBatchPlanner | RolloutBudget
 
 
 class Agreement:
-    """Decides partial batches with the other processes. The thread that trains uses it."""
+    """Decides partial batches together with the other processes. For the training thread only."""
 
     def __init__(
         self,

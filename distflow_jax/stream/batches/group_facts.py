@@ -1,4 +1,4 @@
-"""Facts of a complete group that processes tell each other."""
+"""Facts of a complete group that processes exchange."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from distflow_jax.stream.host_nodes import Group
 
 @dataclasses.dataclass(frozen=True)
 class GroupFacts:
-    """A complete group: its lengths in tokens, the versions that sampled it, and the filter
+    """A complete group: its lengths in tokens, the versions that sampled it, and its filter
     decision."""
 
     counter: int

@@ -1,13 +1,13 @@
-"""The policy of partial batches: which groups of a step go through its nodes next.
+"""The policy of partial batches: which groups of a step pass through its nodes next.
 
-A partial batch is a set of complete groups of the present step. All processes tell each other the
-facts of their complete groups, and each plans alike from what all of them know (agreement.py). With
-K mini-batches the first B / K groups of a step are the first mini-batch, and so on, as Shares.make
-has them at once; a partial batch has groups of one mini-batch, and complete groups of later ones
-wait. A group all of whose responses were dropped is in a partial batch, and takes no place in a
-mini-batch. A step at once is a step whose first partial batch has all of its groups.
+A partial batch is a set of complete groups of the current step. Processes exchange the facts of
+their complete groups, and each makes the same plan from them (agreement.py). With K mini-batches,
+the first B / K groups of a step form the first mini-batch, and so on, as in Shares.make for an
+undivided step. A partial batch has groups of one mini-batch; complete groups of later ones wait. A
+group without any remaining response is in a partial batch, but takes no place in a mini-batch. An
+undivided step is a step whose first partial batch has all of its groups.
 
-Nothing here communicates, and nothing depends on the order in which facts come.
+Nothing here communicates, and nothing depends on the order in which facts arrive.
 """
 
 import dataclasses
@@ -23,9 +23,10 @@ from distflow_jax.stream.schedule import Admission, Cut
 
 @dataclasses.dataclass(frozen=True)
 class PartialBatch:
-    """Groups of a step that go through its nodes together, in the order of their counters.
+    """Groups of a step that pass through its nodes together, in counter order.
 
-    A partial batch without groups ends a mini-batch of which all are through, or which has none.
+    A partial batch without groups ends a mini-batch whose groups have all been trained, or that has
+    none.
     """
 
     step: int
@@ -42,7 +43,7 @@ class PartialBatch:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The groups of one process, when it may be time to tell the others."""
+    """The groups of one process, when it may be time to gather."""
 
     groups: Sequence[Group]  # that have begun and are not trained on
     end: int  # of the policy
@@ -54,9 +55,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class PartialBatchRoom:
-    """The static rows of a partial batch over all data ranks: at most L tokens, S sequences each.
+    """The static rows of a partial batch over all data ranks: at most L tokens and S sequences
+    each.
 
-    Says how many of the groups that wait go into them.
+    Computes how many of the waiting groups fit.
     """
 
     rows: int
@@ -114,7 +116,7 @@ class PartialBatchRoom:
 
 @dataclasses.dataclass(frozen=True)
 class _Open:
-    """The present mini-batch: groups that are complete, and whether others are under way."""
+    """The current mini-batch: its complete groups, and whether others are still being sampled."""
 
     complete: list[GroupFacts]
     in_order: int  # so many of them, the first ones, come before all that are under way
@@ -122,9 +124,9 @@ class _Open:
 
 
 class PartialBatchPlanner:
-    """The partial batches of a run by `prompts` or by `room`, one of which is given.
+    """The partial batches of a run, by either `prompts` or `room`.
 
-    All processes that learn the same facts agree.
+    All processes with the same facts make the same plan.
 
     Args:
       admission: the rule and its filter decisions, which nothing else changes.

@@ -1,13 +1,13 @@
-"""Recordings of a run in partial batches, from which its training is repeated without a sampler.
+"""Recordings of runs in partial batches, from which training is repeated without a sampler.
 
     WORKDIR/partial_batches.jsonl       a line per partial batch
     WORKDIR/recorded/STEP/PROCESS.npz   with stream.record: the groups of one process in one step
 
 A line has "step", "partial_batch" within it, "mini_batch", "counters" of its groups, "tokens" and
 "sequences", "rows" that they take of the "room" over all data ranks, "versions" [lowest, highest]
-of their tokens, "last" of the step, and "waited", the seconds that process 0 waited for it.
-Each process writes its own groups, in the background; a file has its name once it is whole. A step
-that a restart trained again has the record of the last time.
+of their tokens, "last" of the step, and "waited", the seconds that process 0 waited for it. Each
+process writes its own groups in the background; a file gets its name when it is complete. If a
+restart trained a step again, the record is that of the last time.
 """
 
 import contextlib
@@ -68,9 +68,9 @@ class StepRecord:
 
 
 class RecordWriter:
-    """Records what a run trains on.
+    """Records the groups that a run trains on.
 
-    Call `wait` before a checkpoint: a run that goes on from it must have the records before it.
+    Call `wait` before a checkpoint: a run that resumes from it needs the records before it.
     """
 
     def __init__(self, folder: pathlib.Path, resume_step: int, start: Mapping[str, Any] | None):
@@ -168,13 +168,13 @@ def _line(partial_batch: PartialBatch) -> dict[str, Any]:
 
 
 class Recording:
-    """The records of a run, read by one process of as many.
+    """The recording of a run, read by one process of the same number of processes.
 
     Attributes:
       folder: the run's.
       last: the last step that all processes have recorded.
-      starts: (step, JSON values that the RecordWriter of its start was given), of the first step
-        and of each whose values are others than those of the step before.
+      starts: (step, JSON values given to the RecordWriter of its start), for the first step and
+        each step where the values change.
     """
 
     def __init__(self, folder: pathlib.Path, done: int, process: int, count: int):
@@ -231,7 +231,7 @@ class Recording:
 
 
 class PartialBatchReplay:
-    """Hands a step's recorded groups to the training, partial batch by partial batch."""
+    """Passes a step's recorded groups to the training, one partial batch after another."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""The policy of rollouts that end by a budget of tokens, at the same point on all processes.
+"""The policy of rollouts with a token budget, which end at the same point on all processes.
 
-A rollout ends once that many tokens were sampled in it, over all processes, or its step is full;
-and once the groups that the step must train are complete. Its step is one partial batch. Each
-process counts its own tokens and groups, and all gather these numbers (agreement.py): first when
-one of P processes has a P-th of the tokens that are missing, or of the groups that fill the step;
-then whenever a group ends that the step waits for. Samplers decode meanwhile.
+A rollout ends when all processes together have sampled that many tokens, or its step is full, and
+the groups that the step must train are complete. Its step is one partial batch. Each process counts
+its own tokens and groups, and all gather these numbers (agreement.py): first when one of P
+processes has a P-th of the missing tokens, or of the groups that fill the step; then whenever a
+group ends for which the step waits. Samplers decode meanwhile.
 """
 
 import functools
@@ -19,7 +19,7 @@ BUDGET = "rollout_budget"  # in the place of a node's id
 
 
 class RolloutBudget:
-    """Ends the rollouts of a run. It has the calls of a PartialBatchPlanner."""
+    """Ends the rollouts of a run. Has the interface of PartialBatchPlanner."""
 
     facts_of = staticmethod(decision_of)
     spreads, mini_batch = True, 0

@@ -1,5 +1,4 @@
-"""Which nodes of a plan run partial batch by partial batch, and which wait for the whole batch,
-with the reason."""
+"""Nodes of a plan that run on each partial batch, and why others wait for the whole batch."""
 
 from collections.abc import Mapping
 

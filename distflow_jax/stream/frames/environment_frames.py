@@ -1,6 +1,6 @@
-"""Frames between a worker and a host of its environments: calls, and what they returned.
+"""Frames between a worker and an environment host: calls, and their return values.
 
-What an environment returned crosses as it is, and is checked where it arrives by the rule for one
+Return values are transferred unchanged, and validated on arrival like those of an environment
 beside the sampler (Environments.first and observed).
 """
 
@@ -42,9 +42,9 @@ class EnvironmentCall:
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentAnswer:
-    """The outcome of a call: what the method returned, its failure, or why it cannot be read.
+    """The outcome of a call: the return value, its failure, or the reason why it cannot be read.
 
-    `repeatable`: whether a failed step may be called again on the object.
+    `repeatable`: whether a failed step may be retried on the same object.
     """
 
     number: int

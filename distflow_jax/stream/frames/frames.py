@@ -1,5 +1,4 @@
-"""Frames that task buffers and workers send each other: JSON values and arrays, and samples among
-them."""
+"""Frames that task buffers and workers exchange: JSON values and arrays, including samples."""
 
 import dataclasses
 import json
@@ -35,7 +34,7 @@ _BROKEN = (
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A frame: JSON values and arrays. `read` makes it an addition as SavedSamples takes them."""
+    """JSON values and arrays. `read` turns a frame into an addition, as SavedSamples takes it."""
 
     facts: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

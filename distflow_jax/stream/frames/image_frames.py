@@ -1,7 +1,7 @@
-"""Images in frames: their patches and places; those of prompts once in a frame.
+"""Images in frames: patches and places, those of a prompt once per frame.
 
-P tokens of a prompt, N patches of an image. Previews go where environments read
-them: no sampler does.
+P tokens of a prompt, N patches of an image. Previews are sent only where environments read them;
+samplers do not.
 """
 
 from collections.abc import Mapping, Sequence

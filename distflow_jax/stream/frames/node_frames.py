@@ -1,6 +1,6 @@
-"""Frames of nodes that workers run: the columns that a node reads, and what it writes.
+"""Frames of nodes that workers run: the columns that a node reads, and its results.
 
-A frame has one node of one group. A column is an array with an entry for each response, a list of
+A frame has one node of one group. A column is an array with an entry per response, a list of
 entries, or the group's prompt once for all of them. P tokens of a prompt.
 """
 

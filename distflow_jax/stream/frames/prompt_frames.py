@@ -1,4 +1,4 @@
-"""Prompts in frames: their tokens, and what nodes and environments read of their rows.
+"""Prompts in frames: their tokens, and the parts of their rows that nodes and environments read.
 
 P tokens of a prompt.
 """

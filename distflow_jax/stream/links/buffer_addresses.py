@@ -1,5 +1,4 @@
-"""WORKDIR/task_buffers.json: where the task buffers of a run answer, and which start of the run
-they are."""
+"""WORKDIR/task_buffers.json: the addresses of a run's task buffers, and the attempt they serve."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A worker's talk with the task buffers: a thread for each that it asks, and how it joins again."""
+"""The connections of a worker to the task buffers: one thread for each, and rejoining."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger("distflow_jax")
 
 
 class BufferClient:
-    """Talks with the task buffers in threads of its own."""
+    """Exchanges work and results with the task buffers in separate threads."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A worker's links to the task buffers of a run: how it joins, and joins again after a restart."""
+"""Connections of a worker to the task buffers of a run: joining, and rejoining after a restart."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ log = logging.getLogger("distflow_jax")
 
 
 class NobodyAnswers(ValueError):
-    """No trainer answers in time: a wrong address, or trainers that are not there."""
+    """No trainer answers in time: the address is wrong, or the trainers are not running."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Patience:
     """Seconds for which a worker waits for trainers.
 
     Attributes:
-      join: for their first answer.
-      orphan: for one of trainers that answered before.
+      join: for the first answer.
+      orphan: for an answer of trainers that answered before.
     """
 
     join: float
@@ -71,7 +71,7 @@ class Patience:
 
 @dataclasses.dataclass
 class Links:
-    """Callers of all task buffers of one start of a run, in the order of the processes."""
+    """Clients of all task buffers of one attempt, in process order."""
 
     attempt: str
     after: str  # attempt of the start before; "": there is none
@@ -116,10 +116,11 @@ class Links:
 
 
 class Joining:
-    """How a worker finds the task buffers of a run.
+    """Discovery of a run's task buffers by a worker.
 
-    `join`: HOST:PORT[,HOST:PORT] or the run's folder. `name`: of this worker. `tables`: what it
-    must have alike with the trainers. Raises ValueError where the run's token is not known.
+    `join`: HOST:PORT[,HOST:PORT] or the run's folder. `name`: of this worker. `tables`: the
+    settings in which it must agree with the trainers. Raises ValueError if the run's token is not
+    known.
     """
 
     def __init__(

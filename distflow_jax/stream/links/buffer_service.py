@@ -1,11 +1,12 @@
-"""Calls of workers at a task buffer: the methods of its server.
+"""The methods that a task buffer's server offers to workers.
 
-`register` compares configs and tells what a worker needs to know; `lease` gives groups,
-`lease_node` one of the nodes that a worker serves; `submit` takes samples, whole or under way;
-`submit_node` takes what a node wrote; `fail` and `deregister` put both back; `assign` says which
-of all task buffers a worker talks to. Every answer has the attempt of the run and the versions that
-workers can get. A question for work that has none waits here where its worker would, and then says
-that it is time to ask again; otherwise it says when. A frame of another attempt changes nothing.
+`register` compares configs and returns the parameters of the run; `lease` leases groups,
+`lease_node` a node that the worker serves; `submit` takes samples, complete or unfinished;
+`submit_node` takes a node's results; `fail` and `deregister` return both to the buffer; `assign`
+names the task buffers that a worker contacts. Every answer has the attempt of the run and the
+available versions. A request for work that finds none waits at the buffer that the worker is
+assigned to, and returns when work arrives; elsewhere the answer says when to ask again. A frame of
+another attempt changes nothing.
 """
 
 import functools
@@ -46,7 +47,7 @@ class BufferService:
     """The methods of one task buffer, called from the threads of the wire.
 
     Attributes:
-      ended: whether workers are told that the run is over.
+      ended: whether workers are informed that the run has ended.
     """
 
     def __init__(

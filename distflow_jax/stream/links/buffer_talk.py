@@ -1,4 +1,4 @@
-"""A worker's talk with one task buffer: it submits results, and leases work."""
+"""The exchange of a worker with one task buffer: it submits results and leases work."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass
 class Talks:
-    """State that the talks of a worker share, under the lock of its state.
+    """State shared by all exchanges of a worker, under the lock of its state.
 
     Attributes:
-      told: ended responses that the task buffers have, by sample, of the groups that it holds.
+      told: finished responses already in the task buffers, by sample, of the groups that it holds.
     """
 
     state: WorkerState
@@ -39,11 +39,11 @@ class Talks:
 
 
 class BufferTalk:
-    """Talks with the task buffer of a place. One thread calls `run`.
+    """Exchanges with one task buffer. One thread calls `run`.
 
     Attributes:
-      leaves: whether it leases no more, and ends once the worker holds nothing of this place.
-      closed: whether it ends as it is.
+      leaves: whether it leases nothing more, and ends once the worker holds nothing of this buffer.
+      closed: whether it ends at once.
     """
 
     def __init__(self, talks: Talks, links: Links, place: int):

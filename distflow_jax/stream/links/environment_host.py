@@ -1,8 +1,8 @@
-"""A host that runs environments for the workers of a run, whose responses these answer.
+"""A host that runs environments for the workers of a run, which sample the responses.
 
-A worker's connection is a session here, with the objects of its responses. It sends calls, which
-are answered at once, and asks for what has ended, which waits here until there is something. A
-session that is silent for a lease's time is closed with all of its objects.
+Each worker connection is a session with the objects of its responses. The worker sends calls, which
+are acknowledged at once, and requests finished calls, which wait here until there are some. A
+session that is silent for a lease's time is closed with all its objects.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ log = logging.getLogger("distflow_jax")
 
 @dataclasses.dataclass(eq=False)
 class _Hosted:
-    """An object, and its call at work."""
+    """An object and its running call."""
 
     object: EnvironmentObject
     work: Future[None] | None = None
@@ -141,10 +141,10 @@ class EnvironmentHost:
 
 
 class _Session:
-    """The objects of a worker, and the outcomes of their calls that it does not have.
+    """The objects of a worker, and the outcomes of calls that it has not received.
 
     Attributes:
-      heard: when the worker gave the last sign of life.
+      heard: time of the worker's last heartbeat.
     """
 
     def __init__(self, environments: Environments):

@@ -1,7 +1,8 @@
-"""A worker's environments that run on other hosts: which ones there are, and the calls to them.
+"""A worker's environments on other hosts: the known hosts, and the calls to them.
 
-Two threads talk with each host: one sends calls, which it answers at once, and one asks for what
-has ended. All else happens in the thread of the event loop, where a call is a coroutine that waits.
+Two threads serve each host: one sends calls, which the host acknowledges at once, and one requests
+finished calls. Everything else happens in the thread of the event loop, where a call is a waiting
+coroutine.
 """
 
 import asyncio
@@ -43,11 +44,11 @@ log = logging.getLogger("distflow_jax")
 
 
 class EnvironmentHosts:
-    """The hosts that environments of a worker run on. `meet` and `close` may be called anywhere,
-    the others in the loop's thread.
+    """The hosts of a worker's environments. `meet` and `close` may be called anywhere, other
+    methods only in the loop's thread.
 
     Args:
-      loop: that calls are made in.
+      loop: in which calls are made.
       name: of this worker.
       token: of the run.
       seconds: after which a host that does not answer is lost.
@@ -137,11 +138,11 @@ class EnvironmentHosts:
 
 
 class _Host:
-    """A host: its objects, and the calls that are under way there.
+    """A host, its objects, and the unfinished calls there.
 
     Attributes:
       ready: whether it has answered, and is not lost.
-      objects: places of those that have not ended.
+      objects: places of unfinished objects.
     """
 
     def __init__(self, hosts: EnvironmentHosts, name: str, wire: WireClient, seconds: float):
@@ -202,9 +203,9 @@ class _Host:
 
 
 class _Talk:
-    """Two threads that talk with a host: one sends calls, one takes what has ended.
+    """Two threads of a host: one sends calls, one receives finished calls.
 
-    `heard` gets the latter, and `failed` why the host is lost.
+    `heard` receives the latter, and `failed` the reason why the host is lost.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The limit of open files of a process that has many connections."""
+"""The open-file limit of a process with many connections."""
 
 import resource
 

@@ -1,8 +1,8 @@
-"""Links of the worker of this process to its task buffer: in the thread that trains, or beside it.
+"""Links of this process's worker to its task buffer: in the training thread, or beside it.
 
-A worker beside the training has devices that no trainer uses, and issues programs of this process's
-sampler alone; programs that span processes stay with the main thread. Weights come to it in the
-memory of the host.
+A worker beside the training has devices that no trainer uses, and runs only programs of this
+process's sampler; programs that span processes stay with the main thread. Its weights arrive
+through host memory.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class LocalLink(SamplingSide):
 
 
 class InlineLink(LocalLink):
-    """A worker on the devices of the trainer, in the thread that trains, while it waits.
+    """A worker on the trainer's devices, in the training thread, while training waits.
 
     It has no exact order: weight updates at boundaries need devices of their own (checks.py).
     """
@@ -130,14 +130,14 @@ class InlineLink(LocalLink):
 
 
 class _Closing(Exception):
-    """The thread ends amid an evaluation."""
+    """The thread ends during an evaluation."""
 
 
 class ThreadLink(LocalLink):
-    """A worker in a thread of its own, until it is closed.
+    """A worker in a separate thread, until it is closed.
 
-    With an `exact_order` each step's groups are answered wholly by one version of the weights:
-    results depend on no timing. Without, the newest weights are taken at once.
+    With an `exact_order`, one version of the weights samples each step completely, so results do
+    not depend on timing. Without it, the newest weights are loaded at once.
     """
 
     def __init__(

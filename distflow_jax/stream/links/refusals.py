@@ -1,7 +1,7 @@
-"""Results that were refused, by worker and by host, and the workers that may come back.
+"""Refused results, by worker and by host, and when a worker may join again.
 
-A worker of which too much was refused is ended. Its name is its own choice, so the host that it
-came from counts too: nobody joins from there for a while, which grows with what was refused there.
+A worker with too many refused results is ended. A worker chooses its own name, so its host counts
+too: no worker may join from there for a time that grows with the refusals.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class _Caller:
-    """A worker that has called."""
+    """A worker that has registered."""
 
     host: str = ""  # "": it is not known
     refused: int = 0  # of its results
@@ -32,14 +32,14 @@ class _Caller:
 
 @dataclasses.dataclass
 class _RefusedHost:
-    """A host that results came from which are not used, whatever the names of their workers."""
+    """A host whose results were refused, whatever the names of its workers."""
 
     refused: int = 0  # MOST_REFUSED for a worker that was ended for its log-probs
     last: float = 0.0  # when
 
 
 class Refusals:
-    """The callers of one task buffer. All calls come under its lock."""
+    """The workers of one task buffer. All calls require its lock."""
 
     def __init__(self, leases: Leases):
         self._leases = leases

@@ -1,8 +1,8 @@
-"""The link of a worker in a job of its own to the task buffers of a run.
+"""The link of a worker in a separate job to the task buffers of a run.
 
-The thread that samples makes the calls of a Link here. Another one talks with the task buffers
-(buffer_client.py), and a third pulls weights; these are taken between two decode calls, or, with
-exact versions, when nothing is under way.
+The sampling thread calls a Link here. A second thread exchanges with the task buffers
+(buffer_client.py), and a third pulls weights, which are loaded between two decode calls or, with
+exact versions, when no response is unfinished.
 """
 
 import collections
@@ -35,7 +35,7 @@ Pull = Callable[[Links, int], Any]  # the weights of a version, on the devices o
 
 @dataclasses.dataclass(frozen=True)
 class LeasedGroup:
-    """A group that a task buffer leased to a worker which held a version."""
+    """A group that a task buffer leased to a worker, with the worker's version at that time."""
 
     held: int
     key: Key
@@ -50,7 +50,7 @@ class LeasedGroup:
 
 @dataclasses.dataclass
 class WorkerState:
-    """State that the threads of a worker share, under `lock`."""
+    """State shared by the threads of a worker, under `lock`."""
 
     lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
     links: Links | None = None  # to the task buffers of the present start of the run
@@ -139,7 +139,7 @@ class WorkerState:
 
 
 class RemoteLink:
-    """A worker's link by way of its state, which the other threads read and write."""
+    """A worker's link through its state, which the other threads read and write."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The token of a run, which trainers and workers prove to each other and never send.
 
-DISTFLOW_TOKEN has it, or a file in the run's folder that only its owner can read.
+It comes from DISTFLOW_TOKEN, or from a file in the run's folder that only its owner can read.
 """
 
 import contextlib

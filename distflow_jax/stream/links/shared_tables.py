@@ -1,4 +1,4 @@
-"""Agreement of a worker with the trainers: on config, code and tokenizer."""
+"""Comparison of a worker with the trainers: config, code and tokenizer."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Questions of workers that wait at a task buffer until there is something to say."""
+"""Requests of workers that wait at a task buffer until there is an answer."""
 
 import collections
 import dataclasses
@@ -21,9 +21,9 @@ class _Question:
 
 
 class WaitingQuestions:
-    """Questions for tasks of some nodes, in the order in which they came. Reads no clock.
+    """Requests for tasks of some nodes, in order of arrival. Reads no clock.
 
-    A worker whose question waits is silent meanwhile, and lives.
+    A worker whose request waits counts as live although it is silent.
     """
 
     def __init__(self, waiting: Mapping[str, int], seconds: float, news: Hashable):

@@ -1,4 +1,4 @@
-"""Rules for many workers: which task buffers each one talks to, when it asks, and for how much.
+"""Rules for many workers: the task buffers that each contacts, when it asks, and for how much.
 
 Nothing here communicates or reads a clock.
 """
@@ -30,8 +30,8 @@ def places_of(rank: int, workers: int, buffers: int) -> tuple[int, ...]:
 
 
 class Roster:
-    """The workers of a run that were heard of lately, in an order that has nothing to do with
-    their hosts: where one host fails, no task buffer loses all of its workers."""
+    """The recently active workers of a run, in an order unrelated to their hosts: if a host fails,
+    no task buffer loses all of its workers."""
 
     def __init__(self) -> None:
         self._order: list[tuple[int, str]] = []
@@ -70,7 +70,7 @@ class Roster:
 
 
 class QuestionTimes:
-    """When workers that got nothing ask again: one after the other, however many they are."""
+    """The times at which workers without work ask again: one after another."""
 
     def __init__(self, most: float):
         """`most`: seconds that no worker may be silent for."""
@@ -84,8 +84,8 @@ class QuestionTimes:
 
 
 class Room:
-    """Room of a worker for which several task buffers are asked at once: none of it twice, unless
-    one of them is slow to answer."""
+    """Free capacity of a worker for which several task buffers are asked at once. None of it is
+    used twice, unless a buffer is slow to answer."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[int, float]] = {}  # by place: how much, until when

@@ -1,1 +1,1 @@
-"""The wire: calls with bytes between trainers and workers that have the run's token."""
+"""The wire protocol: calls with bytes between trainers and workers that hold the run's token."""

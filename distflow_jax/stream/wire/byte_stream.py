@@ -1,4 +1,4 @@
-"""One connection of a caller: bytes that come and go before a moment."""
+"""One client connection: bytes sent and received before a deadline."""
 
 import contextlib
 import select
@@ -16,7 +16,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 5, "TCP_
 class ByteStream:
     """A connected socket, used by one thread at a time; any thread may end it.
 
-    Reading and writing raise TimeoutError at the moment `end` of time.monotonic(), and another
+    Reading and writing raise TimeoutError at the deadline `end` of time.monotonic(), and another
     OSError if the connection ends before.
     """
 

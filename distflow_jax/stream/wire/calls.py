@@ -1,4 +1,4 @@
-"""Calls of the wire: what both sides know of them."""
+"""Definitions of calls that client and server share."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ Method = Callable[[str, Bytes], bytes | Future[bytes]]
 
 
 class Refused(Exception):
-    """A call that the other side has refused; the text is its own."""
+    """A call refused by the other side, with its text."""
 
 
 class Unreachable(Exception):

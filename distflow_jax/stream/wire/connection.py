@@ -1,4 +1,4 @@
-"""One connection of a server: bytes that have come, and bytes that have to go. It never waits."""
+"""One server connection: received and pending bytes. It never blocks."""
 
 import contextlib
 import socket
@@ -23,16 +23,16 @@ Conversation = Generator[int | Future[Any], Any, None]
 
 
 class Connection:
-    """A connection whose conversation goes on as its bytes come.
+    """A connection whose protocol advances as bytes arrive.
 
     Attributes:
       host: of the other side.
-      until: moment at which it ends if its conversation has not gone on.
+      until: time at which it ends if its protocol has not advanced.
       is_stranger: whether it has not proved the token.
-      runs: the call that its conversation waits for.
+      runs: the call that its protocol waits for.
       kept: bytes of that call's frame, until it begins.
-      leaves: whether it ends once all that was said has gone.
-      stuck: since when something that was said has not gone; None: all of it has.
+      leaves: whether it ends once all pending bytes are sent.
+      stuck: time since which pending bytes could not be sent; None: all are sent.
       events: of a selector that it waits for.
     """
 

@@ -36,11 +36,11 @@ ANSWER_HEAD_BYTES = _ANSWER.size + MAC_BYTES
 
 
 class Stranger(Exception):
-    """Bytes that nobody with the run's token sends; the text says why."""
+    """The peer failed authentication or violated the protocol; the text says why."""
 
 
 class Head(NamedTuple):
-    """The head of a frame, or of an answer, that is genuine and new."""
+    """The head of an authentic, new frame or answer."""
 
     method: str  # of an answer: ""
     size: int
@@ -54,11 +54,11 @@ class Head(NamedTuple):
 
 
 class Reception:
-    """A server's side of a session's beginning.
+    """The server's side of the handshake.
 
     Args:
       key: derived from the run's token.
-      limit: bytes that the server takes in a frame.
+      limit: maximum bytes of a frame.
     """
 
     def __init__(self, key: bytes, limit: int):
@@ -84,10 +84,10 @@ class Reception:
 
 
 class Session:
-    """A server's side of a session: one frame at a time.
+    """The server's side of a session: one frame at a time.
 
     Attributes:
-      name: of the caller.
+      name: of the client.
     """
 
     def __init__(self, key: bytes, name: str):
@@ -111,11 +111,11 @@ class Session:
 
 
 class Opening:
-    """A caller's side of a session's beginning.
+    """The client's side of the handshake.
 
     Args:
       key: derived from the run's token.
-      name: of the caller, for the logs of the other side.
+      name: of the client, for the server's log.
     """
 
     def __init__(self, key: bytes, name: str):
@@ -137,10 +137,10 @@ class Opening:
 
 
 class Lane:
-    """A caller's side of a session: one frame at a time.
+    """The client's side of a session: one frame at a time.
 
     Attributes:
-      limit: bytes that the server takes in a frame.
+      limit: maximum bytes of a frame.
     """
 
     def __init__(self, key: bytes, limit: int):

@@ -1,7 +1,7 @@
-"""TLS of the wire, where certificates are given: the server's own, and what callers check it by.
+"""TLS of the wire protocol, if certificates are configured: the server's own, and the client's CA.
 
-DISTFLOW_TLS_CERT and DISTFLOW_TLS_KEY name the files of a trainer, DISTFLOW_TLS_CA those of all who
-call it; all are in PEM format.
+DISTFLOW_TLS_CERT and DISTFLOW_TLS_KEY name the files of a trainer, DISTFLOW_TLS_CA those of all its
+clients; all are in PEM format.
 """
 
 import dataclasses

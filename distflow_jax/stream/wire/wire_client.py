@@ -1,4 +1,4 @@
-"""Callers of the wire: they make the calls that servers answer."""
+"""Clients of the wire protocol."""
 
 import contextlib
 import socket
@@ -32,14 +32,14 @@ from distflow_jax.stream.wire.tls import WireTls, read_wire_tls
 class WireClient:
     """Calls the methods of one server, from any number of threads.
 
-    A connection has one frame in flight at a time; further ones begin as threads call at once.
+    A connection has one frame in flight at a time; concurrent calls open further connections.
 
     Args:
-      address: HOST:PORT of the server; ValueError for another one.
+      address: HOST:PORT of the server; ValueError if malformed.
       token: of the run.
       name: of this process, for the server's log.
-      limit_bytes: of an answer.
-      tls: with the authorities that the server's certificate is checked by; None: those of the
+      limit_bytes: maximum size of an answer.
+      tls: with the authorities that verify the server's certificate; None: those of the
         environment, if it names some.
 
     Attributes:

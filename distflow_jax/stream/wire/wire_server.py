@@ -1,9 +1,9 @@
-"""Servers of the wire: they answer the calls of those that have the run's token.
+"""Servers of the wire protocol: they answer clients that hold the run's token.
 
-One thread of a server talks with all its callers, and never waits for one of them. Whether a frame
-is genuine and how large it is are known before one byte of it is read, so that strangers take no
-memory. Methods run in a few threads of their own, quick ones in the server's: a thread for each
-caller would fight with the others, and with those of the training, for the interpreter.
+One thread of a server serves all clients, and never waits for one of them. Authenticity and size of
+a frame are known before a byte of it is read, so unauthenticated clients take no memory. Methods
+run in a small thread pool, quick ones in the server's thread: a thread per client would contend
+with the others, and with those of training, for the interpreter.
 """
 
 import contextlib
@@ -61,22 +61,22 @@ T = TypeVar("T")
 
 
 class WireServer:
-    """Answers the calls of those that have the run's token, until it is closed.
+    """Answers clients that hold the run's token, until it is closed.
 
     Args:
       address: HOST:PORT of the interface to listen on; port 0: any free one.
       token: of the run.
-      methods: (name of the caller, bytes) -> bytes, by name. One that raises `Refused` sends its
-        text to the caller.
+      methods: (name of the client, bytes) -> bytes, by name. One that raises `Refused` sends its
+        text to the client.
       quick: names of methods that return within a millisecond; a Future is answered once it is
         done.
       limit_bytes: of a frame; a larger one is refused before it is read.
       tls: its certificate; None: that of the environment (tls.py), if it names one.
-      know: is called with the name and the host of each caller that has proved the token.
+      know: called with name and host of each client that has proved the token.
 
     Attributes:
       port: where it listens.
-      peers: sessions of callers.
+      peers: sessions of clients.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class WireServer:
 
 
 class _RefusalLog:
-    """Warnings of refusals: one for each host and reason, and not without end."""
+    """Rate-limited warnings of refusals: one for each host and reason."""
 
     def __init__(self, address: str):
         self._address, self._seen = address, set()

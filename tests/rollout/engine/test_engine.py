@@ -166,7 +166,7 @@ def test_slots_are_refilled(sampler):
 
 
 def test_used_slots_are_as_good_as_new(sampler, responses):
-    """What earlier responses left in the cache is not seen."""
+    """Leftovers of earlier responses in the cache have no effect."""
     sampler.run(make_requests(2, lengths=(32,) * 6))
     again = by_uid(sampler.run(REQUESTS))
     for uid, response in by_uid(responses).items():

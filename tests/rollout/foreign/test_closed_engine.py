@@ -1,4 +1,4 @@
-"""What a closed engine leaves behind."""
+"""Resources left by a closed engine."""
 
 import socket
 

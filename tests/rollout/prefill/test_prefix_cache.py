@@ -228,7 +228,7 @@ def test_a_response_that_is_gone_on_with_finds_it(scheduler, plain):
 
 
 def test_new_weights_read_anew(sampler, scheduler, plain):
-    """Those of another version find nothing that others read, nor do others of the same number."""
+    """Prompts of another version, or of other weights with the same number, find nothing cached."""
     other = sampler.engine.load_params(OTHER)
     submit_all(scheduler, REQUESTS[:3])
     drive(scheduler)

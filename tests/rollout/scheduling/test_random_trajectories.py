@@ -166,7 +166,7 @@ def test_40_at_a_time_are_those_that_never_wait(crowded):
 
 
 def test_a_second_run_schedules_alike(crowded):
-    """What is parked and read when follows from what was submitted and sampled, not from time."""
+    """Parking and prefill depend on submitted requests and sampled tokens, not on time."""
     runs = []
     for _ in range(2):
         crowd = Crowd(crowded, 100, at_once=40)
@@ -195,7 +195,7 @@ def test_10000_leave_nothing_behind(crowded):
 
 
 def resident_bytes():
-    """What this process holds now. Linux."""
+    """Resident memory of this process. Linux."""
     gc.collect()
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What a scheduler may do with responses on their way, and that none of it changes a token."""
+"""The scheduler may preempt, resume, export and abort responses; no token changes."""
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_a_prompt_lies_in_the_cache_once(sampler):
 
 
 def test_a_cache_that_is_too_small_for_all_slots(responses):
-    """Who finds no page waits; where all wait the last one in is put back and reads again."""
+    """A response without a free page waits; if all wait, the last one is preempted."""
     least = Sampler(max_read=52, cache_tokens=96)
     assert least.engine.shapes.pages == 6
     assert num_pages(CONFIG, 1) > 6
@@ -181,7 +181,7 @@ def test_abort(scheduler, responses):
 
 
 def test_export_and_restore(sampler, scheduler, responses):
-    """What was sampled is kept, what comes next is the same, in another engine too."""
+    """Sampled tokens are kept and the next ones are the same, in another engine too."""
     submit_all(scheduler)
     found = by_uid(scheduler.step() + scheduler.step() + scheduler.step())
     partials = scheduler.export()

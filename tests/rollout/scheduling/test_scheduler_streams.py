@@ -1,4 +1,4 @@
-"""What a server asks of a scheduler beside: tokens under way, and ends of single responses."""
+"""Scheduler calls of a server: tokens of unfinished responses, and ends of single responses."""
 
 import numpy as np
 import pytest

@@ -82,7 +82,7 @@ class Told:
 
 
 def observation(model, counter, turn):
-    """What is shown to all responses to a prompt: in turn 2 nothing, in turn 3 what turn 1 had."""
+    """Images shown to all responses to a prompt: in turn 2 none, in turn 3 those of turn 1."""
     prompt = seeing_prompt(model, counter, (0, 1, 0, 2)[turn], seed=7)
     shown = TurnImages(prompt.images, prompt.patch) if prompt.images else None
     return prompt.tokens, shown
@@ -235,7 +235,7 @@ def test_responses_are_read_again_and_again(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_images_of_parked_responses_are_read_again(samplers, name, monkeypatch):
-    """What waits for its environment loses its pages, those of images among them."""
+    """A response that waits for its environment loses its pages, including those of images."""
     sampler = samplers(name)
     wanted = play(sampler, name)
     park_at_random(monkeypatch, 0.5)
