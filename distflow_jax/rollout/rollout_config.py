@@ -118,7 +118,7 @@ class RolloutConfig:
         if 0 < self.max_trajectories < self.num_slots:
             raise ValueError(
                 f"rollout.max_trajectories={self.max_trajectories} is below "
-                f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
+                f"rollout.num_slots={self.num_slots}, but each slot decodes one: use at least that"
             )
 
     def _check_one_turn(self) -> None:
@@ -129,8 +129,8 @@ class RolloutConfig:
             of_it = name.startswith("environment_") or name in _OF_ENVIRONMENTS
             if of_it and value not in (field.default, {}):
                 raise ValueError(
-                    f"rollout.{name}={value!r} has no effect without an environment: name "
-                    "one in rollout.environment, or leave it"
+                    f"rollout.{name}={value!r} has no effect without an environment: set "
+                    f"rollout.environment, or remove rollout.{name}"
                 )
 
     def trajectories(self, slots: int) -> int:

@@ -65,11 +65,11 @@ ENVIRONMENTS = [
         "rollout.environment={dir}/game.py:Slow ; rollout.environment_timeout=0.2",
         "failed on the first row: reset gave no answer within rollout.environment_timeout=0.2",
     ),
-    ("rollout.environment_kwargs={'level': 9}", "has no effect without an environment: name one"),
+    ("rollout.environment_kwargs={'level': 9}", "has no effect without an environment: set"),
     ("rollout.environment_timeout=3", "timeout=3.0 has no effect without an environment"),
     ("rollout.max_infra_rate=0.1", "max_infra_rate=0.1 has no effect without an environment"),
-    ("rollout.turn_length=8", "has no effect without an environment: name one"),
-    ("rollout.max_trajectories=8", "has no effect without an environment: name one"),
+    ("rollout.turn_length=8", "has no effect without an environment: set"),
+    ("rollout.max_trajectories=8", "has no effect without an environment: set"),
     (
         "rollout.environment=calculator ; rollout.num_slots=8 ; rollout.max_trajectories=7",
         "rollout.max_trajectories=7 is below rollout.num_slots=8",
@@ -111,7 +111,10 @@ SIZES = [
         "mesh.devices=0:4",
         [
             ("mesh.roles={'ROLLOUT':{'devices':'2:6'}}", "of other mesh.roles, '0:4' overlap"),
-            ("mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}", "devices alone, got tensor"),
+            (
+                "mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}",
+                "only devices, got tensor",
+            ),
             ("mesh.roles={'ROLLOUT':{'devices':'4:7'}}", "not divisible by sampler ranks=3"),
             ("mesh.roles={'ROLLOUT':{'devices':'4:7'}}", "use 30 or 33"),
             (
