@@ -162,12 +162,11 @@ def test_a_graph_with_everything_waits_too(tmp_path):
         "eval.dataset=task:arithmetic?operands=2&operators=+-&digits=2&held_out=1",
         "eval.every=2",
     ]
-    rows = []
-    for name in ("none", "idle"):
-        folder = train(tmp_path / name, *overrides, f"training.offload={name}")
-        rows.append(read_metrics(folder / "metrics.jsonl"))
-    assert [lasting(row) for row in rows[0]] == [lasting(row) for row in rows[1]]
-    assert all(row["perf/compilations"] == 0 for row in rows[1][2:])
+    none, idle = (
+        train(tmp_path / name, *overrides, f"training.offload={name}") for name in ("none", "idle")
+    )
+    assert lasting(none) == lasting(idle)
+    assert all(row["perf/compilations"] == 0 for row in read_metrics(idle / "metrics.jsonl")[2:])
     a, b = (arrays(tmp_path / name, 3) for name in ("none", "idle"))
     assert a and a.keys() == b.keys()
     for name, x in a.items():

@@ -254,17 +254,27 @@ def test_workers_evaluate_in_turns_as_it_would_be_at_once(tmp_path, started):
 
 
 @pytest.mark.slow
-def test_pictures_that_a_worker_s_environment_shows_are_trained_on(tmp_path, started):
+@pytest.mark.parametrize("nodes", [(), ("environment",)], ids=["worker", "other host"])
+def test_pictures_that_an_environment_shows_are_trained_on(nodes, tmp_path, started):
     """The trainer's log-probs are those of the worker, which saw the pictures of all turns."""
     folder = tmp_path / "run"
     folder.mkdir()
-    flags = (*SHOWN, *WORKERS)
+    flags = (*SHOWN, *WORKERS, f"stream.worker_nodes={nodes}")
     common = ["--config=configs/examples/grid_walk.py", *(f"--config.{flag}" for flag in flags)]
     launch = ["scripts/launch_local.py", "--processes=1", "--workers=1", "--", "scripts/train.py"]
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'runs'}:{ROOT / 'tests'}"}
     job = Process(tmp_path / "log", [*launch, f"--workdir={folder}", *common], None, own)
     started.append(job)
-    assert job.end() == 0, job.output()
+    if nodes:
+        serve = [
+            "scripts/worker.py",
+            f"--join={folder}",
+            "--nodes=environment",
+            "--join_seconds=200",
+        ]
+        started.append(Process(tmp_path / "host", [*serve, *common], None, own))
+    for one in started:
+        assert one.end() == 0, one.output() + job.output()
     found = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert [metrics["step"] for metrics in found] == [1, 2, 3, 4]
     for metrics in found:
