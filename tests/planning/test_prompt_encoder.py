@@ -61,7 +61,7 @@ def test_a_text_model_keeps_its_tokenizer():
         ),
         (
             ("model.source=random:smolvlm", "lora.rank=4", "training.freeze=language"),
-            "lora.rank=4 trains adapters of the text model, and training.freeze=language trains",
+            "lora.rank=4 trains adapters of the text model, but training.freeze=language trains",
         ),
         (
             ("model.source=random:gemma3?vision=1&max_position=1024", "rollout.prefill_tokens=1"),
