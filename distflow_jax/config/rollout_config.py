@@ -94,7 +94,7 @@ class RolloutConfig(Section, name="rollout"):
         if 0 < self.max_trajectories < self.num_slots:
             raise ValueError(
                 f"rollout.max_trajectories={self.max_trajectories} is below "
-                f"rollout.num_slots={self.num_slots}, and each slot decodes one: use at least that"
+                f"rollout.num_slots={self.num_slots}, but each slot decodes one: use at least that"
             )
 
 

@@ -28,7 +28,7 @@ def mesh_sizes(
     }
     if "REWARD" in roles:
         raise ValueError(
-            "mesh.roles.REWARD has no training mesh: rewards are computed on the host; take it out"
+            "mesh.roles.REWARD has no training mesh: rewards are computed on the host; remove it"
         )
     return common, roles
 
@@ -47,8 +47,8 @@ def sampler_submesh(
     where = f"mesh.roles.{SAMPLERS}"
     if others := sorted(set(sizes) - {"devices"}):
         raise ValueError(
-            f"{where} has devices alone, got {', '.join(others)}: a sampler's width is "
-            "mesh.rollout_tensor; take these out"
+            f"{where} takes only devices, got {', '.join(others)}: set a sampler's width with "
+            "mesh.rollout_tensor"
         )
     submesh = resolve_submesh(f"{where}.devices", sizes.get("devices", ""), machine.local_devices)
     whole = (0, machine.local_devices)

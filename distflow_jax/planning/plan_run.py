@@ -311,12 +311,12 @@ def plan_run(
         source = freeze(source, config.training.freeze)
     if config.lora.rank and config.training.freeze == "language":
         raise ValueError(
-            f"lora.rank={config.lora.rank} trains adapters of the text model, and training.freeze="
-            "language trains the vision tower alone; use lora.rank=0, or training.freeze=none"
+            f"lora.rank={config.lora.rank} trains adapters of the text model, but training.freeze="
+            "language trains only the vision tower; use lora.rank=0, or training.freeze=none"
         )
     if config.lora.rank and source.new_tower:
         raise ValueError(
-            f"lora.rank={config.lora.rank} trains the text model alone, and the tower of "
+            f"lora.rank={config.lora.rank} trains only the text model, so the tower of "
             f"model.vision={config.model.vision!r} would stay random; use lora.rank=0, or export "
             "a model whose tower is trained"
         )
@@ -450,7 +450,7 @@ def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
     config, source = run.config, run.source
     if config.data.train_on != "answer" and run.graph.data != "demonstrations":
         raise ValueError(
-            f"data.train_on={config.data.train_on} is for demonstrations, and dag {config.dag!r} "
+            f"data.train_on={config.data.train_on} is for demonstrations, but dag {config.dag!r} "
             f"trains on {run.graph.data}: use data.train_on=answer"
         )
     dataset = dataset or open_dataset(

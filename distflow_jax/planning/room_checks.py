@@ -82,6 +82,6 @@ def check_sampler_room(
 def _check(what: str, needed: int, memory: int) -> None:
     if needed > ABSURD * memory:
         raise ValueError(
-            f"{what}: takes {format_bytes(needed)} or more, and there are {format_bytes(memory)} "
-            "of memory; use less"
+            f"{what}: takes {format_bytes(needed)} or more, but only {format_bytes(memory)} of "
+            "memory are available; use less"
         )

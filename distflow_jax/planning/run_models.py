@@ -77,8 +77,8 @@ def models_of(plan: Plan) -> dict[str, ModelOfRun]:
         trained = any(task.node.type == "MODEL_TRAIN" for task in tasks)
         if tasks[0].node.role == "REWARD" and not trained and not places:
             raise ValueError(
-                f"{where} scores responses and nobody trains it: say whose weights it has in "
-                "options.checkpoint, the --workdir of a run of the dag reward_model"
+                f"{where} scores responses but is not trained here: set options.checkpoint to the "
+                "--workdir of a run of the dag reward_model"
             )
         models[key] = ModelOfRun(key, tasks[0].node.role, tasks[0].layout, trained, "".join(places))
     _check_samplers(plan, models)

@@ -36,9 +36,9 @@ def checked(stage: Stage, task: Task, specs: FieldSpecs, layout: Layout) -> Stag
             after, written, metrics = stage(state, fields, options)
         except _NOT_TRACEABLE as error:
             raise ValueError(
-                f"node {node.id!r}: {node.fn or 'its stage'} needs the values of its fields, and "
-                "what runs on a mesh is compiled before there are any: use jax.numpy, and no `if` "
-                "on values, or let it run on the host, as REWARD COMPUTE "
+                f"node {node.id!r}: {node.fn or 'its stage'} needs the values of its fields, but "
+                "functions on a mesh are compiled before values exist: use jax.numpy and no `if` "
+                "on values, or run the node on the host, as REWARD COMPUTE "
                 f"({_first_line(error)}, {_where(error)})"
             ) from error
         except Exception as error:
@@ -56,8 +56,8 @@ def checked(stage: Stage, task: Task, specs: FieldSpecs, layout: Layout) -> Stag
                 kinds = (ONE_NUMBER, None)
                 tokens, sequences = (specs.packed(layout, kind).shape for kind in kinds)
                 raise ValueError(
-                    f"node {node.id!r}: writes {field!r} as {outline(value)}, and what is read "
-                    f"elsewhere has one number per token {list(tokens)}, or per sequence "
+                    f"node {node.id!r}: writes {field!r} as {outline(value)}, but a field read "
+                    f"elsewhere needs one number per token {list(tokens)}, or per sequence "
                     f"{list(sequences)}"
                 )
         metrics = {name: jnp.asarray(value) for name, value in metrics.items()}

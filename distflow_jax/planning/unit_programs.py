@@ -244,13 +244,13 @@ def _check_states(unit: Unit, before: Mapping[str, Any], after: Mapping[str, Any
             continue
         if key not in _changing(unit):
             raise ValueError(
-                f"node {node.id!r}: returns another state of model {key!r}, and only a node of "
-                "type MODEL_TRAIN may: return the state that it was handed"
+                f"node {node.id!r}: returns another state of model {key!r}, but only a node of "
+                "type MODEL_TRAIN may: return the state unchanged"
             )
         if before[key] is not None and outline(before[key]) != outline(after[key]):
             raise ValueError(
                 f"node {node.id!r}: its state changes from {outline(before[key])} to "
-                f"{outline(after[key])}, and must keep shapes and dtypes from step to step"
+                f"{outline(after[key])}, but its shapes and dtypes must stay the same"
             )
 
 
@@ -258,8 +258,8 @@ def _check_metrics(unit: Unit, metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if value.shape != () and not name.endswith(OF_GROUP):
             raise ValueError(
-                f"node {unit.name!r}: metric {name!r} has shape {value.shape}, and a "
-                "metric is one number: take its mean, or its maximum"
+                f"node {unit.name!r}: metric {name!r} has shape {value.shape}, but a "
+                "metric is one number: take its mean or maximum"
             )
 
 

@@ -126,7 +126,7 @@ def test_asynchronous(tmp_path):
             for row in read_metrics(tmp_path / f"runs/{name}/metrics.jsonl")
             if row["step"]
         ]
-        for name in ("partial_batches", "again")
+        for name in ("recorded", "again")
     )
     assert recorded == replayed and len(recorded) == 3
 
@@ -180,7 +180,8 @@ def test_report(tmp_path):
 def test_workers(tmp_path):
     """Trainers and a worker that joins them, one that scores too; then both by the launcher."""
     place(tmp_path)
-    train, worker, launched, train_apart, worker_apart = lines(page("workers.md"))
+    train, worker, launched, *turns, train_apart, worker_apart = lines(page("workers.md"))
+    assert len(turns) == 2  # hosts of environments: tests/runs/test_worker_environments.py
     for name, trainers, joins in (("far", train, worker), ("apart", train_apart, worker_apart)):
         with subprocess.Popen(
             [sys.executable, *trainers[1:]], cwd=tmp_path, env=environment(tmp_path)

@@ -57,15 +57,15 @@ def test_a_text_model_keeps_its_tokenizer():
     [
         (
             ("model.source=random:llama?vocab=300", "model.vision=random:siglip", "lora.rank=4"),
-            "lora.rank=4 trains the text model alone, and the tower of model.vision=.* stay random",
+            "lora.rank=4 trains only the text model, so the tower of model.vision=.* stay random",
         ),
         (
             ("model.source=random:smolvlm", "lora.rank=4", "training.freeze=language"),
-            "lora.rank=4 trains adapters of the text model, and training.freeze=language trains",
+            "lora.rank=4 trains adapters of the text model, but training.freeze=language trains",
         ),
         (
             ("model.source=random:gemma3?vision=1&max_position=1024", "rollout.prefill_tokens=1"),
-            "rollout.prefill_tokens=1 are read at a time, and the 16 tokens of an image",
+            "rollout.prefill_tokens=1 cannot hold the 16 tokens of an image",
         ),
     ],
     ids=["adapters", "adapters of what is frozen", "pieces"],

@@ -210,12 +210,12 @@ def other_state(state, fields, options):
 @pytest.mark.parametrize(
     "function, more, message",
     [
-        (needs_values, {}, "node 'a': m:f needs the values of its fields, and what runs on a mesh"),
-        (uses_numpy, {}, "use jax.numpy, and no `if` on values, or let it run on the host"),
+        (needs_values, {}, "node 'a': m:f needs the values of its fields, but functions on a mesh"),
+        (uses_numpy, {}, "use jax.numpy and no `if` on values, or run the node on the host"),
         (raises, {}, "node 'a': m:f raised KeyError: 'half_length' .*test_unit_programs.py, line"),
         (grows, {}, r"node 'a': its state changes from float32\[1\] to float32\[2\]"),
-        (other_shape, {"writes": ["out"]}, r"writes 'out' as float32\[2,8\], and what is"),
-        (no_scalar, {}, r"metric 'a' has shape \(2, 8, 4\), and a metric is one number"),
+        (other_shape, {"writes": ["out"]}, r"writes 'out' as float32\[2,8\], but a field"),
+        (no_scalar, {}, r"metric 'a' has shape \(2, 8, 4\), but a metric is one number"),
         (other_state, {"type": "MODEL_INFERENCE"}, "returns another state of model 'actor'"),
     ],
 )

@@ -56,7 +56,7 @@ def test_marks_around_the_answer_learn_what_the_answer_learns(config_of, tmp_pat
 
 
 def test_generation_is_for_demonstrations(config_of):
-    with pytest.raises(ValueError, match="data.train_on=generation is for demonstrations, and dag"):
+    with pytest.raises(ValueError, match="data.train_on=generation is for demonstrations, but dag"):
         prepare(config_of("generation", "data.train_on=generation"))
 
 

@@ -91,7 +91,10 @@ SIZES = [
         "mesh.devices=0:4",
         [
             ("mesh.roles={'ROLLOUT':{'devices':'2:6'}}", "of other mesh.roles, '0:4' overlap"),
-            ("mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}", "devices alone, got tensor"),
+            (
+                "mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}",
+                "only devices, got tensor",
+            ),
             ("mesh.roles={'ROLLOUT':{'devices':'4:7'}}", "not divisible by sampler ranks=3"),
             ("mesh.roles={'ROLLOUT':{'devices':'4:7'}}", "use 30 or 33"),
             (
