@@ -22,6 +22,7 @@ from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.event_loop import EventLoop, stop_deadline
 from distflow_jax.environments.failures import HOST_LOST, CallFailure, FailedElsewhere
 from distflow_jax.stream.frames.environment_frames import (
+    MOST_BYTES,
     EnvironmentAnswer,
     EnvironmentCall,
     answers_of,
@@ -239,14 +240,8 @@ class _Talk:
         self._wire.close()
 
     def _send(self) -> None:
-        while True:
-            calls = [self._outbox.get()]
-            size = _size(calls[0])
-            while calls[-1] is not _LAST and size < CALLS_BYTES and not self._outbox.empty():
-                calls.append(self._outbox.get())
-                size += _size(calls[-1])
-            sent = [call for call in calls if call is not _LAST]
-            if sent and not self._ask(CALL, calls_frame(sent)) or calls[-1] is _LAST:
+        while calls := _take_calls(self._outbox, self._heard):
+            if not self._ask(CALL, calls_frame(calls)):
                 return
 
     def _listen(self) -> None:
@@ -258,7 +253,8 @@ class _Talk:
     def _ask(self, method: str, frame: Frame) -> tuple[Sequence[EnvironmentAnswer]] | None:
         """(what has ended,) by the host's answer; None: it is lost."""
         try:
-            answer = Frame.of_bytes(self._wire.call(method, frame.to_bytes(), self._seconds))
+            data = self._wire.call(method, frame.to_bytes(), self._seconds)
+            answer = Frame.of_bytes(data, FRAME_BYTES)
             if answer.facts.get("unknown"):
                 raise Refused("it has heard nothing of this worker for too long")
             return (answers_of(answer),)
@@ -301,5 +297,35 @@ class _Elsewhere:
             self._hosts.release(self._host, self._place)
 
 
+def _take_calls(
+    outbox: queue.SimpleQueue[EnvironmentCall],
+    heard: Callable[[Sequence[EnvironmentAnswer]], None],
+) -> list[EnvironmentCall]:
+    """Waits for calls, as many as a frame takes; [] behind the last one. `heard` gets the failures
+    of those that cannot be sent."""
+    calls, size = [], 0
+    while not calls or (size < CALLS_BYTES and not outbox.empty()):
+        if (call := outbox.get()) is _LAST:
+            outbox.put(_LAST)
+            break
+        try:
+            size += _size(call)
+            calls.append(call)
+        except (ValueError, RecursionError) as error:
+            failure = CallFailure("raised", str(error), str(error))
+            heard([EnvironmentAnswer(call.number, failure)])
+    return calls
+
+
 def _size(call: EnvironmentCall) -> int:
-    return request_bytes(call.value, rows=True) if isinstance(call.value, Prompt) else 0
+    """Bytes of a call, where they are many. ValueError for one that cannot be sent."""
+    prompt = call.value
+    if not isinstance(prompt, Prompt):
+        return 0
+    size = request_bytes(prompt, rows=True) + sum(image.pixels.nbytes for image in prompt.images)
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"row {prompt.row} of the data has {size} bytes, where a host of environments gets at "
+            f"most {MOST_BYTES}: let it be smaller"
+        )
+    return size
