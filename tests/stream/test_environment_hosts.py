@@ -57,6 +57,7 @@ class Adder:
     open: list = []
     held = threading.Event()  # what `hold` waits for
     repeatable = False
+    away = 0  # calls of steps that fail
 
     def __init__(self, tokenizer):
         self.told = []
@@ -68,6 +69,9 @@ class Adder:
 
     async def step(self, tokens, text):
         assert TOKENIZER.decode(tokens) == text
+        if Adder.away:
+            Adder.away -= 1
+            raise RuntimeError("the tool is away")
         if text == "hold":
             while not Adder.held.is_set():
                 await asyncio.sleep(0.01)
@@ -337,23 +341,68 @@ def test_responses_wait_for_a_host(worker, caplog):
     assert not worker.failed
 
 
-def test_lost_hosts_use_up_no_try(worker):
-    handle = None
-    for number in range(4):
-        with hosting() as (_, address):
-            worker.hosts.meet({str(number): address})
-            if handle is None:
-                handle = worker.begin()
-                assert text_of(worker.next()) == "Add to 2."
-                step(handle, "hold")
-            else:
-                until(lambda: len(Adder.open) == 1)
-    with hosting() as (_, address):
-        worker.hosts.meet({"last": address})
-        Adder.held.set()
-        assert worker.next().reward == 2.0
-    assert {failure.cause for failure in worker.failed} == {"host_lost"}
-    assert len(worker.failed) >= 1 + worker.environments.calls.retries
+class Mortal:
+    """One host of a worker at a time, and each has a name of its own."""
+
+    def __init__(self, worker):
+        self.worker, self.number, self.files = worker, 0, contextlib.ExitStack()
+
+    def renew(self):
+        """Ends the host, if there is one, and starts another."""
+        self.files.close()
+        until(lambda: not Adder.open)
+        _, address = self.files.enter_context(hosting())
+        self.number += 1
+        self.worker.hosts.meet({str(self.number): address})
+
+
+@pytest.fixture
+def mortal(worker):
+    host = Mortal(worker)
+    host.renew()
+    with contextlib.closing(host.files):
+        yield host
+
+
+def test_a_lost_host_uses_up_no_try(worker, mortal):
+    handle = worker.begin()
+    assert text_of(worker.next()) == "Add to 2."
+    for reward in (3.0, 4.0, 5.0, 6.0):
+        mortal.renew()
+        step(handle, "1")
+        assert worker.next().reward == reward
+    assert [failure.cause for failure in worker.failed] == 4 * ["host_lost"]
+    assert len(worker.failed) > 1 + worker.environments.calls.retries
+
+
+def test_a_turn_that_ends_its_hosts_is_given_up(worker, mortal):
+    handle = worker.begin()
+    worker.next()
+    step(handle, "hold")
+    ends = 2 + 1 + worker.environments.calls.retries
+    for _ in range(ends):
+        until(lambda: Adder.open)
+        mortal.renew()
+    assert worker.next().cause == "host_lost" and len(worker.failed) == ends - 1
+
+
+def test_an_object_that_was_given_a_part_of_the_turns_is_not_asked_again(
+    worker, mortal, monkeypatch
+):
+    """Though it is repeatable: it has another state."""
+    monkeypatch.setattr(Adder, "repeatable", True)
+    handle = worker.begin()
+    for digit in "12":
+        worker.next()
+        step(handle, digit)
+    assert worker.next().reward == 5.0
+    monkeypatch.setattr(Adder, "away", 1)  # of the first turn, which the new host is given
+    mortal.renew()
+    step(handle, "3")
+    assert worker.next().reward == 8.0
+    assert [failure.cause for failure in worker.failed] == ["host_lost", "raised"]
+    handle.close()
+    until(lambda: not Adder.open)
 
 
 # -- sizes -----------------------------------------------------------------------------------------
