@@ -417,6 +417,24 @@ def test_rows_of_many_bytes_arrive(worker):
     assert not worker.failed
 
 
+def test_long_texts_are_encoded_beside_the_event_loop(worker, monkeypatch):
+    """Of a host, and of the worker."""
+    places, encode = [], Tokenizer.encode
+
+    def noted(tokenizer, text):
+        places.append((len(text) > 1000, threading.current_thread().name))
+        return encode(tokenizer, text)
+
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        handle = worker.begin()
+        worker.next()
+        monkeypatch.setattr(Tokenizer, "encode", noted)
+        step(handle, "long")
+        assert len(worker.next().tokens) == 3 * len(ODD["long"])
+    assert sorted(places) == [(False, "MainThread"), (True, "step"), (True, "step")]
+
+
 def test_an_answer_has_at_most_so_many_bytes_of_texts_and_failures(monkeypatch):
     monkeypatch.setattr(environment_host, "ANSWER_BYTES", 1000)
     failure = failed(CallFailure("raised", "x" * 900, "kind"))
