@@ -326,14 +326,16 @@ def test_the_death_of_a_host_moves_its_responses_to_another_with_their_turns(wor
         until(lambda: not Adder.open)
 
 
-def test_responses_wait_for_a_host(worker, caplog):
+@pytest.mark.parametrize("told", [False, True])
+def test_responses_wait_for_a_host(worker, caplog, told):
     caplog.set_level(logging.WARNING)
     with hosting() as (_, gone):
         pass
-    worker.hosts.meet({"gone": gone})
+    worker.hosts.meet({"gone": gone} if told else {})
     handle = worker.begin()
-    until(lambda: "no host of environments is at work" in caplog.text)
-    assert "distflow worker --nodes=environment" in caplog.text and worker.answers.empty()
+    until(lambda: "no host of environments" in caplog.text)
+    why = f"answers, .*; open the port of {gone} to this" if told else "is at work, .*; start one:"
+    assert re.search(f"no host of environments {why}", caplog.text) and worker.answers.empty()
     with hosting() as (_, address):
         worker.hosts.meet({"new": address})
         assert text_of(worker.next()) == "Add to 2."
@@ -485,6 +487,25 @@ def test_rows_that_cannot_be_sent_fail_alone(worker, monkeypatch):
             assert failure.cause == "raised" and re.search(why, failure.error), failure
         worker.begin()
         assert text_of(worker.next()) == "Add to 2."
+
+
+def test_a_host_that_is_lost_again_is_told_once_a_minute(worker, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+
+    def lose():
+        host = until(lambda: worker.hosts._hosts.get("one"))
+        worker.environments.loop.soon(worker.hosts.lose, host, "it is away")
+        until(lambda: host.lost)
+
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        for seconds, told in [(0.0, 2), (60.0, 3)]:
+            monkeypatch.setattr(environment_hosts, "TELL_SECONDS", seconds)
+            lose()
+            lose()
+            assert caplog.text.count("host one of environments does not answer") == told
+    worker.hosts.meet({})
+    until(lambda: not worker.hosts._lost)
 
 
 def test_objects_of_a_worker_that_is_silent_are_closed():

@@ -36,8 +36,9 @@ from distflow_jax.stream.wire.wire_client import WireClient
 
 CALLS_BYTES = 32 << 20  # of the prompts in one frame, but for the first one
 AGAIN_SECONDS = 2.0  # before a host that was lost is asked again
-TELL_SECONDS = 60.0  # between two warnings that there is no host
+TELL_SECONDS = 60.0  # between two warnings that there is no host, or that one is lost
 FIRST_SECONDS = 5.0  # before the first one
+MOST_NAMED = 4  # addresses in a warning
 CLOSE_SECONDS = 1.0  # for what is left to be sent
 _LAST = EnvironmentCall(0, 0, None)  # behind it nothing is sent
 
@@ -60,7 +61,8 @@ class EnvironmentHosts:
         self._name, self._token = name, token
         self._told: Mapping[str, str] = {}
         self._hosts: dict[str, _Host] = {}
-        self._again: dict[str, float] = {}  # when hosts that were lost are asked again
+        # when hosts that were lost are asked again, and from when on their loss is told again
+        self._lost: dict[str, tuple[float, float]] = {}
         self._came = asyncio.Event()
         self._next_told = 0.0
 
@@ -102,9 +104,11 @@ class EnvironmentHosts:
         """Gives a host up that does not answer, or not as one."""
         if self._hosts.get(host.name) is host:
             del self._hosts[host.name]
-            if host.name not in self._again:
+            now, (_, told) = time.monotonic(), self._lost.get(host.name, (0.0, 0.0))
+            if now >= told:
                 log.warning("host %s of environments does not answer: %s", host.name, why)
-            self._again[host.name] = time.monotonic() + AGAIN_SECONDS
+                told = now + TELL_SECONDS
+            self._lost[host.name] = now + AGAIN_SECONDS, told
             asyncio.get_running_loop().call_later(AGAIN_SECONDS + 0.1, self._meet)
             host.lose(why)
 
@@ -117,12 +121,13 @@ class EnvironmentHosts:
 
     def _meet(self, told: Mapping[str, str] | None = None) -> None:
         self._told, now = self._told if told is None else dict(told), time.monotonic()
+        self._lost = {name: when for name, when in self._lost.items() if name in self._told}
         for name, host in list(self._hosts.items()):
             if name not in self._told and not host.objects:
                 del self._hosts[name]
                 host.leave()
         for name, address in self._told.items():
-            if name not in self._hosts and self._again.get(name, 0.0) <= now:
+            if name not in self._hosts and self._lost.get(name, (0.0,))[0] <= now:
                 # a name of its own for each connection: the host keeps no object of one before
                 client = f"{secrets.token_hex(4)}-{self._name}"
                 wire = WireClient(address, self._token, client, limit_bytes=FRAME_BYTES)
@@ -132,10 +137,14 @@ class EnvironmentHosts:
         now = time.monotonic()
         if now >= max(began + FIRST_SECONDS, self._next_told):
             self._next_told = now + TELL_SECONDS
-            log.warning(
-                "no host of environments is at work, and responses wait for one; start one: "
-                "distflow worker --nodes=environment --config=... --join=..."
+            why = (
+                "is at work, and responses wait for one; start one: distflow worker "
+                "--nodes=environment --config=... --join=..."
             )
+            if self._told:
+                found = ", ".join(sorted(self._told.values())[:MOST_NAMED])
+                why = f"answers, and responses wait for one; open the port of {found} to this host"
+            log.warning("no host of environments %s", why)
 
 
 class _Host:
