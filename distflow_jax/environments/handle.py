@@ -9,7 +9,7 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment_object import EnvironmentObject
-from distflow_jax.environments.event_loop import EnvironmentCallFailed
+from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
 from distflow_jax.environments.failures import HOST_LOST, CallFailure
 from distflow_jax.environments.registry import Environments, Observed
 
@@ -116,7 +116,8 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
     """Tries the making and the reset of an environment on a row of the data, before the first step,
     and the chat template with a user's turn and with its answer to a turn.
 
-    ValueError, in one line, if that raises, hangs, or gives something else than an observation.
+    ValueError, in one line, if that raises, hangs, or gives something else than an observation, and
+    with the place for what blocks the event loop.
     """
     if environments.tokenizer.is_chat(prompt.text):
         environments.tokenizer.encode_turn(".")
@@ -130,6 +131,8 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
             error = _last_error(environments, answers)
             if _TEMPLATE not in error:  # it may not take such a turn
                 return
+    except EnvironmentsFailed as failed:
+        error = str(failed)
     finally:
         handle.close()
     raise ValueError(f"environment {environments.name!r} failed on the first row: {error}")
