@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.environment import Environment
+from distflow_jax.environments.environment import Environment, Shown, Turn
 from distflow_jax.environments.event_loop import EnvironmentCallFailed, in_thread
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.registry import Environments
+
+MOST_IN_LOOP = 1 << 14  # characters of a text that is encoded in the loop, in about 15 ms
 
 
 class EnvironmentObject:
@@ -76,7 +78,11 @@ class EnvironmentObject:
 
 
 async def _read(read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
-    """read(what a method gives): in the loop for a coroutine, else in a thread."""
-    if inspect.iscoroutinefunction(method):
-        return read(await method(*args))
-    return await in_thread(lambda: read(method(*args)))
+    """read(what a method gives): in the loop for a coroutine and no long text, else in a thread."""
+    if not inspect.iscoroutinefunction(method):
+        return await in_thread(lambda: read(method(*args)))
+    returned = await method(*args)
+    shown = returned.observation if isinstance(returned, Turn) else returned
+    text = shown.text if isinstance(shown, Shown) else shown
+    is_long = isinstance(text, str) and len(text) > MOST_IN_LOOP
+    return await in_thread(read, returned) if is_long else read(returned)

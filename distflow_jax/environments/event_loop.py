@@ -214,9 +214,10 @@ class _Call:
         self._timer = self._clock.call_later(self._left, self.end)
 
     def pause(self) -> None:
-        """Stops the deadline."""
-        self._timer.cancel()
-        self._left -= self._clock.time() - self._since
+        """Stops the deadline, if it runs."""
+        if not self._timer.cancelled():
+            self._timer.cancel()
+            self._left -= self._clock.time() - self._since
 
     def end(self) -> None:
         """The deadline has passed."""

@@ -9,11 +9,12 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.environment_object import EnvironmentObject
-from distflow_jax.environments.event_loop import EnvironmentCallFailed
+from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
 from distflow_jax.environments.failures import HOST_LOST, CallFailure
 from distflow_jax.environments.registry import Environments, Observed
 
 PAUSE = 0.25  # seconds before the second try, twice as many before each further one
+LOSSES = 2  # of hosts in a call that use up no try
 
 _TRIAL = "<tool>1</tool>"  # a turn that the environments of tools answer
 _TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
@@ -51,6 +52,7 @@ class EnvironmentHandle:
         self._turns: asyncio.Queue[np.ndarray | None] = asyncio.Queue()
         self._object = EnvironmentObject(environments, prompt)
         self._past: list[tuple[np.ndarray | None, Observed]] = []  # what was answered how
+        self._replayed = False  # whether the object was given all of that
         self._work = self._loop.start(self._live())
 
     def reset(self) -> None:
@@ -76,16 +78,17 @@ class EnvironmentHandle:
             self._discard()
 
     async def _answer(self, turn: np.ndarray | None) -> None:
-        retries, failures = self._environments.calls.retries, 0
+        retries, failures, losses = self._environments.calls.retries, 0, 0
         while failures <= retries:
             try:
                 observed = await self._try(turn)
             except EnvironmentCallFailed as failed:
                 failure = CallFailure.of(failed, self._loop.seconds)
-                failures += failure.cause != HOST_LOST
+                losses += failure.cause == HOST_LOST
+                failures += failure.cause != HOST_LOST or losses > LOSSES
                 last = failures > retries
                 self._answers.put(TryOutcome(self.number, failure, last))
-                if not (self._past and self._object.repeatable):
+                if not (self._past and self._replayed and self._object.repeatable):
                     self._discard()
                 if not last:
                     await asyncio.sleep(PAUSE * 2 ** max(0, failures - 1))
@@ -96,14 +99,16 @@ class EnvironmentHandle:
 
     async def _try(self, turn: np.ndarray | None) -> Observed:
         """The answer to a turn; a new object is given those before it."""
-        if self._object.made is None:
+        if not self._replayed:
             for before, seen in self._past:
                 if not seen.looks_like(await self._object.call(before)):
                     raise EnvironmentCallFailed("reset" if before is None else "step", "diverged")
+            self._replayed = True
         return await self._object.call(turn)
 
     def _discard(self) -> None:
         one, self._object = self._object, EnvironmentObject(self._environments, self._prompt)
+        self._replayed = False
         self._loop.finish(one.close())
 
 
@@ -111,7 +116,8 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
     """Tries the making and the reset of an environment on a row of the data, before the first step,
     and the chat template with a user's turn and with its answer to a turn.
 
-    ValueError, in one line, if that raises, hangs, or gives something else than an observation.
+    ValueError, in one line, if that raises, hangs, or gives something else than an observation, and
+    with the place for what blocks the event loop.
     """
     if environments.tokenizer.is_chat(prompt.text):
         environments.tokenizer.encode_turn(".")
@@ -125,6 +131,8 @@ def check_environments(environments: Environments, prompt: Prompt) -> None:
             error = _last_error(environments, answers)
             if _TEMPLATE not in error:  # it may not take such a turn
                 return
+    except EnvironmentsFailed as failed:
+        error = str(failed)
     finally:
         handle.close()
     raise ValueError(f"environment {environments.name!r} failed on the first row: {error}")

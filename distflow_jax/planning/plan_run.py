@@ -78,6 +78,7 @@ from distflow_jax.stream.checks import Surroundings, check_plan
 from distflow_jax.stream.frames.prompt_frames import prompt_facts
 from distflow_jax.stream.links.buffer_addresses import check_listen
 from distflow_jax.stream.schedule import Rule
+from distflow_jax.stream.tasks import ENVIRONMENT
 from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.user_functions import load_function
 
@@ -416,7 +417,10 @@ def prepare(
         if config.stream.worker_nodes or (config.stream.workers and config.rollout.environment):
             prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
         with contextlib.ExitStack() as on_failure:
-            environments = open_environments(config, source, loader.prompt(0), on_failure)
+            tried = ENVIRONMENT not in config.stream.worker_nodes  # else where these are made
+            environments = open_environments(
+                config, source, loader.prompt(0), on_failure, tried=tried
+            )
             rewards = RewardPool(config.reward)
             on_failure.callback(rewards.close)
             scored = [loader.prompt(0)] if _scores(run.graph) else eval_prompts
@@ -579,14 +583,19 @@ def environment_table(config: Config) -> dict[str, str]:
 
 
 def open_environments(
-    config: Config, source: ModelSource, prompt: Prompt, files: contextlib.ExitStack
+    config: Config,
+    source: ModelSource,
+    prompt: Prompt,
+    files: contextlib.ExitStack,
+    *,
+    tried: bool = True,
 ) -> Environments | None:
-    """The environments of the config's responses, tried on one prompt; None: one turn each.
+    """The environments of the config's responses, if so `tried` on one prompt; None: one turn each.
 
     `files` closes them. Raises ValueError or FileNotFoundError.
     """
     environments = make_environments(config, source, files)
-    if environments is not None:
+    if environments is not None and tried:
         check_environments(environments, prompt)
     return environments
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from support.late_calls import be_late, let_deadlines_pass
 from support.turn_sampler import LIMITS, PROMPTS, TOKENIZER, Sampler
 from support.waiting import HANG, until
 
-from distflow_jax.environments import handle
+from distflow_jax.environments import event_loop, handle
 from distflow_jax.environments.environment import Turn
-from distflow_jax.environments.event_loop import in_thread
+from distflow_jax.environments.event_loop import EventLoop, in_thread, stop_deadline
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle
 from distflow_jax.environments.multiturn import TurnDriver
@@ -220,6 +221,18 @@ def test_what_blocks_the_loop_is_named(held):
             environments.loop.take(answers)
         assert "test_event_loop.py" in str(told.value) and "go_on.wait" in str(told.value)
         held.go_on.set()
+
+
+def test_a_stopped_deadline_runs_again_in_a_thread_with_what_was_left():
+    async def call():
+        stop_deadline()
+        event_loop._CALL.get()._since -= 2 * HANG  # it has been stopped for so long
+        await in_thread(time.sleep, 0.1)
+        return 2
+
+    loop = EventLoop(HANG, 1)
+    with contextlib.closing(loop):
+        assert loop.start(loop.call("step", call, pending=set())).result(HANG) == 2
 
 
 # -- tools -----------------------------------------------------------------------------------------

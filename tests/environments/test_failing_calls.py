@@ -381,12 +381,24 @@ def test_the_rate_is_of_the_last_calls():
         failures.count("step", failure)
 
 
+class Blocking:
+    def __init__(self, tokenizer):
+        pass
+
+    async def reset(self, prompt):
+        Faulty.goes_on.wait(HANG)
+
+    step = reset
+
+
 def test_environments_are_tried_before_the_run(released):
     def check(name, timeout=HANG, **kwargs):
         environments = Environments(name, kwargs, TOKENIZER, calls=CallLimits(timeout))
         with contextlib.closing(environments):
             check_environments(environments, PROMPTS[1])
 
+    with pytest.raises(ValueError, match="(?s)an environment has blocked .* in reset"):
+        check(f"{HERE}:Blocking", 0.2)
     check("calculator")
     with pytest.raises(ValueError, match="failed on the first row: .*KeyError: 'no such room'"):
         check(f"{HERE}:Faulty", where="reset", how="raise")

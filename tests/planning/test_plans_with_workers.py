@@ -1,5 +1,6 @@
 """Runs with workers that pages, --help and shipped presets name: each has a plan."""
 
+import contextlib
 import importlib
 import re
 
@@ -13,7 +14,8 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import open_config
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import plan_run
+from distflow_jax.planning.plan_run import plan_run, prepare
+from distflow_jax.runtime.samplers.run_nodes import read_nodes
 
 WORKERS = "--config.stream.workers=True"
 HERE = Machine(1, 1, 1, "cpu")
@@ -82,3 +84,32 @@ def test_a_correction_is_chosen_where_tokens_may_be_old():
     with pytest.raises(ValueError, match=r"set algorithm\.correction"):
         config = from_config_dict(Config, override(open_config("tiny"), ahead))
         plan_run(config, HERE, {"algorithm.correction"}, open_source=open_shapes)
+
+
+def test_hosts_of_environments_try_one_in_place_of_trainers(tmp_path, caplog):
+    """Where they have the data."""
+    (tmp_path / "away.py").write_text(
+        "class Away:\n"
+        "    def __init__(self, tokenizer):\n"
+        "        raise RuntimeError('no docker on this host')\n"
+        "    reset = step = None.__init__\n"
+    )
+    settings = [
+        *("stream.workers=True", "stream.max_staleness=1", "eval.dataset=", "eval.every=0"),
+        *("reward.function=zero", "reward.kwargs={}", "reward.num_workers=1"),
+        f"rollout.environment={tmp_path}/away.py:Away",
+    ]
+    hosts = "stream.worker_nodes=('environment',)"
+    with pytest.raises(ValueError, match="failed on the first row: .*no docker on this host"):
+        prepare(from_config_dict(Config, override(open_config("tiny"), settings)))
+    prepare(from_config_dict(Config, override(open_config("tiny"), [*settings, hosts]))).close()
+
+    def open_host(*own):
+        run = plan_of("tiny", [*settings, *own], HERE)
+        with contextlib.ExitStack() as files:
+            read_nodes(["environment"], run.config, run.graph, run.source).open_host(files)
+
+    with pytest.raises(ValueError, match="failed on the first row: .*no docker on this host"):
+        open_host()
+    open_host("data.train=/there/is/none.jsonl")
+    assert "/there/is/none.jsonl" in caplog.text

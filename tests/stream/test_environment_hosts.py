@@ -5,8 +5,10 @@ import contextlib
 import dataclasses
 import logging
 import queue
+import re
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -20,16 +22,18 @@ from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle
 from distflow_jax.environments.registry import CallLimits, Environments, Observed
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.stream.frames import environment_frames
 from distflow_jax.stream.frames.environment_frames import (
     EnvironmentCall,
     answers_frame,
     answers_of,
     calls_frame,
     calls_of,
+    failed,
     returned,
 )
 from distflow_jax.stream.frames.frames import Frame
-from distflow_jax.stream.links import environment_hosts
+from distflow_jax.stream.links import environment_host, environment_hosts
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.environment_host import CALL, EnvironmentHost
@@ -44,6 +48,7 @@ HERE, TOKEN = __name__, b"the token of this run"
 TOKENIZER = Tokenizer.byte_level(259)
 PICTURE = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 LOGGED = {"asked": 1.0, "found": 0.5}
+ODD = {"long": "中" * 30_000, "huge": "x" * (1 << 17), "empty": np.array([], object)}
 
 
 class Adder:
@@ -51,9 +56,11 @@ class Adder:
 
     open: list = []
     held = threading.Event()  # what `hold` waits for
+    repeatable = False
+    away = 0  # calls of steps that fail
 
     def __init__(self, tokenizer):
-        self.told, self.repeatable = [], False
+        self.told = []
         Adder.open.append(self)
 
     def reset(self, prompt):
@@ -62,6 +69,9 @@ class Adder:
 
     async def step(self, tokens, text):
         assert TOKENIZER.decode(tokens) == text
+        if Adder.away:
+            Adder.away -= 1
+            raise RuntimeError("the tool is away")
         if text == "hold":
             while not Adder.held.is_set():
                 await asyncio.sleep(0.01)
@@ -73,6 +83,8 @@ class Adder:
             time.sleep(2.0)
         if text == "lie":
             return "no turn"
+        if text in ODD:
+            return Turn(ODD[text])
         self.told.append(sum(map(int, filter(str.isdigit, text))))
         total = self.start + sum(self.told)
         return Turn(f"It is {total}.", reward=float(total), done=total > 9, logged=LOGGED)
@@ -89,8 +101,8 @@ def soon(monkeypatch):
     Adder.held.clear()
 
 
-def prompt(truth):
-    return dataclasses.replace(prompt_of(3, [1, 2]), ground_truth=truth)
+def prompt(truth, **extra):
+    return dataclasses.replace(prompt_of(3, [1, 2]), ground_truth=truth, extra_info=extra)
 
 
 def environments(seconds=HANG, retries=1):
@@ -116,9 +128,9 @@ class Worker:
         self.answers = queue.SimpleQueue()
         self.failed = []
 
-    def begin(self, truth="2"):
+    def begin(self, truth="2", **extra):
         """The handle of a response, which is reset."""
-        handle = EnvironmentHandle(self.environments, prompt(truth), self.answers)
+        handle = EnvironmentHandle(self.environments, prompt(truth, **extra), self.answers)
         handle.reset()
         return handle
 
@@ -216,17 +228,23 @@ def test_calls_cross_the_wire():
     ],
 )
 def test_garbage_in_the_place_of_what_was_returned_is_named(returned, why):
-    told = [{"call": 7, "repeatable": False, "returned": returned}]
-    (answer,) = answers_of(Frame({"answers": told}))
+    told = Frame({"returned": returned}).to_bytes()
+    (answer,) = answers_of(answers_frame([(7, told, False)]))
     with pytest.raises(ValueError, match=why):
         raise answer.outcome
 
 
 @pytest.mark.parametrize("failure", [["away", "a", "b"], ["raised", 3, "b"], ["raised"], 3, None])
 def test_garbage_in_the_place_of_a_failure_is_an_error(failure):
-    told = [{"call": 7, "repeatable": False, "failure": failure}]
-    (answer,) = answers_of(Frame({"answers": told}))
+    told = Frame({"failure": failure}).to_bytes()
+    (answer,) = answers_of(answers_frame([(7, told, False)]))
     assert isinstance(answer.outcome, ValueError)
+
+
+def test_an_outcome_that_is_no_frame_fails_its_own_call_alone():
+    sent = answers_frame([(7, b"=", False), (8, returned("x"), False)])
+    broken, sound = answers_of(Frame.of_bytes(sent.to_bytes()))
+    assert isinstance(broken.outcome, ValueError) and sound.outcome == "x"
 
 
 @pytest.mark.parametrize("answers", [3, [3], [{}], [{"call": "7", "repeatable": False}]])
@@ -308,14 +326,16 @@ def test_the_death_of_a_host_moves_its_responses_to_another_with_their_turns(wor
         until(lambda: not Adder.open)
 
 
-def test_responses_wait_for_a_host(worker, caplog):
+@pytest.mark.parametrize("told", [False, True])
+def test_responses_wait_for_a_host(worker, caplog, told):
     caplog.set_level(logging.WARNING)
     with hosting() as (_, gone):
         pass
-    worker.hosts.meet({"gone": gone})
+    worker.hosts.meet({"gone": gone} if told else {})
     handle = worker.begin()
-    until(lambda: "no host of environments is at work" in caplog.text)
-    assert "distflow worker --nodes=environment" in caplog.text and worker.answers.empty()
+    until(lambda: "no host of environments" in caplog.text)
+    why = f"answers, .*; open the port of {gone} to this" if told else "is at work, .*; start one:"
+    assert re.search(f"no host of environments {why}", caplog.text) and worker.answers.empty()
     with hosting() as (_, address):
         worker.hosts.meet({"new": address})
         assert text_of(worker.next()) == "Add to 2."
@@ -323,23 +343,169 @@ def test_responses_wait_for_a_host(worker, caplog):
     assert not worker.failed
 
 
-def test_lost_hosts_use_up_no_try(worker):
-    handle = None
-    for number in range(4):
-        with hosting() as (_, address):
-            worker.hosts.meet({str(number): address})
-            if handle is None:
-                handle = worker.begin()
-                assert text_of(worker.next()) == "Add to 2."
-                step(handle, "hold")
-            else:
-                until(lambda: len(Adder.open) == 1)
+class Mortal:
+    """One host of a worker at a time, and each has a name of its own."""
+
+    def __init__(self, worker):
+        self.worker, self.number, self.files = worker, 0, contextlib.ExitStack()
+
+    def renew(self):
+        """Ends the host, if there is one, and starts another."""
+        self.files.close()
+        until(lambda: not Adder.open)
+        _, address = self.files.enter_context(hosting())
+        self.number += 1
+        self.worker.hosts.meet({str(self.number): address})
+
+
+@pytest.fixture
+def mortal(worker):
+    host = Mortal(worker)
+    host.renew()
+    with contextlib.closing(host.files):
+        yield host
+
+
+def test_a_lost_host_uses_up_no_try(worker, mortal):
+    handle = worker.begin()
+    assert text_of(worker.next()) == "Add to 2."
+    for reward in (3.0, 4.0, 5.0, 6.0):
+        mortal.renew()
+        step(handle, "1")
+        assert worker.next().reward == reward
+    assert [failure.cause for failure in worker.failed] == 4 * ["host_lost"]
+    assert len(worker.failed) > 1 + worker.environments.calls.retries
+
+
+def test_a_turn_that_ends_its_hosts_is_given_up(worker, mortal):
+    handle = worker.begin()
+    worker.next()
+    step(handle, "hold")
+    ends = 2 + 1 + worker.environments.calls.retries
+    for _ in range(ends):
+        until(lambda: Adder.open)
+        mortal.renew()
+    assert worker.next().cause == "host_lost" and len(worker.failed) == ends - 1
+
+
+def test_an_object_that_was_given_a_part_of_the_turns_is_not_asked_again(
+    worker, mortal, monkeypatch
+):
+    """Though it is repeatable: it has another state."""
+    monkeypatch.setattr(Adder, "repeatable", True)
+    handle = worker.begin()
+    for digit in "12":
+        worker.next()
+        step(handle, digit)
+    assert worker.next().reward == 5.0
+    monkeypatch.setattr(Adder, "away", 1)  # of the first turn, which the new host is given
+    mortal.renew()
+    step(handle, "3")
+    assert worker.next().reward == 8.0
+    assert [failure.cause for failure in worker.failed] == ["host_lost", "raised"]
+    handle.close()
+    until(lambda: not Adder.open)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def test_rows_of_many_bytes_arrive(worker):
+    """More than a worker may send to trainers, in one frame."""
+    handles = [worker.begin(story="t" * 600_000) for _ in range(16)]
     with hosting() as (_, address):
-        worker.hosts.meet({"last": address})
-        Adder.held.set()
-        assert worker.next().reward == 2.0
-    assert {failure.cause for failure in worker.failed} == {"host_lost"}
-    assert len(worker.failed) >= 1 + worker.environments.calls.retries
+        worker.hosts.meet({"one": address})
+        assert all(isinstance(worker.next(), Observed) for _ in handles)
+    assert not worker.failed
+
+
+def test_long_texts_are_encoded_beside_the_event_loop(worker, monkeypatch):
+    """Of a host, and of the worker."""
+    places, encode = [], Tokenizer.encode
+
+    def noted(tokenizer, text):
+        places.append((len(text) > 1000, threading.current_thread().name))
+        return encode(tokenizer, text)
+
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        handle = worker.begin()
+        worker.next()
+        monkeypatch.setattr(Tokenizer, "encode", noted)
+        step(handle, "long")
+        assert len(worker.next().tokens) == 3 * len(ODD["long"])
+    assert sorted(places) == [(False, "MainThread"), (True, "step"), (True, "step")]
+
+
+def test_an_answer_has_at_most_so_many_bytes_of_texts_and_failures(monkeypatch):
+    monkeypatch.setattr(environment_host, "ANSWER_BYTES", 1000)
+    failure = failed(CallFailure("raised", "x" * 900, "kind"))
+    with contextlib.closing(environments()) as beside:
+        session = environment_host._Session(beside)
+        session._ended += [
+            (n, data, False) for n, data in enumerate([returned("x" * 900), failure] * 2)
+        ]
+        for numbers in ([0, 1], [2, 3]):
+            session.ask(answer := Future(), HANG)
+            found = answers_of(Frame.of_bytes(answer.result(0)))
+            assert [one.number for one in found] == numbers
+
+
+def test_a_text_of_many_bytes_crosses_the_wire():
+    text = "x" * (5 << 20)  # more than a worker may send to trainers
+    sent = answers_frame([(7, returned(text), True)])
+    assert answers_of(Frame.of_bytes(sent.to_bytes()))[0].outcome == text
+
+
+@pytest.mark.parametrize("text, why", [("empty", ""), ("huge", "an observation of 1311")])
+def test_each_observation_is_sent_or_fails(worker, monkeypatch, text, why):
+    """One that is empty, of a type that no frame has, is as beside the sampler."""
+    monkeypatch.setattr(environment_frames, "MOST_BYTES", 1 << 17)
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        handle = worker.begin()
+        worker.next()
+        step(handle, text)
+        found = worker.next()
+        if why:
+            assert found.cause == "raised" and why in found.error, found
+            step(handle, "3")
+            found = worker.next()
+        assert isinstance(found, Observed)
+
+
+def test_rows_that_cannot_be_sent_fail_alone(worker, monkeypatch):
+    monkeypatch.setattr(environment_hosts, "MOST_BYTES", 1 << 20)
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        for extra, why in [
+            ({"tags": {1, 2}}, "extra_info of row 3 .* of type set"),
+            ({"story": "x" * (1 << 20)}, "row 3 of the data has 1048[0-9]* bytes"),
+        ]:
+            worker.begin(**extra)
+            failure = worker.next()
+            assert failure.cause == "raised" and re.search(why, failure.error), failure
+        worker.begin()
+        assert text_of(worker.next()) == "Add to 2."
+
+
+def test_a_host_that_is_lost_again_is_told_once_a_minute(worker, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING)
+
+    def lose():
+        host = until(lambda: worker.hosts._hosts.get("one"))
+        worker.environments.loop.soon(worker.hosts.lose, host, "it is away")
+        until(lambda: host.lost)
+
+    with hosting() as (_, address):
+        worker.hosts.meet({"one": address})
+        for seconds, told in [(0.0, 2), (60.0, 3)]:
+            monkeypatch.setattr(environment_hosts, "TELL_SECONDS", seconds)
+            lose()
+            lose()
+            assert caplog.text.count("host one of environments does not answer") == told
+    worker.hosts.meet({})
+    until(lambda: not worker.hosts._lost)
 
 
 def test_objects_of_a_worker_that_is_silent_are_closed():
@@ -448,5 +614,5 @@ def test_a_host_s_address_is_one(tmp_path):
 
 def test_a_failure_s_record_crosses_the_wire():
     failure = CallFailure("raised", "step raised\ntrace", "step, RuntimeError")
-    (answer,) = answers_of(answers_frame([(1, failure, True)]))
+    (answer,) = answers_of(answers_frame([(1, failed(failure), True)]))
     assert answer.outcome == failure and answer.repeatable

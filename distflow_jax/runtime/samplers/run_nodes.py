@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.config.mesh_config import MeshConfig
@@ -9,9 +10,10 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.plan_walker import make_runner
+from distflow_jax.environments.handle import check_environments
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan
+from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan, open_loader
 from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
@@ -21,6 +23,8 @@ from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.links.environment_host import EnvironmentHost
 from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
 from distflow_jax.stream.tasks import ENVIRONMENT
+
+log = logging.getLogger("distflow_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +51,14 @@ class WorkerNodes:
     run: RunPlan
 
     def open_host(self, files: contextlib.ExitStack) -> Hosting:
-        """Opens what runs environments of workers; `files` closes it.
+        """Opens what runs environments of workers, and tries one on a row if the data is here;
+        `files` closes it.
 
-        Raises ValueError or FileNotFoundError for an environment that is not there.
+        Raises ValueError or FileNotFoundError for an environment that is not there, or fails.
         """
         if not self.hosts:
             return Hosting()
-        config = self.run.config
-        environments = make_environments(config, self.run.source, files)
-        host = EnvironmentHost(environments, config.stream.lease_seconds)
-        files.callback(host.close)
+        host = _environment_host(self.run, files)
         return Hosting(host.listen, host.check)
 
     def open(self, files: contextlib.ExitStack) -> NodeRunner:
@@ -80,6 +82,20 @@ class WorkerNodes:
             },
             beside,
         )
+
+
+def _environment_host(run: RunPlan, files: contextlib.ExitStack) -> EnvironmentHost:
+    config = run.config
+    environments = make_environments(config, run.source, files)
+    try:
+        row = open_loader(run).prompt(0)
+    except (ValueError, FileNotFoundError) as error:  # calls bring their rows
+        log.warning("the environment is not tried, as no row is here: %s", error)
+    else:
+        check_environments(environments, row)
+    host = EnvironmentHost(environments, config.stream.lease_seconds)
+    files.callback(host.close)
+    return host
 
 
 def read_nodes(

@@ -15,16 +15,14 @@ from distflow_jax.environments.environment import Shown, Turn
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.observed_pictures import pixels_of
 from distflow_jax.images.record import Image
-from distflow_jax.stream.frames.frames import Frame, checked
+from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
 from distflow_jax.stream.frames.image_frames import SentImages, images_of
 from distflow_jax.stream.frames.prompt_frames import prompt_facts, prompt_of, tokens_name
 
+MOST_BYTES = FRAME_BYTES // 2  # of a call or an outcome, beside smaller ones in a frame
 MOST_TEXT = 20_000  # characters of a failure
 _CAUSES = ("raised", "timed_out")
 _NUMBER = (int, float)
-
-# what a method returned, as JSON values and arrays
-Returned = tuple[dict[str, Any], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +77,43 @@ def calls_of(frame: Frame) -> list[EnvironmentCall]:
     return checked(read)
 
 
-def returned(value: Any, _: Any = None) -> Returned:
-    """The JSON values and arrays of what a reset or a step returned, which was checked before."""
+def returned(value: Any, _: Any = None) -> bytes:
+    """The outcome of a reset or a step, for `answers_frame`, of what it returned, which was checked
+    before. ValueError for more than MOST_BYTES."""
     facts: dict[str, Any] = {}
+    parts: list[np.ndarray] = []
     if isinstance(value, Turn):
         logged = {str(name): float(number) for name, number in value.logged.items()}
         facts = {"reward": float(value.reward), "done": bool(value.done), "logged": logged}
         value = value.observation
     if isinstance(value, Shown):
         facts |= {"text": value.text, "role": value.role, "pictures": len(value.images)}
-        return facts, [pixels_of(picture) for picture in value.images]
-    if value is None or isinstance(value, str):
-        return {**facts, "text": value}, []
-    return facts, [np.asarray(value)]
+        parts = [pixels_of(picture) for picture in value.images]
+    elif value is None or isinstance(value, str):
+        facts["text"] = value
+    else:  # none may have any other type
+        parts = [np.asarray(value).astype(np.int32)]
+    arrays = {str(number): part for number, part in enumerate(parts)}
+    data = Frame({"returned": facts}, arrays).to_bytes()
+    if len(data) > MOST_BYTES:
+        raise ValueError(
+            f"an observation of {len(data)} bytes, where a host of environments sends at most "
+            f"{MOST_BYTES}: return a smaller one"
+        )
+    return data
 
 
-def answers_frame(answers: Sequence[tuple[int, Returned | CallFailure, bool]]) -> Frame:
-    """A frame with the outcomes of calls, as of EnvironmentAnswer."""
-    facts, arrays = [], {}
-    for place, (number, outcome, repeatable) in enumerate(answers):
-        facts.append({"call": number, "repeatable": repeatable})
-        if isinstance(outcome, CallFailure):
-            failure = outcome.cause, outcome.error[:MOST_TEXT], outcome.kind[:MOST_TEXT]
-            facts[-1]["failure"] = failure
-            continue
-        told, parts = outcome
-        facts[-1]["returned"] = told
-        arrays |= {_name(place, n): part for n, part in enumerate(parts)}
-    return Frame({"answers": facts}, arrays)
+def failed(failure: CallFailure) -> bytes:
+    """The outcome of a call that failed, for `answers_frame`."""
+    texts = failure.error[:MOST_TEXT], failure.kind[:MOST_TEXT]
+    return Frame({"failure": [failure.cause, *texts]}).to_bytes()
+
+
+def answers_frame(answers: Sequence[tuple[int, bytes, bool]]) -> Frame:
+    """A frame with the outcomes of calls: the number of each, outcome, and `repeatable`."""
+    facts = [{"call": number, "repeatable": repeatable} for number, _, repeatable in answers]
+    outcomes = {str(n): np.frombuffer(data, np.uint8) for n, (_, data, _) in enumerate(answers)}
+    return Frame({"answers": facts}, outcomes)
 
 
 def answers_of(frame: Frame) -> list[EnvironmentAnswer]:
@@ -114,7 +121,7 @@ def answers_of(frame: Frame) -> list[EnvironmentAnswer]:
 
     def read() -> list[EnvironmentAnswer]:
         found = frame.facts.get("answers", [])
-        return [_answer(place, fact, frame.arrays) for place, fact in enumerate(found)]
+        return [_answer(fact, frame.arrays[str(place)]) for place, fact in enumerate(found)]
 
     return checked(read)
 
@@ -134,24 +141,24 @@ def _call(
     return EnvironmentCall(number, of, tokens)
 
 
-def _answer(
-    place: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> EnvironmentAnswer:
+def _answer(fact: Mapping[str, Any], outcome: np.ndarray) -> EnvironmentAnswer:
     number, repeatable = _of(fact, "call", int), _of(fact, "repeatable", bool)
     try:
-        return EnvironmentAnswer(number, checked(lambda: _outcome(place, fact, arrays)), repeatable)
+        frame = Frame.of_bytes(outcome.tobytes(), FRAME_BYTES)
+        return EnvironmentAnswer(number, checked(lambda: _outcome(frame)), repeatable)
     except ValueError as error:
         return EnvironmentAnswer(number, error, repeatable)
 
 
-def _outcome(place: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
+def _outcome(frame: Frame) -> Any:
+    fact = frame.facts
     if "failure" in fact:
         cause, *texts = fact["failure"]
         if cause not in _CAUSES or [type(text) for text in texts] != [str, str]:
             raise ValueError(f"failure {fact['failure']!r:.80}, where cause and texts are wanted")
         return CallFailure(cause, *(text[:MOST_TEXT] for text in texts))
     told = fact["returned"]
-    observation = _observation(place, told, arrays)
+    observation = _observation(told, frame.arrays)
     if "reward" not in told:
         return observation
     logged = _of(told, "logged", dict)
@@ -159,14 +166,14 @@ def _outcome(place: int, fact: Mapping[str, Any], arrays: Mapping[str, np.ndarra
     return Turn(observation, reward, _of(told, "done", bool), logged)
 
 
-def _observation(place: int, told: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
+def _observation(told: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
     if "text" not in told:
-        return arrays[_name(place, 0)]
+        return arrays["0"]
     text = _of(told, "text", str, type(None))
     if "pictures" not in told:
         return text
     role, count = _of(told, "role", str, type(None)), _of(told, "pictures", int)
-    return Shown(text, [arrays[_name(place, n)] for n in range(count)], role)
+    return Shown(text, [arrays[str(n)] for n in range(count)], role)
 
 
 def _of(facts: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -176,7 +183,3 @@ def _of(facts: Mapping[str, Any], name: str, *kinds: type) -> Any:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{name} is {value!r:.80}, where {wanted} is wanted")
     return value
-
-
-def _name(place: int, part: int) -> str:
-    return f"{place}.{part}"

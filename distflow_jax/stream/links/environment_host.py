@@ -24,18 +24,18 @@ from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.registry import Environments
 from distflow_jax.stream.frames.environment_frames import (
     EnvironmentCall,
-    Returned,
     answers_frame,
     calls_of,
+    failed,
     returned,
 )
 from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame
 from distflow_jax.stream.links.buffer_addresses import announced
+from distflow_jax.stream.links.waiting_questions import WAIT_SECONDS
 from distflow_jax.stream.wire.calls import Bytes, Refused
 from distflow_jax.stream.wire.wire_server import WireServer
 
 CALL, WAIT = "environment_calls", "environment_wait"  # methods
-WAIT_SECONDS = 20.0  # for which a question waits at most
 ANSWER_BYTES = 32 << 20  # of the outcomes in one frame, but for the first one
 LOOK_SECONDS = 0.2  # between two looks at sessions
 CHECK_SECONDS = 1.0  # between two looks at the event loop
@@ -88,7 +88,7 @@ class EnvironmentHost:
 
     def _take_calls(self, worker: str, payload: Bytes) -> Future[bytes]:
         try:
-            calls = calls_of(Frame.of_bytes(payload))
+            calls = calls_of(Frame.of_bytes(payload, FRAME_BYTES))
         except ValueError as error:
             raise Refused(str(error)) from error
         return self._in_loop(self._begin, worker, calls)
@@ -151,8 +151,7 @@ class _Session:
         self.heard = time.monotonic()
         self._environments, self._loop = environments, environments.loop
         self._objects: dict[int, _Hosted] = {}
-        self._ended: collections.deque[tuple[int, Returned | CallFailure, bool]]
-        self._ended = collections.deque()
+        self._ended: collections.deque[tuple[int, bytes, bool]] = collections.deque()
         self._question: Future[bytes] | None = None
         self._until = 0.0  # for which the question waits
 
@@ -172,7 +171,7 @@ class _Session:
             hosted.work = self._loop.start(self._run(hosted, call.number, turn))
         elif value is not None:
             text = f"object {call.place} takes no call"
-            self._ended.append((call.number, CallFailure("raised", text, text), False))
+            self._ended.append((call.number, failed(CallFailure("raised", text, text)), False))
 
     def ask(self, answer: Future[bytes], seconds: float) -> None:
         """Answers a question, for what has ended, within so many seconds."""
@@ -188,11 +187,9 @@ class _Session:
         self._question, found, size = None, [], 0
         if not question.set_running_or_notify_cancel():  # its connection has ended
             return
-        while ended and (not found or size < ANSWER_BYTES):
+        while ended and size < ANSWER_BYTES:
             found.append(ended.popleft())
-            outcome = found[-1][1]
-            if not isinstance(outcome, CallFailure):
-                size += sum(array.nbytes for array in outcome[1])
+            size += len(found[-1][1])
         question.set_result(answers_frame(found).to_bytes())
 
     def end(self) -> int:
@@ -203,11 +200,10 @@ class _Session:
         return len(objects)
 
     async def _run(self, hosted: _Hosted, number: int, turn: np.ndarray | None) -> None:
-        outcome: Returned | CallFailure
         try:
             outcome = await hosted.object.call(turn)
-        except EnvironmentCallFailed as failed:
-            outcome = CallFailure.of(failed, self._loop.seconds)
+        except EnvironmentCallFailed as error:
+            outcome = failed(CallFailure.of(error, self._loop.seconds))
         hosted.busy = False
         self._ended.append((number, outcome, hosted.object.repeatable))
         self.answer()

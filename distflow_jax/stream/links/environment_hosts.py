@@ -22,6 +22,7 @@ from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.event_loop import EventLoop, stop_deadline
 from distflow_jax.environments.failures import HOST_LOST, CallFailure, FailedElsewhere
 from distflow_jax.stream.frames.environment_frames import (
+    MOST_BYTES,
     EnvironmentAnswer,
     EnvironmentCall,
     answers_of,
@@ -35,8 +36,9 @@ from distflow_jax.stream.wire.wire_client import WireClient
 
 CALLS_BYTES = 32 << 20  # of the prompts in one frame, but for the first one
 AGAIN_SECONDS = 2.0  # before a host that was lost is asked again
-TELL_SECONDS = 60.0  # between two warnings that there is no host
+TELL_SECONDS = 60.0  # between two warnings that there is no host, or that one is lost
 FIRST_SECONDS = 5.0  # before the first one
+MOST_NAMED = 4  # addresses in a warning
 CLOSE_SECONDS = 1.0  # for what is left to be sent
 _LAST = EnvironmentCall(0, 0, None)  # behind it nothing is sent
 
@@ -59,7 +61,8 @@ class EnvironmentHosts:
         self._name, self._token = name, token
         self._told: Mapping[str, str] = {}
         self._hosts: dict[str, _Host] = {}
-        self._again: dict[str, float] = {}  # when hosts that were lost are asked again
+        # when hosts that were lost are asked again, and from when on their loss is told again
+        self._lost: dict[str, tuple[float, float]] = {}
         self._came = asyncio.Event()
         self._next_told = 0.0
 
@@ -101,9 +104,11 @@ class EnvironmentHosts:
         """Gives a host up that does not answer, or not as one."""
         if self._hosts.get(host.name) is host:
             del self._hosts[host.name]
-            if host.name not in self._again:
+            now, (_, told) = time.monotonic(), self._lost.get(host.name, (0.0, 0.0))
+            if now >= told:
                 log.warning("host %s of environments does not answer: %s", host.name, why)
-            self._again[host.name] = time.monotonic() + AGAIN_SECONDS
+                told = now + TELL_SECONDS
+            self._lost[host.name] = now + AGAIN_SECONDS, told
             asyncio.get_running_loop().call_later(AGAIN_SECONDS + 0.1, self._meet)
             host.lose(why)
 
@@ -116,12 +121,13 @@ class EnvironmentHosts:
 
     def _meet(self, told: Mapping[str, str] | None = None) -> None:
         self._told, now = self._told if told is None else dict(told), time.monotonic()
+        self._lost = {name: when for name, when in self._lost.items() if name in self._told}
         for name, host in list(self._hosts.items()):
             if name not in self._told and not host.objects:
                 del self._hosts[name]
                 host.leave()
         for name, address in self._told.items():
-            if name not in self._hosts and self._again.get(name, 0.0) <= now:
+            if name not in self._hosts and self._lost.get(name, (0.0,))[0] <= now:
                 # a name of its own for each connection: the host keeps no object of one before
                 client = f"{secrets.token_hex(4)}-{self._name}"
                 wire = WireClient(address, self._token, client, limit_bytes=FRAME_BYTES)
@@ -131,10 +137,14 @@ class EnvironmentHosts:
         now = time.monotonic()
         if now >= max(began + FIRST_SECONDS, self._next_told):
             self._next_told = now + TELL_SECONDS
-            log.warning(
-                "no host of environments is at work, and responses wait for one; start one: "
-                "distflow worker --nodes=environment --config=... --join=..."
+            why = (
+                "is at work, and responses wait for one; start one: distflow worker "
+                "--nodes=environment --config=... --join=..."
             )
+            if self._told:
+                found = ", ".join(sorted(self._told.values())[:MOST_NAMED])
+                why = f"answers, and responses wait for one; open the port of {found} to this host"
+            log.warning("no host of environments %s", why)
 
 
 class _Host:
@@ -239,14 +249,8 @@ class _Talk:
         self._wire.close()
 
     def _send(self) -> None:
-        while True:
-            calls = [self._outbox.get()]
-            size = _size(calls[0])
-            while calls[-1] is not _LAST and size < CALLS_BYTES and not self._outbox.empty():
-                calls.append(self._outbox.get())
-                size += _size(calls[-1])
-            sent = [call for call in calls if call is not _LAST]
-            if sent and not self._ask(CALL, calls_frame(sent)) or calls[-1] is _LAST:
+        while calls := _take_calls(self._outbox, self._heard):
+            if not self._ask(CALL, calls_frame(calls)):
                 return
 
     def _listen(self) -> None:
@@ -258,7 +262,8 @@ class _Talk:
     def _ask(self, method: str, frame: Frame) -> tuple[Sequence[EnvironmentAnswer]] | None:
         """(what has ended,) by the host's answer; None: it is lost."""
         try:
-            answer = Frame.of_bytes(self._wire.call(method, frame.to_bytes(), self._seconds))
+            data = self._wire.call(method, frame.to_bytes(), self._seconds)
+            answer = Frame.of_bytes(data, FRAME_BYTES)
             if answer.facts.get("unknown"):
                 raise Refused("it has heard nothing of this worker for too long")
             return (answers_of(answer),)
@@ -301,5 +306,35 @@ class _Elsewhere:
             self._hosts.release(self._host, self._place)
 
 
+def _take_calls(
+    outbox: queue.SimpleQueue[EnvironmentCall],
+    heard: Callable[[Sequence[EnvironmentAnswer]], None],
+) -> list[EnvironmentCall]:
+    """Waits for calls, as many as a frame takes; [] behind the last one. `heard` gets the failures
+    of those that cannot be sent."""
+    calls, size = [], 0
+    while not calls or (size < CALLS_BYTES and not outbox.empty()):
+        if (call := outbox.get()) is _LAST:
+            outbox.put(_LAST)
+            break
+        try:
+            size += _size(call)
+            calls.append(call)
+        except (ValueError, RecursionError) as error:
+            failure = CallFailure("raised", str(error), str(error))
+            heard([EnvironmentAnswer(call.number, failure)])
+    return calls
+
+
 def _size(call: EnvironmentCall) -> int:
-    return request_bytes(call.value, rows=True) if isinstance(call.value, Prompt) else 0
+    """Bytes of a call, where they are many. ValueError for one that cannot be sent."""
+    prompt = call.value
+    if not isinstance(prompt, Prompt):
+        return 0
+    size = request_bytes(prompt, rows=True) + sum(image.pixels.nbytes for image in prompt.images)
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"row {prompt.row} of the data has {size} bytes, where a host of environments gets at "
+            f"most {MOST_BYTES}: let it be smaller"
+        )
+    return size
