@@ -109,6 +109,7 @@ def test_a_mistyped_subcommand_is_not_launched(launcher, command):
         "local": [],
         "slurm": ["--time=60"],
         "gke": ["--name=a", "--image=b", "--tpu=v5e", "--topology=1x1"],
+        "skypilot": ["--name=a", "--volume=b:/c"],
         "tpu_vm": ["--name=a", "--zone=b", "--accelerator_type=v5p-8"],
     }
     module = importlib.import_module(f"distflow_jax.commands.launch.{launcher}")

@@ -115,7 +115,7 @@ def test_generate_answers_about_a_picture(tmp_path, capsys):
     for changes in ({}, dict(raw=True)):
         found = answer(**changes)
         assert [found.count(f"--- How many? [{n}]\n") for n in (0, 1, 2)] == [1, 1, 0]
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         answer("b.png")
     with pytest.raises(ValueError, match="has no tower; use a vision model"):
         answer(model="model.source=random:llama?hidden=64&layers=2&heads=4&mlp=96&vocab=272")
