@@ -33,12 +33,12 @@ def test_a_worker_without_room_for_a_prompt_and_a_response_is_refused_before_it_
 @pytest.mark.parametrize(
     "nodes, changed, message",
     [
-        (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', and dag 'grpo' .*did you mean 'reward'"),
+        (["rewrd"], {}, r"--nodes=rewrd names 'rewrd', but dag 'grpo' .*did you mean 'reward'"),
         (["actor_train"], {}, "--nodes=actor_train .* model 'actor', which this run trains"),
         (
             ["environment"],
             {},
-            "--nodes=environment .* environment host without work",
+            "--nodes=environment .* there is no environment to run",
         ),
         (["reward"], {"foreign": FOREIGN}, "--nodes=reward names no node that samples, and"),
     ],
