@@ -22,12 +22,13 @@ import ipaddress
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
@@ -96,9 +97,12 @@ class Handshakes:
         listener.setblocking(False)
         self._waiting: dict[socket.socket, Arrival] = {}  # the oldest first
 
-    def read(self, seconds: float = LOOK_SECONDS) -> list[Arrival]:
-        """Arrivals whose greetings are complete, perhaps none after at most `seconds`."""
-        ready, complete = set(wait([self._listener, *self._waiting], seconds)), []
+    def read(
+        self, seconds: float = LOOK_SECONDS, members: Iterable[socket.socket] = ()
+    ) -> list[Arrival]:
+        """Arrivals whose greetings are complete, perhaps none after at most `seconds`, or as soon
+        as one of `members` hangs up."""
+        ready, complete = _ready([self._listener, *self._waiting], members, seconds), []
         for arrival in [self._waiting[one] for one in self._waiting if one in ready]:
             try:
                 data = arrival.connection.recv(self._size - len(arrival.greeting))
@@ -145,6 +149,18 @@ class Handshakes:
     def _drop(self, arrival: Arrival) -> None:
         del self._waiting[arrival.connection]
         arrival.connection.close()
+
+
+def _ready(
+    sources: Iterable[socket.socket], members: Iterable[socket.socket], seconds: float
+) -> set[socket.socket]:
+    """The sources that can be read; what members send wakes nobody, their end does."""
+    poll, found = select.poll(), {one.fileno(): one for one in sources}
+    for one in found:
+        poll.register(one, select.POLLIN)
+    for member in members:
+        poll.register(member, getattr(select, "POLLRDHUP", select.POLLHUP))
+    return {found[number] for number, _ in poll.poll(1000 * seconds) if number in found}
 
 
 class _Member:
@@ -296,7 +312,10 @@ class Registrar(StartMonitor):
     def _run(self) -> None:
         try:
             while not self._closed:
-                arrivals = self._handshakes.read()
+                watched = () if self.done else self.members.values()
+                arrivals = self._handshakes.read(
+                    members=[member.connection for member in watched if not member.ended]
+                )
                 if arrivals or not self.done:
                     self._look()  # first: a process that has ended makes room for another one
                 for arrival in arrivals:
