@@ -95,9 +95,8 @@ class AlgorithmConfig(Section, name="algorithm"):
     clip_cov_lb: float | None = _loss_option(_POSITIVE, "clip_cov_lb")
     # greatest covariance of such tokens; None: 5
     clip_cov_ub: float | None = _loss_option(_POSITIVE, "clip_cov_ub")
-    dro_beta: float | None = _loss_option(
-        _POSITIVE, "dro_beta"
-    )  # weight of dro's square; None: 0.05
+    # weight of dro's square; None: 0.05
+    dro_beta: float | None = _loss_option(_POSITIVE, "dro_beta")
     # mean over tokens and sequences; "": the loss's own, mostly token-mean
     aggregation: str = setting("", one_of(("", *AGGREGATIONS)))
     # response tokens per optimizer step, with aggregation fixed-budget

@@ -27,9 +27,8 @@ class MeshConfig(Section, name="mesh"):
     expert: int = setting(1, at_least(1))
     # devices that divide the layers; micro-batches are passed from one to the next
     pipeline: int = setting(1, at_least(1))
-    context: int = setting(
-        1, at_least(1)
-    )  # devices that divide the tokens of each row, for long rows
+    # devices that divide the tokens of each row, for long rows
+    context: int = setting(1, at_least(1))
     tensor: int = setting(1, at_least(1))  # devices that divide each matrix product
     # devices that divide one copy of the sampler's weights: those of a host, or of several hosts
     rollout_tensor: int = setting(1, at_least(1))

@@ -378,17 +378,19 @@ def test_a_printed_template_gives_the_same_text(name, flags, tmp_path, capsys):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "No such file"),
+        (None, "does not exist"),
         ("{% if %}", ", line 1: Expected an expression"),
         ("\n{{ flags.nodez }}", "has no attribute 'nodez'"),
         ("{{ hots }}", "'hots' is undefined"),
+        ("{{ nodes + 'x' }}", "unsupported operand"),
+        ("{{ nodes // 0 }}", "division"),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_named(text, message, tmp_path):
     file = tmp_path / "mine"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ValueError, match=f"--template={file}.*{message}"):
+    with pytest.raises((ValueError, FileNotFoundError), match=f"--template={file}.*{message}"):
         slurm.main([*SLURM, f"--template={file}", "--dry_run", "--unchecked", "--", *TRAIN])
 
 
@@ -437,7 +439,7 @@ def test_the_task_of_skypilot(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_a_file_of_the_hosts_ends_the_check_and_is_named(tmp_path, capsys):
-    """What is on the cluster alone is no mistake; what is wrong with the rest is one."""
+    """A file that is on the cluster alone is no mistake; an error of the rest is one."""
     flags = [*SLURM, "--nodes=1", "--gpus_per_node=2", "--dry_run", "--"]
     command = ["scripts/train.py", f"--config={ROOT}/configs/tiny.py", f"--workdir={tmp_path}/run"]
     for there in ("--config.model.source=/on/the/cluster", "--config=/on/the/cluster"):

@@ -54,15 +54,13 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--spot", action="store_true", help="use preemptible (spot) nodes")
     add(
         "--volume",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="CLAIM:PATH",
         help="a PersistentVolumeClaim (ReadWriteMany) and its path in the pods",
     )
     add(
         "--secret",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="NAME",
         help="a Secret whose entries become environment variables, such as HF_TOKEN",
     )

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
@@ -18,6 +19,9 @@ from distflow_jax.parallel import job
 
 # flags of a training run that no other program with its config takes
 _OF_TRAINING = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
+
+
+REPEATED: dict[str, Any] = {"action": "append", "default": []}  # of a flag that is given often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +144,7 @@ def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentP
         action="store_true",
         help="print the submission and each host's command; submit nothing",
     )
-    result.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the run"
-    )
+    result.add_argument("--env", **REPEATED, metavar="NAME=VALUE", help="a variable of the run")
     result.add_argument(
         "--unchecked",
         action="store_true",

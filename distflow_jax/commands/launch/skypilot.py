@@ -41,15 +41,13 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--directory", default=".", help="folder that is copied to the nodes (default: this one)")
     add(
         "--volume",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="NAME:PATH",
         help="a volume of SkyPilot and its path on the nodes",
     )
     add(
         "--setup",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="LINE",
         help="a line of shell that prepares a node, such as --setup='pip install -e .[gpu]'",
     )

@@ -59,15 +59,13 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     )
     add(
         "--option",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="--NAME=VALUE",
         help="a further option of sbatch, such as --option=--qos=high",
     )
     add(
         "--setup",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="LINE",
         help="a line of shell to run first, such as --setup='module load cuda'",
     )
@@ -80,8 +78,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--worker_retries", type=int, default=3, help="starts after a worker's crash (default 3)")
     add(
         "--worker_option",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="--NAME=VALUE",
         help="a further option of sbatch for the workers: --worker_option=--nodelist=n[5-8]",
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from distflow_jax.parsing.paths import named_path
+from distflow_jax.parsing.paths import checked_path
 
 _FOLDER = pathlib.Path(__file__).parent / "templates"
 
@@ -38,9 +38,11 @@ def render(name: str, options: argparse.Namespace, **values: Any) -> str:
     """The text of the template `name`, or of --template.
 
     Filters: `json` (a YAML scalar, list or map too) and `sh` (a word of a shell). Raises ValueError
-    for a template of the user that cannot be read, or names a value that is not there.
+    or FileNotFoundError for a template of the user that cannot be read or filled in.
     """
-    path = named_path("--template", options.template) if options.template else _FOLDER / name
+    path = _FOLDER / name
+    if options.template:
+        path = checked_path("file", "--template", options.template)
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -51,8 +53,10 @@ def render(name: str, options: argparse.Namespace, **values: Any) -> str:
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     try:
-        return environment.from_string(path.read_text()).render(flags=vars(options), **values)
+        return environment.from_string(path.read_text(encoding="utf-8")).render(
+            flags=vars(options), **values
+        )
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"--template={path}, line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, OSError, UnicodeDecodeError) as error:
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"--template={path}: {error}") from error

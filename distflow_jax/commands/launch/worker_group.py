@@ -43,8 +43,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
     parser.add_argument(
         "--worker_flag",
-        action="append",
-        default=[],
+        **hosts.REPEATED,
         metavar="--NAME=VALUE",
         help="a further flag of each worker, such as --worker_flag=--join_seconds=60",
     )
