@@ -44,13 +44,13 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.cluster import job, processes
+from distflow_jax.cluster.host_exchange import Traffic
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Layout
-from distflow_jax.parallel import job, processes
-from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.mesh import MeshSizes, ranks_of_process, role_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]

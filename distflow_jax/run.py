@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.job import ALONE, Job
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import Ended
 from distflow_jax.data.example import Dataset
 from distflow_jax.layout import Metrics
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.job import ALONE, Job
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report import log_lines
@@ -69,7 +69,7 @@ def train(
 ) -> int:
     """Runs a training run, or resumes it; returns the exit code. Collective.
 
-    `job` is the job that this process has joined, see parallel/job.py. `stop` is set by SIGTERM, if
+    `job` is the job that this process has joined, see cluster/job.py. `stop` is set by SIGTERM, if
     the caller handles the signal. `chosen` lists the config keys given on the command line, which
     override the settings of the graph. `replay` is the folder of a run whose recorded training is
     repeated without a sampler; "": none. A watchdog process supervises this process.

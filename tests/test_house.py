@@ -34,7 +34,7 @@ FLOORS = [
     {"checkpoint", "serving", "coordinator", "environments"},
     {"training", "rollout", "observe"},
     {"models", "resharding", "watchdog", "report"},
-    {"algorithms", "parallel", "data", "dag", "rewards"},
+    {"algorithms", "parallel", "cluster", "data", "dag", "rewards"},
     {"programs"},
     {"batch"},
     {"images"},

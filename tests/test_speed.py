@@ -17,7 +17,7 @@ EXCEPTIONS = {
     "checkpoint/test_additions.py": (1, "what must not come has some time to come"),
     "stream/test_worker_buffers.py": (1, "ends what hangs"),
     "observe/test_spans.py": (1, "the order of readings of two clocks"),
-    "parallel/test_host_exchange.py": (1, "looks whether a connection is closed by now"),
+    "cluster/test_host_exchange.py": (1, "looks whether a connection is closed by now"),
     "rollout/test_soak.py": (1, "goes on for so long"),
     "runs/test_foreign_engines.py": (2, "looks again and again"),
     "serving/test_server.py": (1, "a deadline that passes, since the sampler stands still"),

@@ -17,13 +17,13 @@ from asynchronous.marked_run import own_cpu_seconds
 from asynchronous.simulated_run import simulated_engine
 from streaming_model import EXPOSED, Costs
 
+from distflow_jax.cluster import processes
 from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model, open_options
 from distflow_jax.notebook import load_config
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import config_table, settle
 from distflow_jax.planning.sizes import Sizes, derive_sizes

@@ -7,9 +7,9 @@ import pathlib
 import time
 from typing import Any
 
+from distflow_jax.cluster import processes
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.run import one_step
 from distflow_jax.runtime.build import Runtime, Span, build

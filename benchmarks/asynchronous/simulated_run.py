@@ -26,9 +26,10 @@ from streaming_model import (
 )
 
 from distflow_jax.batch import Rows
+from distflow_jax.cluster import processes
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import mesh, processes
+from distflow_jax.parallel import mesh
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program

@@ -11,8 +11,8 @@ from asynchronous.real_cells import RealCell
 from asynchronous.simulated_run import SimulatedCell
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import job, processes
 from distflow_jax.notebook import load_config
-from distflow_jax.parallel import job, processes
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.run import loop, open_run

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from distflow_jax.checkpoint import checksums
-from distflow_jax.parallel import processes
+from distflow_jax.cluster import processes
 
 FOLDER, FILE = "additions", "additions.json"
 POLL_SECONDS = 0.05  # between two looks for the checkpoint's name

@@ -23,8 +23,8 @@ from etils import epath
 
 from distflow_jax.checkpoint import additions, checksums
 from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.cluster import processes
 from distflow_jax.config.upkeep_config import CheckpointConfig
-from distflow_jax.parallel import processes
 
 ITEMS = ("arrays", "record")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from distflow_jax.parallel import processes
+from distflow_jax.cluster import processes
 
 NAME = "run.lock"
 SETTLE_SECONDS = 2.0  # longer than a write takes to reach another host

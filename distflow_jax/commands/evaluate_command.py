@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
+from distflow_jax.cluster import processes
 from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.step_columns import entries_of_host, uid_column
-from distflow_jax.parallel import processes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import (
     load_eval_prompts,

@@ -3,7 +3,7 @@
 import os
 from types import SimpleNamespace
 
-from distflow_jax.parallel import job, processes
+from distflow_jax.cluster import job, processes
 
 
 def join_job(options: SimpleNamespace, *, watched_next: bool = False) -> job.Job:

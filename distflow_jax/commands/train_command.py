@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 from distflow_jax import run
+from distflow_jax.cluster import processes
 from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
-from distflow_jax.parallel import processes
 from distflow_jax.watchdog.supervision import stop_on_sigterm
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distflow_jax.batch import Samples
+from distflow_jax.cluster import processes
 from distflow_jax.layout import OF_GROUP, VERSION
 from distflow_jax.observe.metrics import summarize
-from distflow_jax.parallel import processes
 
 
 @dataclasses.dataclass(frozen=True)

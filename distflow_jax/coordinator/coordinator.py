@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distflow_jax.batch import Rows, Samples, TokenColumn
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.host_exchange import Traffic
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import PackingPlan, Shares, StepLengths
 from distflow_jax.coordinator.field_store import FieldStore, Value
@@ -32,8 +34,6 @@ from distflow_jax.layout import (
     overlaps,
 )
 from distflow_jax.models.model_flops import BatchWork
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.resharding.rows_all_to_all import RowsAcrossSubmeshes, RowsAllToAll
 
 

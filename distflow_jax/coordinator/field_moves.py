@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from distflow_jax import batch as batch_lib
 from distflow_jax.batch import Prompt, Rows, Sequences, TokenColumn
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.assignment import Shares, StepLengths, data_ranks
 from distflow_jax.coordinator.field_store import FieldStore, Value
@@ -23,7 +24,6 @@ from distflow_jax.images import turn_images
 from distflow_jax.images.prompt_images import PromptImages, from_bytes, prompt_images, to_bytes
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.layout import RESPONSE_IMAGES, ROWS_COLUMNS, Edge, Layout, hosts_of
-from distflow_jax.parallel import processes
 from distflow_jax.parallel.rules import rows_spec
 from distflow_jax.resharding.rows_all_to_all import Row, RowsAcrossSubmeshes, RowsAllToAll
 

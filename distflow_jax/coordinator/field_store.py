@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import Rows, Samples
+from distflow_jax.cluster.host_exchange import Traffic
 from distflow_jax.data.step_columns import entries_of_host
 from distflow_jax.layout import (
     ADVANTAGE,
@@ -22,7 +23,6 @@ from distflow_jax.layout import (
     Layout,
     hosts_of,
 )
-from distflow_jax.parallel.host_exchange import Traffic
 
 Value = tuple[str | None, str]  # (source, field)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore, take
-from distflow_jax.parallel import processes
 
 # columns of this process's responses by field -> bool for each: whether its group is worth keeping
 Until = Callable[[Mapping[str, Sequence[Any]]], Sequence[bool]]

@@ -1,1 +1,1 @@
-"""Meshes, sharding rules, processes, pipeline and context parallelism, host exchange."""
+"""Meshes, sharding rules, pipeline and context parallelism, memory of devices."""

@@ -14,6 +14,8 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.own_code import hashes_of, strings_in
 from distflow_jax.config.config_dict import to_config_dict, to_json
 from distflow_jax.config.graph_settings import with_settings
 from distflow_jax.config.run_config import Config
@@ -45,9 +47,7 @@ from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
-from distflow_jax.parallel import processes
 from distflow_jax.parallel.host_memory import check_host_memory
-from distflow_jax.parallel.own_code import hashes_of, strings_in
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from distflow_jax.parallel import processes
+from distflow_jax.cluster import processes
 from distflow_jax.report.sections.redaction import redacted_arguments
 
 _PACKAGE = pathlib.Path(__file__).parents[1]

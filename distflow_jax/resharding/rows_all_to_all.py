@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.parallel.host_exchange import Traffic
+from distflow_jax.cluster.host_exchange import Traffic
 from distflow_jax.parallel.rules import data_ranks, rows_spec
 
 Row = tuple[int, int, int]  # mini-batch, data rank, row within the rank

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.dag.plan_walker import Runner, Stage, make_runner
 from distflow_jax.layout import Layout
 from distflow_jax.observe.spans import Spans
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.parallel import processes
 from distflow_jax.planning.compiled_plan import CompiledPlan, compile_plan
 from distflow_jax.planning.field_specs import FieldSpecs, per_token_values
 from distflow_jax.planning.partial_batches.partial_batch_programs import (

@@ -4,9 +4,9 @@ import logging
 import math
 from typing import Protocol
 
+from distflow_jax.cluster import processes
 from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime

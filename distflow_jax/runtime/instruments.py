@@ -6,12 +6,12 @@ import logging
 import pathlib
 from collections.abc import Callable
 
+from distflow_jax.cluster import processes
 from distflow_jax.config.upkeep_config import ObserveConfig, parse_steps
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import processes
 from distflow_jax.report.trackers.sender import Trackers
 from distflow_jax.watchdog.controller import Watchdog
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.batch_metrics import (
     batch_metrics,
     gather_images,
@@ -23,7 +24,6 @@ from distflow_jax.coordinator.batch_metrics import (
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
 from distflow_jax.layout import OF_GROUP, Metrics
 from distflow_jax.observe.metrics import without_empty
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.runtime.build import Runtime

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Samples
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.rounds import NO_WORKERS, PREEMPTED
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report.progress import RunProgress

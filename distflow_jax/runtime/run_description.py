@@ -6,13 +6,14 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+from distflow_jax.cluster import processes
 from distflow_jax.config.config_dict import to_config_dict, to_json
 from distflow_jax.data.loader import describe_dropped
 from distflow_jax.layout import Metrics
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.observe.memory import GIB
-from distflow_jax.parallel import host_memory, processes
+from distflow_jax.parallel import host_memory
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.program_table import (
     bytes_of_fields,

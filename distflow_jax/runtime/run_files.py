@@ -15,12 +15,12 @@ from flax.traverse_util import flatten_dict
 from distflow_jax.batch import Prompt, Samples
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.run_lock import only_run
+from distflow_jax.cluster import processes
 from distflow_jax.config.config_dict import REMOVED, RENAMED, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.data_uris import first_of_prompts, pictures
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS_COLUMNS, STEP, VERSION
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.parallel import processes
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.programs.launch_log import launch_log

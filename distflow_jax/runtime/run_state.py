@@ -8,9 +8,9 @@ from typing import Any
 from distflow_jax.checkpoint.adapters import adapters_info, changed_adapters
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.node_states import encoded, from_json, to_json
+from distflow_jax.cluster import processes
 from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.layout import Metrics
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime

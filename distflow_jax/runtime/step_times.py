@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from distflow_jax.cluster import processes
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.observe import memory
 from distflow_jax.observe.phases import straggler_report
-from distflow_jax.parallel import processes
 from distflow_jax.runtime.instruments import Instruments
 
 # node (role, type) -> verl's name of its time

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.batch import ONE_NUMBER
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator import field_moves
 from distflow_jax.coordinator.assignment import Shares, StepLengths, data_ranks
 from distflow_jax.coordinator.coordinator import Coordinator, work_of
@@ -34,7 +35,6 @@ from distflow_jax.dag.plan_walker import (
 )
 from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
 from distflow_jax.models.model_flops import BatchWork
-from distflow_jax.parallel import processes
 from distflow_jax.planning.partial_batches.partial_batch_programs import (
     PartialBatchPrograms,
     check_stateless,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.cluster import processes
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.parallel import processes
 from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for

@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from distflow_jax.batch import Samples
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.background_gather import BackgroundGather
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, no_round
 from distflow_jax.layout import Metrics
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.peers import Peers
 from distflow_jax.stream.batches.agreement import Agreement, Policy
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.parallel import processes
+from distflow_jax.cluster import processes
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread

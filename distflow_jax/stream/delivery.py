@@ -4,10 +4,10 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.peers import Peers
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
 from distflow_jax.stream.links.local_link import InlineLink, ThreadLink

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.peers import Peers
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule, divergence_of, divergences
 

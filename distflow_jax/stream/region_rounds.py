@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import Any
 
-from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.cluster.background_gather import BackgroundGather
 from distflow_jax.stream.producer import Producer
 
 

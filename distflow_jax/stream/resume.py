@@ -22,10 +22,10 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.checkpoint.additions import AdditionWriter
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.batch_metrics import Gap, Gaps, mean_gap
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.layout import VERSION, Metrics, Parts
-from distflow_jax.parallel import processes
 from distflow_jax.report.json_lines import append, complete_lines, write_atomic
 from distflow_jax.report.run_writer import truncate_metrics
 from distflow_jax.stream.host_nodes import Group

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from distflow_jax.cluster import processes
+from distflow_jax.cluster.job import GRACE, Job
 from distflow_jax.config.upkeep_config import HealthConfig
-from distflow_jax.parallel import processes
-from distflow_jax.parallel.job import GRACE, Job
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 

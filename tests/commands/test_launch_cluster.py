@@ -13,8 +13,8 @@ from support.launchers import GKE, GPU, SKY, SLURM, TPU, TRAIN, VM, dry_run, pla
 from support.paths import ROOT
 from support.programs import finished
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import gke, hosts, skypilot, slurm, tpu_vm
-from distflow_jax.parallel import job
 
 NAMED = {"gke": gke, "skypilot": skypilot, "slurm": slurm, "tpu_vm": tpu_vm}
 

@@ -73,7 +73,7 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 TASK = """
 import json, os, signal, sys, time
-from distflow_jax.parallel import job
+from distflow_jax.cluster import job
 signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 found = job.find(os.environ)
 told = ["task", found.coordinator, found.num_processes, found.process_id, sys.argv[1:]]

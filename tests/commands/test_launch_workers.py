@@ -12,8 +12,8 @@ from support.paths import ROOT
 from support.programs import finished
 from support.run_folders import json_lines
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import gke, slurm
-from distflow_jax.parallel import job
 
 RUN = [
     "scripts/train.py",

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from distflow_jax.cluster import own_code, processes
 from distflow_jax.config.config_dict import from_config_dict, override
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import open_config
-from distflow_jax.parallel import own_code, processes
 from distflow_jax.planning import plan_run
 from distflow_jax.planning.machine import Machine
 

@@ -7,8 +7,8 @@ import pytest
 
 from distflow_jax.checkpoint import additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import processes
 from distflow_jax.config.upkeep_config import CheckpointConfig
-from distflow_jax.parallel import processes
 from distflow_jax.runtime.samplers.run_ahead import warn_if_incomplete
 
 OF = additions.FOLDER

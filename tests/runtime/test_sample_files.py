@@ -25,7 +25,7 @@ ODD = 'a\nb\r\u2028"\\ü\x00{\ud83d'  # ends of lines, of a kind; half of a char
 
 
 class Job:
-    """Processes that are threads, each with the calls of parallel/processes.py."""
+    """Processes that are threads, each with the calls of cluster/processes.py."""
 
     def __init__(self, count):
         self._count, self._here = count, threading.local()

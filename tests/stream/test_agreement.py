@@ -12,11 +12,11 @@ import types
 import pytest
 from support.gathers import Gathers, dealt, exchanges, together
 
+from distflow_jax.cluster.background_gather import BackgroundGather
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.environments.episode_sampler import Counts
-from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.peers import Peers
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.group_facts import GroupFacts, decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom

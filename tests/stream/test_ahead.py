@@ -12,7 +12,7 @@ import pytest
 from support.plain_stream import BATCH, SAMPLES, TOKENS, owned, plain_stream, train
 from support.waiting import HANG
 
-from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.cluster.background_gather import BackgroundGather
 from distflow_jax.stream import driver, sampling_side
 from distflow_jax.stream.driver import ALL, TrainerCalls
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluator

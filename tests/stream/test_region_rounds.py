@@ -8,7 +8,7 @@ import types
 import pytest
 from support.gathers import exchanges, together
 
-from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.cluster.background_gather import BackgroundGather
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.schedule import Admission, Rule

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from distflow_jax.batch import ONE_NUMBER, Prompt, TokenColumn
+from distflow_jax.cluster import job, processes
+from distflow_jax.cluster.host_exchange import Traffic
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Edge, Layout, move_between
-from distflow_jax.parallel import job, processes
-from distflow_jax.parallel.host_exchange import Traffic
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 
 PROMPTS, SAMPLES = 32, 8

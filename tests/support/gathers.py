@@ -4,7 +4,7 @@ import concurrent.futures
 import random
 import types
 
-from distflow_jax.parallel.host_exchange import HostExchange, listen
+from distflow_jax.cluster.host_exchange import HostExchange, listen
 from support.waiting import HANG
 
 

@@ -11,8 +11,8 @@ of KILL_PROCESS go on until the launcher ends them. DELAYS as in delayed_train.p
 import os
 import signal
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.main import run_script
-from distflow_jax.parallel import job
 from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchUpdate
 from distflow_jax.stream.ahead import Ahead
 from support import delayed_train

@@ -12,8 +12,8 @@ import random
 import sys
 import time
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.main import run_script
-from distflow_jax.parallel import job
 from distflow_jax.rollout.engine.engine import RolloutEngine
 
 LONGEST = 0.1  # seconds

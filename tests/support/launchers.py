@@ -5,7 +5,7 @@ import shlex
 import stat
 import sys
 
-from distflow_jax.parallel import job
+from distflow_jax.cluster import job
 from support.paths import ROOT
 
 # quotes, a variable of the shell and one of Kubernetes, spaces: all are to arrive as they are

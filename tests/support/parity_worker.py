@@ -21,6 +21,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
+from distflow_jax.cluster import job, processes
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.coordinator.batch_metrics import (
     batch_metrics,
@@ -33,7 +34,6 @@ from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.environments.episodes import single_turn, turn_columns
 from distflow_jax.images.prompt_images import prompt_images, to_bytes
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import job, processes
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.plan_run import prepare
 from distflow_jax.planning.run_models import States

@@ -19,13 +19,13 @@ import math
 import re
 from typing import Any
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import gke_workers, hosts
 from distflow_jax.commands.launch.gke_workers import TPUS, spot_nodes, tpu_nodes
 from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
 from distflow_jax.commands.launch.submission_template import render
 from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.config.user_error import EXIT_USAGE
-from distflow_jax.parallel import job
 
 PROGRAM = "distflow launch gke"
 TEMPLATE = "gke.yaml"

@@ -6,9 +6,9 @@ A JobSet that starts again recreates all of its jobs, so the workers are none of
 import argparse
 from typing import Any
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.worker_group import add_worker_flags, worker_variables
-from distflow_jax.parallel import job
 
 LABEL = "distflow-run"  # of both groups: kubectl delete jobset,job,service -l distflow-run=NAME
 MACHINE = "node.kubernetes.io/instance-type"

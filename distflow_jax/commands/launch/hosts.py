@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
-from distflow_jax.parallel import job
 
 # flags of a training run that no other program with its config takes
 _OF_TRAINING = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")

@@ -23,9 +23,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.worker_group import add_workers, worker_command
-from distflow_jax.parallel import job
 from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.paths import named_path
 

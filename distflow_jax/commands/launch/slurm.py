@@ -20,6 +20,7 @@ import re
 import shlex
 import sys
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
 from distflow_jax.commands.launch.submission_template import render
@@ -29,7 +30,6 @@ from distflow_jax.commands.launch.worker_group import (
     worker_variables,
 )
 from distflow_jax.config.user_error import user_error
-from distflow_jax.parallel import job
 from distflow_jax.parsing.paths import named_path
 
 PROGRAM = "distflow launch slurm"

@@ -8,8 +8,8 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
-from distflow_jax.parallel import job
 
 JOIN_SECONDS = 1800  # for trainers that are started, or started again
 LISTEN = "config.stream.listen"

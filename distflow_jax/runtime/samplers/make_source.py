@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import processes
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.plan import Task
 from distflow_jax.environments.episode_sampler import EpisodeSampler
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, sampler_layout, stream_rule
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.scheduling.sampling_order import ORDERS

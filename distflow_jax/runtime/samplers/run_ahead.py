@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distflow_jax.checkpoint.checkpointer import Checkpointer
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator.assignment import data_ranks
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.observe.spans import Spans
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.rollout.sampler import SamplerState

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from distflow_jax.cluster import processes
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
-from distflow_jax.parallel import processes
 from distflow_jax.planning.plan_run import PreparedRun, config_table, environment_table
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload

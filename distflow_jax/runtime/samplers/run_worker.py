@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distflow_jax.cluster import processes
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
@@ -24,7 +25,6 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model, open_options
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.parallel import processes
 from distflow_jax.parsing.paths import checked_path, named_path
 from distflow_jax.planning.plan_run import (
     config_table,

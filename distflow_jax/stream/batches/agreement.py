@@ -1,7 +1,7 @@
 """The agreement of all processes on the partial batches of a step, by successive gathers.
 
 A process gathers as soon as its policy has enough to report (partial_batches.py,
-rollout_budget.py). A policy that spreads announces this by a counter (parallel/peers.py), so the
+rollout_budget.py). A policy that spreads announces this by a counter (cluster/peers.py), so the
 other processes join. No process then waits in a loop of gathers, and every decision that all of
 them together can make is found. Three events trigger a gather early: a sampler that needs newer
 weights while no optimizer step has changed them, a missing worker, and a prompt that was given up.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from distflow_jax.cluster.background_gather import BackgroundGather
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.rounds import NO_WORKERS, Ended
-from distflow_jax.parallel.background_gather import BackgroundGather
-from distflow_jax.parallel.peers import Peers
 from distflow_jax.stream.batches.group_facts import GroupFacts
 from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner, View
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.cluster import processes
 from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.layout import Layout, Metrics
-from distflow_jax.parallel import processes
 from distflow_jax.report.json_lines import append
 from distflow_jax.report.run_writer import truncate_metrics
 from distflow_jax.stream.batches.group_facts import GroupFacts

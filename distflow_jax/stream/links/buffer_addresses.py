@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 
-from distflow_jax.parallel import processes
+from distflow_jax.cluster import processes
 from distflow_jax.parsing.addresses import checked_address, listen
 from distflow_jax.parsing.paths import reading
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
-from distflow_jax.parallel.job import Job
+from distflow_jax.cluster.job import Job
 from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key, is_signed, sign
 
 _MAGIC = b"distflow job 2\n"

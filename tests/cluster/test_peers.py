@@ -6,7 +6,7 @@ import pytest
 from support.gathers import exchanges, together
 from support.waiting import HANG
 
-from distflow_jax.parallel.peers import Peers
+from distflow_jax.cluster.peers import Peers
 
 
 class Process:

@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from distflow_jax.parallel.host_exchange import HostExchange, listen
-from distflow_jax.parallel.job import ALONE, DISTRIBUTED, Job
-from distflow_jax.parallel.startup import (
+from distflow_jax.cluster.host_exchange import HostExchange, listen
+from distflow_jax.cluster.job import ALONE, DISTRIBUTED, Job
+from distflow_jax.cluster.startup import (
     JOIN_SECONDS,
     Address,
     Registrar,

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from distflow_jax.parallel.host_exchange import HostExchange
+from distflow_jax.cluster.host_exchange import HostExchange
 
 _MESSAGE = struct.Struct("<IQ")  # kind, number
 

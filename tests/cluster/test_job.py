@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from distflow_jax.parallel import job
+from distflow_jax.cluster import job
 
 # Four tasks on three nodes, the third task: srun --nodes=3 --ntasks=4.
 SLURM_ALLOCATION = {

@@ -13,9 +13,9 @@ import pytest
 from support.paths import ROOT
 from support.waiting import HANG, until
 
-from distflow_jax.parallel import startup
-from distflow_jax.parallel.job import Job
-from distflow_jax.parallel.startup import (
+from distflow_jax.cluster import startup
+from distflow_jax.cluster.job import Job
+from distflow_jax.cluster.startup import (
     Address,
     Registrar,
     StartMonitor,

@@ -4,7 +4,7 @@ import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from distflow_jax.parallel.host_exchange import HostExchange
+from distflow_jax.cluster.host_exchange import HostExchange
 
 
 class BackgroundGather:

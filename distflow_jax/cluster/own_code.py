@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from distflow_jax.parallel.processes import code_table
+from distflow_jax.cluster.processes import code_table
 from distflow_jax.parsing.paths import named_path
 
 

@@ -1,6 +1,6 @@
 """The job that a process belongs to, from its environment alone.
 
-`find` maps environment variables (and the flags of the scripts) to a `Job`; parallel/processes.py
+`find` maps environment variables (and the flags of the scripts) to a `Job`; cluster/processes.py
 joins it. The first kind that applies is used, the most specific first:
 
     flags        --coordinator=HOST:PORT --num_processes=N --process_id=I
@@ -55,7 +55,7 @@ class Job:
     process_id: int | None = None  # None: detected by jax
     local_device_ids: tuple[int, ...] | None = None  # this process's devices of the host; None: all
     detection: str | None = None  # jax's method; None: jax tries all of its methods
-    # the processes of a job have the same; see parallel/startup.py
+    # the processes of a job have the same; see cluster/startup.py
     token: str = dataclasses.field(default="", repr=False, compare=False)
 
     def describe(self) -> str:

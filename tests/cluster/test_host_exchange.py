@@ -11,8 +11,8 @@ import pytest
 from support import gathers
 from support.waiting import HANG
 
-from distflow_jax.parallel import startup
-from distflow_jax.parallel.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
+from distflow_jax.cluster import startup
+from distflow_jax.cluster.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
 

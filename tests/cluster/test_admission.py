@@ -8,9 +8,9 @@ import threading
 import pytest
 from support.waiting import HANG
 
-from distflow_jax.parallel import startup
-from distflow_jax.parallel.job import Job
-from distflow_jax.parallel.startup import (
+from distflow_jax.cluster import startup
+from distflow_jax.cluster.job import Job
+from distflow_jax.cluster.startup import (
     Address,
     Registrar,
     open_listener,

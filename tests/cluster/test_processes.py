@@ -14,12 +14,12 @@ from support.programs import finished
 from support.waiting import HANG, until
 
 from configs import tiny
+from distflow_jax.cluster import job, processes
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.parallel import job, processes
 from distflow_jax.planning import plan_run
 
 # Each of two processes runs this; what it prints is compared below.
@@ -32,8 +32,8 @@ def say(*words):
     print(*words, file=report, flush=True)
 
 signal.signal(signal.SIGTERM, lambda number, frame: say("handler"))
-from distflow_jax.parallel import processes
-from distflow_jax.parallel import job
+from distflow_jax.cluster import processes
+from distflow_jax.cluster import job
 processes.initialize(job.find(os.environ))
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -123,7 +123,7 @@ def test_two_processes_agree_gather_and_share_a_checkpoint(tmp_path):
 # Two tasks of a Slurm step on this machine, each with devices of its own.
 STEP = """
 import os, sys
-from distflow_jax.parallel import job, processes
+from distflow_jax.cluster import job, processes
 found = job.find(os.environ)
 processes.initialize(found)
 import jax, numpy as np
@@ -171,7 +171,7 @@ def test_tasks_of_a_slurm_step_find_each_other():
 # A member of a job that is healthy until the file "end" is there.
 MEMBER = """
 import os, pathlib, sys, time
-from distflow_jax.parallel import job, processes
+from distflow_jax.cluster import job, processes
 folder, me = pathlib.Path(sys.argv[1]), os.environ["DISTFLOW_PROCESS_ID"]
 processes.initialize(job.find(os.environ))
 processes.all_gather_text("there")
@@ -277,7 +277,7 @@ def test_one_process_needs_no_job():
 
 
 def test_a_cluster_that_jax_does_not_find_is_an_error_with_a_way_out():
-    code = "from distflow_jax.parallel import job, processes\nprocesses.initialize(job.find({!r}))"
+    code = "from distflow_jax.cluster import job, processes\nprocesses.initialize(job.find({!r}))"
     done = finished("-c", code.format({job.DISTRIBUTED: "auto"}), codes=(1,))
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: jax finds no cluster (job: several processes, DISTFLOW_")
@@ -338,7 +338,7 @@ def test_code_table_names_files_and_sees_their_content(tmp_path):
     (tmp_path / "part" / "b.py").write_text("x = 2\n")
     assert processes.code_table(tmp_path) != {"part/b.py": first["part/a.py"]}
     assert processes.code_table() == processes.code_table(ROOT / "distflow_jax")
-    assert "parallel/processes.py" in processes.code_table()
+    assert "cluster/processes.py" in processes.code_table()
 
 
 def test_version_table_names_what_is_installed():

@@ -4,7 +4,7 @@ import pytest
 from support.gathers import exchanges, together
 from support.waiting import HANG
 
-from distflow_jax.parallel.background_gather import BackgroundGather
+from distflow_jax.cluster.background_gather import BackgroundGather
 
 
 @pytest.fixture
