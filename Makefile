@@ -30,7 +30,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) $(SPREAD) $(DURATIONS)
 
-# what `make test` leaves out: CONTRIBUTING.md lists it
+# what `make test` leaves out
 test-nightly: $(VENV)/installed-trackers
 	$(PYTEST) $(SPREAD) --durations=0 --durations-min=1 -m "slow and not soak and not gpu and not tpu"
 

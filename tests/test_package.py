@@ -1,4 +1,8 @@
-"""The package as it is installed: dependencies, versions, the wheel away from the repository."""
+"""The package as it is installed: dependencies, versions, the wheel away from the repository.
+
+Nightly: the wheel and JetStream from the package index suffice in an empty environment, without
+TensorFlow.
+"""
 
 import ast
 import importlib

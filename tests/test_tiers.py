@@ -1,8 +1,10 @@
-"""The tiers of tests: CONTRIBUTING.md says of every file with slow tests which promise they guard.
+"""The tiers of tests: every file says what it promises, and what its slow tests add to that.
 
-`python tests/test_tiers.py LOG` prints its table with the seconds in a log of `make test-nightly`.
+`python tests/test_tiers.py` prints the promises of the nightly tier, and with the log of
+`make test-nightly` the seconds of each file.
 """
 
+import ast
 import collections
 import pathlib
 import re
@@ -11,32 +13,34 @@ import sys
 from support.paths import ROOT, TESTS
 
 SLOW = re.compile(r"\bmark\.slow\b")
-SECTION = re.compile(r"^(#+) Slow tests.*?$(.*?)(?=^#{1,2} |\Z)", re.DOTALL | re.MULTILINE)
+NIGHTLY = re.compile(r"\n\nNightly: (.+?)(?=\n\n|\Z)", re.DOTALL)
 DURATION = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/[\w/]+\.py)::", re.MULTILINE)
 
 
-def slow_files() -> set[str]:
-    """Files that mark a test or a case as slow."""
-    found = {p for p in TESTS.rglob("test_*.py") if SLOW.search(p.read_text())}
-    return {str(p.relative_to(ROOT)) for p in found} - {"tests/test_tiers.py"}
+def docstrings() -> dict[str, str]:
+    """{file: its docstring} of all files with tests."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    return {
+        str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text())) or ""
+        for path in files
+    }
 
 
-def table() -> dict[str, list[str]]:
-    """{file: [the promise, its seconds]} by the rows of the section on slow tests."""
-    texts = [path.read_text() for path in sorted(ROOT.glob("CONTRIBUTING*.md"))]
-    sections = [found[2] for text in texts for found in SECTION.finditer(text)]
-    rows = [line.split("|") for text in sections for line in text.splitlines()]
-    rows = [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) == 5]
-    files = [row for row in rows if row[0].startswith("tests/")]
-    assert len({row[0] for row in files}) == len(files), "a file has two rows"
-    return {row[0]: row[1:] for row in files}
+def promises() -> dict[str, str]:
+    """{file: what its slow tests promise}."""
+    found = {file: NIGHTLY.search(text) for file, text in docstrings().items()}
+    return {file: " ".join(one[1].split()) for file, one in found.items() if one}
 
 
-def test_every_file_with_slow_tests_has_its_promise_in_contributing_md():
-    rows = table()
-    assert rows.keys() - slow_files() == set(), "these files have no slow tests"
-    assert slow_files() - rows.keys() == set(), "say what these guard"
-    assert all(promise for promise, _ in rows.values())
+def test_every_file_of_tests_begins_with_what_it_promises():
+    assert [file for file, text in docstrings().items() if not text] == []
+
+
+def test_every_file_with_slow_tests_says_what_they_promise():
+    slow = {file for file in docstrings() if SLOW.search((ROOT / file).read_text())}
+    slow -= {"tests/test_tiers.py"}
+    assert promises().keys() - slow == set(), "these files have no slow tests"
+    assert slow - promises().keys() == set(), 'say what these guard, after "Nightly:"'
 
 
 def test_no_target_of_the_makefile_leaves_a_slow_test_out():
@@ -48,13 +52,15 @@ def test_no_target_of_the_makefile_leaves_a_slow_test_out():
 
 
 def main() -> None:
-    """Prints the table with the seconds of a log."""
+    """Prints the promises, with the seconds of a log if one is given."""
     seconds = collections.Counter()
-    for number, file in DURATION.findall(pathlib.Path(sys.argv[1]).read_text()):
-        seconds[file] += float(number)
-    for file, (promise, known) in table().items():
-        print(f"| {file} | {promise} | {round(seconds[file]) if file in seconds else known} |")
-    print(f"in all {round(seconds.total())}", file=sys.stderr)
+    for log in sys.argv[1:]:
+        for number, file in DURATION.findall(pathlib.Path(log).read_text()):
+            seconds[file] += float(number)
+    for file, promise in promises().items():
+        print(f"{file}: {promise}" + f" [{seconds[file]:.0f} s]" * (file in seconds))
+    if seconds:
+        print(f"in all {seconds.total():.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

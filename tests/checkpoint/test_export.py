@@ -1,4 +1,8 @@
-"""A run's models and a model source go out as Hugging Face folders and come back bit for bit."""
+"""A run's models and a model source go out as Hugging Face folders and come back bit for bit.
+
+Nightly: the default model and a trained checkpoint leave as Hugging Face folders and come back bit
+for bit.
+"""
 
 import json
 import re

@@ -1,3 +1,9 @@
+"""Processes find each other, exchange host data, and refuse to run with different configs or code.
+
+Nightly: the tasks of a Slurm step find each other and form one job; a stranger that joins as one of
+them harms nobody.
+"""
+
 import contextlib
 import ipaddress
 import os

@@ -1,4 +1,7 @@
-"""A job that starts: who dies, stops or never comes is named by all who are there."""
+"""A job that starts: who dies, stops or never comes is named by all who are there.
+
+Nightly: processes of a job that starts say whom they wait for, and who stopped or ended.
+"""
 
 import contextlib
 import os

@@ -6,6 +6,9 @@ run as forks of one process that has imported the package (support/many_starts.p
 spends some two CPU-seconds on imports, which are the same for each, and are counted. What a fork
 cannot show, the start of Python and the order of imports, is tried with real processes: a choice
 that is the same in every run in the nightly tests, 500 in the soak test.
+
+Nightly: some 1,600 bad inputs of `train.py`, and 900 names of files for all subcommands, end in one
+line with exit code 2, within 5 CPU-seconds; no process is left.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""benchmarks/gpu.py on this machine: all parts run, and say what they found."""
+"""benchmarks/gpu.py on this machine: all parts run, and say what they found.
+
+Nightly: every part of the device benchmarks runs on a CPU; one that does not fit is reported and
+the rest continues.
+"""
 
 import importlib
 import json

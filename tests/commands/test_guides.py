@@ -1,4 +1,7 @@
-"""Commands that pages show: each is run, here or by a named test, or is left out with a reason."""
+"""Commands that pages show: each is run, here or by a named test, or is left out with a reason.
+
+Nightly: the commands of guides, and the tutorial to the letter, do what the pages say.
+"""
 
 import ast
 import json

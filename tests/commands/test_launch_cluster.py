@@ -1,4 +1,8 @@
-"""Launchers submit a whole job, and each host that they show finds its place in it."""
+"""Launchers submit a whole job, and each host that they show finds its place in it.
+
+Nightly: a run that would end at its start is not submitted; each shown command of launchers starts
+a run that fits.
+"""
 
 import json
 import os

@@ -1,3 +1,5 @@
+"""Processes of a local launch: the first failure ends all, gives the exit code, leaves nothing."""
+
 import os
 import queue
 import re

@@ -1,4 +1,8 @@
-"""Notebooks run from top to bottom, and what a cell is given shows itself, whatever a run wrote."""
+"""Notebooks run from top to bottom, and what a cell is given shows itself, whatever a run wrote.
+
+Nightly: every notebook runs from top to bottom in any folder; an interrupted cell leaves a kernel
+that still trains.
+"""
 
 import os
 import re

@@ -1,5 +1,8 @@
 """benchmarks/queues.py on this machine: groups pass through task buffers; the numbers mean
-nothing."""
+nothing.
+
+Nightly: clients of several processes pass groups through two task buffers.
+"""
 
 import json
 

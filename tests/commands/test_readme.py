@@ -1,4 +1,8 @@
-"""A newcomer's first hour: README's commands in a fresh clone, and the site."""
+"""A newcomer's first hour: README's commands in a fresh clone, and the site.
+
+Nightly: README's commands, in a fresh clone and to the letter, do what it says; `make train` learns
+to add.
+"""
 
 import os
 import pathlib

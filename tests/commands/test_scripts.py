@@ -2,6 +2,9 @@
 
 Where a command names the config grpo_smollm2 it runs on tiny made smaller still, and its folders
 and files lie in a temporary one.
+
+Nightly: `plan.py` prints every config's plan and exits with 2 if a run would not fit; every shown
+command of serving, evaluation, generation, export, workers and launchers works.
 """
 
 import ast

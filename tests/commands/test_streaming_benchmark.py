@@ -1,4 +1,8 @@
-"""benchmarks/streaming.py: its model, its simulated devices, and all parts on this machine."""
+"""benchmarks/streaming.py: its model, its simulated devices, and all parts on this machine.
+
+Nightly: every schedule of the benchmark of asynchronous steps runs on simulated devices, in two
+processes.
+"""
 
 import json
 import sys

@@ -1,4 +1,8 @@
-"""The ten tasks of docs/tasks.md, followed to the letter: files are written, commands typed."""
+"""The ten tasks of docs/tasks.md, followed to the letter: files are written, commands typed.
+
+Nightly: the ten tasks of docs/tasks.md, followed to the letter; the last one in transformers (`make
+setup-torch`).
+"""
 
 import json
 import os

@@ -1,5 +1,8 @@
 """benchmarks/vision_learning.py runs to its end on right and wrong pictures; a new tower goes from
-demonstrations to rewards."""
+demonstrations to rewards.
+
+Nightly: the benchmark of a run that sees is run; a new tower goes from demonstrations to rewards.
+"""
 
 import importlib
 import re

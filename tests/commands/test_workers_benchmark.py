@@ -1,4 +1,7 @@
-"""benchmarks/workers.py on this machine: all parts run; the numbers mean nothing."""
+"""benchmarks/workers.py on this machine: all parts run; the numbers mean nothing.
+
+Nightly: the benchmark of workers that join, take weights and pull them runs.
+"""
 
 import json
 

@@ -1,4 +1,8 @@
-"""Fields arrive whole on every layout, and no process receives more than its share."""
+"""Fields arrive whole on every layout, and no process receives more than its share.
+
+Nightly: on up to 8 processes every field arrives whole, and no process receives more than its
+share.
+"""
 
 import json
 import os

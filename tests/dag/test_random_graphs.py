@@ -1,4 +1,8 @@
-"""Random graphs: a valid one has one plan however it is listed, a broken one its message."""
+"""Random graphs: a valid one has one plan however it is listed, a broken one its message.
+
+Nightly: thousands of random graphs: one plan for a valid graph however it is listed, the right
+error for a broken one.
+"""
 
 import os
 import random

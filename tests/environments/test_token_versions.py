@@ -1,4 +1,8 @@
-"""The version that a token names is that of the weights that gave its log-prob, whatever swaps."""
+"""The version that a token names is that of the weights that gave its log-prob, whatever swaps.
+
+Nightly: the version that a token names gave its log-prob, where pages are short and where tokens
+are guessed.
+"""
 
 import collections
 import dataclasses

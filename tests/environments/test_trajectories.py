@@ -1,4 +1,8 @@
-"""More trajectories than lanes: what waits for the outside is not decoded, and loses nothing."""
+"""More trajectories than lanes: what waits for the outside is not decoded, and loses nothing.
+
+Nightly: trajectories that wait lose no token: one lane, small reads, guesses, pages that go at
+random, an int8 cache.
+"""
 
 import numpy as np
 import pytest

@@ -2,6 +2,8 @@
 
 The kernels run interpreted, and are lowered for their platform without a device of it. Undefined
 table entries, pages that no owner uses and tokens beyond a length hold what would spoil a result.
+
+Nightly: the decode kernels with a window that covers everything equal those without a window.
 """
 
 import contextlib

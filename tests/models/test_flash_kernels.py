@@ -1,6 +1,8 @@
 """The trainer's attention kernels without a device of theirs: lowered, compiled, counted, listed.
 
 What they compute: test_block_attention.py. In the whole trainer: training/test_kernel_attention.py.
+
+Nightly: the attention kernels compile for TPUs that are not present (needs libtpu).
 """
 
 import contextlib

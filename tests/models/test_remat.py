@@ -1,4 +1,7 @@
-"""Arrays kept for the backward pass change memory and work, but no gradient."""
+"""Arrays kept for the backward pass change memory and work, but no gradient.
+
+Nightly: gradients do not depend on what rematerialisation keeps.
+"""
 
 import dataclasses
 import itertools

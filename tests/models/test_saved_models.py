@@ -1,4 +1,8 @@
-"""Models written by `save_pretrained` of the pinned and of the newest release of transformers."""
+"""Models written by `save_pretrained` of the pinned and of the newest release of transformers.
+
+Nightly: what two releases of transformers save is read, for every family and form (`make setup-
+torch`).
+"""
 
 import os
 import pathlib

@@ -1,4 +1,7 @@
-"""The towers: features and logits of transformers, packed as apart, on any mesh, and gradients."""
+"""The towers: features and logits of transformers, packed as apart, on any mesh, and gradients.
+
+Nightly: tiles give the features and gradients of the mask, for each tower and kernel.
+"""
 
 import functools
 import hashlib

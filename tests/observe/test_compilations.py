@@ -1,3 +1,5 @@
+"""Each compiled program is counted once, while somebody counts."""
+
 import jax
 import jax.numpy as jnp
 import pytest

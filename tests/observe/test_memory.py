@@ -1,3 +1,5 @@
+"""A process's peak of memory is its own, and has what was freed again."""
+
 import subprocess
 import sys
 

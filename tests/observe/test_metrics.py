@@ -1,3 +1,5 @@
+"""Merged metrics do not depend on how the data were divided."""
+
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""The profiled steps are in the trace, with their spans; without steps nothing is written."""
+
 import pytest
 from jax.profiler import ProfileData
 

@@ -1,3 +1,5 @@
+"""Times by span add up, in traces that viewers accept, also after a kill."""
+
 import json
 import threading
 import time

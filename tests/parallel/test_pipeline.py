@@ -1,4 +1,8 @@
-"""Layers that pipeline ranks divide: outputs and gradients equal those of a plain scan."""
+"""Layers that pipeline ranks divide: outputs and gradients equal those of a plain scan.
+
+Nightly: layers over pipeline stages, micro-batches and rounds give a plain scan's values and
+gradients.
+"""
 
 import functools
 import math

@@ -2,6 +2,9 @@
 
 One process tries all mutations of support/fuzz.py under a limit of its memory. A crash of C++, a
 traceback of another kind or a hang ends it, and its last line names the mutation.
+
+Nightly: 1,000 mutations of every file that strangers write are read or refused in one line, within
+time and memory.
 """
 
 import json

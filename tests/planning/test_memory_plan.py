@@ -1,4 +1,8 @@
-"""The planned memory of a device is known before step 1, and equals what the device then holds."""
+"""The planned memory of a device is known before step 1, and equals what the device then holds.
+
+Nightly: the memory that a plan states is within 15 % of what a run then takes, with and without
+offload.
+"""
 
 import copy
 import dataclasses

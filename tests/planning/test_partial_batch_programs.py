@@ -1,5 +1,9 @@
 """Programs of units that take partial batches: compiled before step 1, and in sum the step at
-once."""
+once.
+
+Nightly: a plan whose units take partial batches trains what the plan trains, and compiles nothing
+after step 1.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,8 @@
 """Stages on a mesh are evaluated before step 1: what is wrong is said then, with the node's name;
-what is right is one program per segment, equal to its nodes one by one."""
+what is right is one program per segment, equal to its nodes one by one.
+
+Nightly: the programs of every built-in graph can be traced before step 1.
+"""
 
 import json
 

@@ -1,4 +1,8 @@
-"""A whole run planned for pods that are not there."""
+"""A whole run planned for pods that are not there.
+
+Nightly: formulas for FLOPs, bytes and collectives agree with programs compiled for TPU pods (needs
+libtpu).
+"""
 
 import dataclasses
 import json

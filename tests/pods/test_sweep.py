@@ -1,4 +1,8 @@
-"""Layouts of a run on a pod: which there are, in which order, which is compiled and suggested."""
+"""Layouts of a run on a pod: which there are, in which order, which is compiled and suggested.
+
+Nightly: the suggested layout of a pod compiles and fits; the script writes what it prints (needs
+libtpu).
+"""
 
 import dataclasses
 import itertools

@@ -1,3 +1,5 @@
+"""A second start compiles nothing; the cache's folder is jax's own setting, or ours."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,8 @@
-"""Reports in a real browser: their layout, their charts, and the live page of growing runs."""
+"""Reports in a real browser: their layout, their charts, and the live page of growing runs.
+
+Nightly: a live page follows 200 steps of a run beside two others, with at most 1 % of a core (needs
+Chromium).
+"""
 
 import json
 import os

@@ -1,3 +1,5 @@
+"""metrics.jsonl and samples hold each step once, exactly, after restarts and failed writes too."""
+
 import json
 import math
 

@@ -1,4 +1,8 @@
-"""Every tracker holds each step of metrics.jsonl once, whatever happens to it or to the run."""
+"""Every tracker holds each step of metrics.jsonl once, whatever happens to it or to the run.
+
+Nightly: trackers' own readers give back metrics.jsonl after a kill of the run, or of it and them
+(needs requirements-trackers.txt).
+"""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,7 @@
-"""The sampler under random requests, aborts, weight swaps and pauses: minutes, or an hour."""
+"""The sampler under random requests, aborts, weight swaps and pauses: minutes, or an hour.
+
+Nightly: two minutes of random requests, aborts and weight updates: no wrong token, no leaked page.
+"""
 
 import dataclasses
 import gc

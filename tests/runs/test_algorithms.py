@@ -1,4 +1,7 @@
-"""Algorithms of the tables, several at once, through whole runs on the tiny config."""
+"""Algorithms of the tables, several at once, through whole runs on the tiny config.
+
+Nightly: losses, corrections and rejections run together, with top-p, and compile once.
+"""
 
 import math
 

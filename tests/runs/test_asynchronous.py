@@ -1,4 +1,8 @@
-"""Runs whose samplers run ahead: every prompt trains once, in its step, and no token is too old."""
+"""Runs whose samplers run ahead: every prompt trains once, in its step, and no token is too old.
+
+Nightly: samplers that run ahead, on two processes, in every graph and placement: no token too old,
+no prompt twice.
+"""
 
 import collections
 import json

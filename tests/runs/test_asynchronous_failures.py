@@ -1,4 +1,8 @@
-"""Asynchronous runs of which a reward hangs or raises: told by name, in the step that needs it."""
+"""Asynchronous runs of which a reward hangs or raises: told by name, in the step that needs it.
+
+Nightly: a reward that hangs or raises ahead of the training is told by name, in the step that needs
+it.
+"""
 
 import json
 import re

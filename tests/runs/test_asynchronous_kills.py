@@ -1,6 +1,9 @@
 """Runs whose samplers run ahead, on several processes, killed at random moments.
 
 Everything is read from the files that all processes write: WORKDIR/groups/PROCESS.jsonl.
+
+Nightly: samplers that run ahead are killed at random: with weight updates at the step boundary runs
+end bit-equal, in flight every prompt trains once, on any number of processes.
 """
 
 import collections

@@ -1,6 +1,9 @@
 """Runs with workers under chaos: whatever is killed, stopped or cut off, each prompt trains once.
 
 All is read from the files that trainers write. FOLDER.chaos.log says what happened.
+
+Nightly: workers are killed, stopped, cut off and join, trainers are killed around checkpoints:
+every prompt trains once, no token too old.
 """
 
 import os

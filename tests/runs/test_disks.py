@@ -1,4 +1,8 @@
-"""A run whose disk is full says so and ends; with room again it ends as an undisturbed one."""
+"""A run whose disk is full says so and ends; with room again it ends as an undisturbed one.
+
+Nightly: a run on a full, read-only or failing disk ends in one line, loses nothing, and goes on
+when there is room.
+"""
 
 import os
 import re

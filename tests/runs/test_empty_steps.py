@@ -1,4 +1,8 @@
-"""Steps that change nothing: without a group worth training on, or wholly rejected."""
+"""Steps that change nothing: without a group worth training on, or wholly rejected.
+
+Nightly: steps without any group worth training on change no weights, and the run continues; wholly
+rejected ones end it.
+"""
 
 import json
 import math

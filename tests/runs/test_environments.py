@@ -1,4 +1,8 @@
-"""A run whose responses are in turns: an environment from configs/examples, two steps."""
+"""A run whose responses are in turns: an environment from configs/examples, two steps.
+
+Nightly: the score of a run is the reward function's plus the environment's, in training and in
+evaluation; turns of two nodes that sample ahead are kept apart.
+"""
 
 import contextlib
 import json

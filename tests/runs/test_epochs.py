@@ -1,4 +1,8 @@
-"""A row that comes again is expected to be as long as its answers were, and loses none of them."""
+"""A row that comes again is expected to be as long as its answers were, and loses none of them.
+
+Nightly: a row that comes again, with samplers ahead and in partial batches, is trained on with its
+own log-probs.
+"""
 
 import json
 

@@ -1,6 +1,9 @@
 """Jobs whose processes are killed, stopped, at odds, or asked to end; and what a rerun makes of it.
 
 Every job trains a model of 40,000 parameters, so that its time is that of starting JAX processes.
+
+Nightly: a run killed again and again, ended in every way, or continued in another layout ends as
+the undisturbed one.
 """
 
 import contextlib

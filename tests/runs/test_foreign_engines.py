@@ -1,4 +1,8 @@
-"""Runs whose workers sample with engines of other programs: they learn, whatever goes wrong."""
+"""Runs whose workers sample with engines of other programs: they learn, whatever goes wrong.
+
+Nightly: workers that sample with engines of other programs learn, whatever goes wrong; their log-
+probs are ours.
+"""
 
 import contextlib
 import json

@@ -1,5 +1,9 @@
 """Weight updates at boundaries: evaluations and a region's rounds beside the training, each
-once."""
+once.
+
+Nightly: with weight updates at the step boundary evaluations, rounds of a region and offload change
+no bit, whatever is late.
+"""
 
 import os
 

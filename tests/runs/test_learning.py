@@ -2,6 +2,8 @@
 
 The task is one that a random model can learn at once: to write digits. Runs are those of a user,
 `scripts/train.py` with configs/tiny.py, on one device.
+
+Nightly: every built-in graph improves its own objective within 20 steps.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Low-rank adapters: the same network, only they are trained, and out they go as PEFT's."""
+"""Low-rank adapters: the same network, only they are trained, and out they go as PEFT's.
+
+Nightly: a run trains only its adapters, resumes to the same end, and writes PEFT's files.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,7 @@
-"""A run that trains a mixture of experts, from its first sample to an exported folder."""
+"""A run that trains a mixture of experts, from its first sample to an exported folder.
+
+Nightly: mixtures of experts learn from what they sample, are exported and sampled again.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Of two runs that start at once in one --workdir one trains; the other ends and names it."""
+"""Of two runs that start at once in one --workdir one trains; the other ends and names it.
+
+Nightly: of two runs that start together in one folder, 20 times, one trains and the other names it.
+"""
 
 import socket
 import subprocess

@@ -1,4 +1,7 @@
-"""Reading ahead and scoring early show in the trace and change no number."""
+"""Reading ahead and scoring early show in the trace and change no number.
+
+Nightly: prefetching and early scoring overlap with other work and change no bit of a number.
+"""
 
 import pytest
 from support.tiny_config import tiny_config

@@ -2,6 +2,9 @@
 
 The tolerances and their reason: float32 sums in another order. 1e-5 of the norm is some hundred
 roundings; a missing all-reduce, a doubled row or a denominator per device is off by 10 % and more.
+
+Nightly: one step on 8 devices in 1 to 8 processes, over every axis, and cut into partial batches,
+gives one device's gradients, metrics and tokens.
 """
 
 import functools

@@ -1,5 +1,9 @@
 """Ready partial batches of four processes for many steps, whatever is late: one order of
-programs."""
+programs.
+
+Nightly: 200 steps of ready partial batches on four processes, each late by itself: all launch the
+same programs in the same order.
+"""
 
 import collections
 

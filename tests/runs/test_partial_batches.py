@@ -1,5 +1,9 @@
 """Runs whose steps are trained partial batch by partial batch: the same steps as at once, from the
-same samples."""
+same samples.
+
+Nightly: steps in partial batches have the gradients of the steps at once: mini-batches, a critic,
+adapters, mixtures, pipeline, context; ready partial batches train every group once.
+"""
 
 import dataclasses
 

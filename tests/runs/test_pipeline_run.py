@@ -1,4 +1,7 @@
-"""A run whose layers are divided over stages, and that goes on where they are not."""
+"""A run whose layers are divided over stages, and that goes on where they are not.
+
+Nightly: a run with pipeline stages trains, and continues without them.
+"""
 
 import pytest
 from support.tiny_config import tiny_config

@@ -2,6 +2,8 @@
 
 Rows are dealt over other numbers of ranks, so sums are in another order: 1e-5 of the norm is some
 hundred roundings. What waits on the host changes no bit.
+
+Nightly: PPO with roles on submeshes of one or two hosts, or waiting on the host, is the same run.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Runs whose samplers get weights only when these matter."""
+"""Runs whose samplers get weights only when these matter.
+
+Nightly: runs on two processes that publish by divergence train every prompt once, in partial
+batches too, and end.
+"""
 
 import pytest
 from support.documented import unexplained_metrics

@@ -1,5 +1,9 @@
 """Runs in partial batches that keep their groups, and replays: the same training, bit for bit,
-unsampled."""
+unsampled.
+
+Nightly: a replay of a recorded run has its partial batches, metrics and parameters bit for bit,
+after kills and on two processes.
+"""
 
 import random
 import re

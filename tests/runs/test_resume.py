@@ -1,4 +1,8 @@
-"""A killed run, started again, ends where an undisturbed one does, bit for bit."""
+"""A killed run, started again, ends where an undisturbed one does, bit for bit.
+
+Nightly: a run killed at any step, its newest checkpoint damaged, ends bit for bit as the
+undisturbed one; one of an older version too, with one warning.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""A reward model, trained by one run, scores beside a rule in another, and both are logged."""
+"""A reward model, trained by one run, scores beside a rule in another, and both are logged.
+
+Nightly: a trained reward model scores beside a rule in a second run.
+"""
 
 import numpy as np
 import pytest

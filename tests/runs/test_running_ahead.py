@@ -1,4 +1,8 @@
-"""Long runs whose samplers run ahead: they learn, in turns too, and their memory stays flat."""
+"""Long runs whose samplers run ahead: they learn, in turns too, and their memory stays flat.
+
+Nightly: runs whose samplers are four steps ahead learn; responses in turns keep their slots while
+weights change.
+"""
 
 import os
 import pathlib

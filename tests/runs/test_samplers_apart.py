@@ -1,4 +1,8 @@
-"""Samplers on devices of their own: they sample what others sample, and depend on no timing."""
+"""Samplers on devices of their own: they sample what others sample, and depend on no timing.
+
+Nightly: no bit of a run whose samplers have devices of their own depends on what is late, with
+weight updates at the step boundary too.
+"""
 
 import os
 

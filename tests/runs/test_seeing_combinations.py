@@ -1,4 +1,8 @@
-"""Images beside everything else that a run may do: each trains, tower and all, and is counted."""
+"""Images beside everything else that a run may do: each trains, tower and all, and is counted.
+
+Nightly: images beside adapters, demonstrations, preferences, a critic, partial batches, budgets and
+replays train the tower, or leave it.
+"""
 
 import compare_checkouts
 import numpy as np

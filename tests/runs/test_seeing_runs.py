@@ -1,7 +1,11 @@
 """A run that sees: it trains on drawn pictures, compiles nothing later, and resumes bit for bit.
 
 A frozen tower stays as it was drawn. The placeholder of images is text where no image stands. An
-image is encoded once in each row that has its prompt."""
+image is encoded once in each row that has its prompt.
+
+Nightly: a run that sees compiles nothing after step 1, whatever the sizes of images, resumes bit
+for bit, and reads a sampled placeholder as text.
+"""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,8 @@
-"""A run whose environment shows pictures: the example's game, the same numbers on both sides."""
+"""A run whose environment shows pictures: the example's game, the same numbers on both sides.
+
+Nightly: a run that is shown pictures in turns has one position on both sides, and resumes bit for
+bit, ahead too.
+"""
 
 import shutil
 

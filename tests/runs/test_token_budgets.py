@@ -1,4 +1,8 @@
-"""Runs with budgets of tokens: rollouts that end by one, and optimizer steps that weigh one."""
+"""Runs with budgets of tokens: rollouts that end by one, and optimizer steps that weigh one.
+
+Nightly: rollouts that end by a budget, on two processes and after restarts: no token too old, none
+thrown away; C3PO's steps weigh their budget.
+"""
 
 import shutil
 

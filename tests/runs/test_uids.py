@@ -1,4 +1,8 @@
-"""Every logged response is sampled again from its uid alone."""
+"""Every logged response is sampled again from its uid alone.
+
+Nightly: any logged response, whatever its graph, is sampled again from its uid alone, token for
+token.
+"""
 
 import collections
 import dataclasses

@@ -1,6 +1,10 @@
 """How steps take groups of workers of other jobs: in partial batches, by budgets, in rounds.
 
 Trainers and workers are real processes. All is read from the files that trainers write.
+
+Nightly: steps that take workers' groups in partial batches, by budgets, in rounds of a region, by
+weights that move when a worker starves: each prompt once though two are given up, no token too old;
+partial batches are the step at once; a replay without workers is equal bit for bit.
 """
 
 import pytest

@@ -1,6 +1,10 @@
 """Runs whose environments are at work on workers: turns, rewards, images, and deaths amid them.
 
 Workers are real processes of scripts/worker.py. All is read from the files that trainers write.
+
+Nightly: environments at work on workers give what those on the trainers give, pictures of turns
+too; a worker that dies amid episodes and trainers that are killed lose no prompt; a worker with
+another environment is refused; hosts of environments, workers and trainers that die lose no prompt.
 """
 
 import json

@@ -1,6 +1,10 @@
 """Runs whose samplers are jobs of their own: versions, responses, deaths, joins, restarts.
 
 Workers are real processes of scripts/worker.py. All is read from the files that trainers write.
+
+Nightly: one to four workers that die and join at random moments, or outlive the trainers, change no
+version, response or reward, and evaluate each version as it would be at once; without one trainers
+save and end; a worker joins by an address, over TLS; workers that lie are ended and named.
 """
 
 import json

@@ -1,6 +1,8 @@
 """JetStream's own Driver and servicer over our engine, as its tests drive its mock engine.
 
 Twice: with nothing of ours but the engine, and as scripts/serve.py runs them.
+
+Nightly: JetStream's and our server serve at once over 8 devices while weights are swapped.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""scripts/serve.py as a process: what it answers is what generate.py writes; how it ends."""
+"""scripts/serve.py as a process: what it answers is what generate.py writes; how it ends.
+
+Nightly: 64 concurrent clients get what `generate.py` writes; token, certificate and folders of a
+server by its flags.
+"""
 
 import concurrent.futures
 import contextlib

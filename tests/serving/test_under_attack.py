@@ -1,6 +1,9 @@
 """A server under attack: answers are those given alone, memory stays, small requests are fast.
 
 benchmarks/serve_under_attack.py says what 12 threads send, and compares.
+
+Nightly: a minute of aborts, garbage and large prompts: answers are those given alone, memory does
+not grow.
 """
 
 import os

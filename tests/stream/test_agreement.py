@@ -3,6 +3,9 @@ forever. With a budget of tokens a step's one partial batch is what its rollout 
 
 A model has every order of events: two million of them are the nightly tier's, forty thousand the
 default one's. Processes with real connections run the same code.
+
+Nightly: over 2,000,000 random events no process waits forever for a partial batch or the end of a
+rollout, and all have the same.
 """
 
 import random

@@ -1,6 +1,9 @@
 """The rule of steps that differ in size, as a model of many processes that only share its formula.
 
 A million random events are the nightly tier's, thirty thousand the default one's.
+
+Nightly: the rule of steps that differ in size holds over 1,000,000 random events, kills and
+restarts among them.
 """
 
 import dataclasses

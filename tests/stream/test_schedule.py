@@ -1,6 +1,9 @@
 """The rule of asynchronous steps, as a model of many processes that only share its formula.
 
 A million random events are the nightly tier's, fifty thousand the default one's.
+
+Nightly: the rule of asynchronous steps holds over 1,000,000 random events, kills and restarts among
+them.
 """
 
 import dataclasses

@@ -1,4 +1,9 @@
-"""Workers and task buffers over real sockets, with a sampler that only counts."""
+"""Workers and task buffers over real sockets, with a sampler that only counts.
+
+Nightly: two thousand groups go between workers and task buffers over a network that delays, loses
+and repeats; workers die, trainers go back: none is lost, split or trained twice; two thousand
+workers that join and leave leave nothing at a task buffer.
+"""
 
 import collections
 import contextlib

@@ -1,4 +1,7 @@
-"""Mesh axes, alone and in combinations drawn at random, change nothing of loss and gradient."""
+"""Mesh axes, alone and in combinations drawn at random, change nothing of loss and gradient.
+
+Nightly: every mesh axis, alone and in random combinations, leaves loss and gradient unchanged.
+"""
 
 import math
 

@@ -3,6 +3,9 @@ sequences, wherever these lie.
 
 N sequences, T tokens of the longest one. The yardstick has one sequence per row, the losses written
 out. Tolerances as in test_forward.py.
+
+Nightly: mixtures on packed rows: log-probs, balance loss and gradients equal those of separate
+sequences.
 """
 
 import functools

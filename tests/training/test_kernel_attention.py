@@ -1,4 +1,7 @@
-"""The kernels of GPUs and TPUs, interpreted, in the trainer: gradients are those of the mask."""
+"""The kernels of GPUs and TPUs, interpreted, in the trainer: gradients are those of the mask.
+
+Nightly: gradients through the GPU and TPU kernels equal those of the mask.
+"""
 
 import pytest
 from support.gradients import assert_same, gradient

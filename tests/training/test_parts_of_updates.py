@@ -2,6 +2,9 @@
 mesh.
 
 The same of every entry of the algorithm's tables: test_policy_objective.py, test_objectives.py.
+
+Nightly: partial batches add up to the step at once on meshes with every axis, for mixtures with a
+balance loss and adapters.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
 """Stages that each have a part of the layers give what one device gives, whatever else divides.
 
 More combinations of axes: test_axes.py; other objectives: test_mesh_of_objectives.py.
+
+Nightly: pipeline stages give one device's loss, gradient and predictions, in bfloat16 too.
 """
 
 import dataclasses

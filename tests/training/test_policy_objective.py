@@ -3,6 +3,9 @@
 Every loss, aggregation, KL estimator, correction, rejection and proximal policy. The network is a
 table, logp[token id], with an id of its own for each token of each response: the gradient then has
 one entry per token and does not depend on where the token lies.
+
+Nightly: a step cut into partial batches gives the gradient and metrics of the step at once, for
+every entry of the algorithm's tables.
 """
 
 import dataclasses

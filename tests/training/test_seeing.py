@@ -1,5 +1,8 @@
 """Images in the trainer: packed rows and shared prompts give what each sequence gives for itself,
-log-probs and gradients, those of the tower included."""
+log-probs and gradients, those of the tower included.
+
+Nightly: images in packed rows give the gradient of sequences apart, on meshes too.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,7 @@
-"""Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps."""
+"""Optimizer steps: mini-batches and epochs, schedule, decay, the guard against non-finite steps.
+
+Nightly: no program of an update gathers a row's tokens.
+"""
 
 import dataclasses
 import re

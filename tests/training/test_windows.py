@@ -1,5 +1,8 @@
 """Layers that see a window only, in the trainer: packed rows, shared prompts and tiles give what
-each sequence gives for itself, log-probs and gradients."""
+each sequence gives for itself, log-probs and gradients.
+
+Nightly: layers with windows on packed rows equal separate sequences, with adapters too.
+"""
 
 import dataclasses
 import functools

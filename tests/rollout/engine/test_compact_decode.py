@@ -1,4 +1,8 @@
-"""The few responses that are left: the small program gives what the whole one gives."""
+"""The few responses that are left: the small program gives what the whole one gives.
+
+Nightly: the program for the last few responses gives the states and tokens of the whole one, on
+more meshes.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""The sampler: JetStream's interface, agreement with one forward pass, and what must not matter."""
+"""The sampler: JetStream's interface, agreement with one forward pass, and what must not matter.
+
+Nightly: kernels and stacked weights give the tokens of the reference sampler.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""The sampler with the networks of the families: prefill and decode are the forward pass."""
+"""The sampler with the networks of the families: prefill and decode are the forward pass.
+
+Nightly: for every model family, sampled log-probs and greedy tokens are those of one forward pass.
+"""
 
 from dataclasses import replace
 

@@ -1,5 +1,9 @@
 """Layers that see a window only, in the sampler: log-probs are those of the trainer's one pass over
-prompt and response, however prompts are read and responses decoded."""
+prompt and response, however prompts are read and responses decoded.
+
+Nightly: layers with windows: sampled log-probs are the trainer's, however prompts are prefilled and
+responses decoded.
+"""
 
 import dataclasses
 

@@ -1,5 +1,9 @@
 """Experts that the sampler records are those that one exact forward pass chooses, however the
-tokens came into the cache."""
+tokens came into the cache.
+
+Nightly: recorded experts are those of one exact forward pass, however the tokens came into the
+cache.
+"""
 
 import dataclasses
 

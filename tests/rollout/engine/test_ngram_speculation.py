@@ -1,4 +1,8 @@
-"""Guessed tokens: they come faster, and are those of plain decoding."""
+"""Guessed tokens: they come faster, and are those of plain decoding.
+
+Nightly: speculated tokens are those of plain decoding, in frequency too, under preemption and
+export.
+"""
 
 import dataclasses
 

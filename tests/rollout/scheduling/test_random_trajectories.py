@@ -1,4 +1,8 @@
-"""Thousands of responses in turns, with tools of every kind: nothing is lost or left behind."""
+"""Thousands of responses in turns, with tools of every kind: nothing is lost or left behind.
+
+Nightly: 10,000 trajectories that answer, wait, fail or are given up leave no page, no slot and no
+memory.
+"""
 
 import gc
 import os

@@ -1,4 +1,7 @@
-"""The scheduler may preempt, resume, export and abort responses; no token changes."""
+"""The scheduler may preempt, resume, export and abort responses; no token changes.
+
+Nightly: a resumed response, in a turn with a tool's answer, equals one prompt of the same tokens.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,8 @@
-"""Samplers with images give the trainer's log-probs, however their prompts are read."""
+"""Samplers with images give the trainer's log-probs, however their prompts are read.
+
+Nightly: prompts with images have the trainer's log-probs, read in pieces, after shared prefixes and
+with guesses.
+"""
 
 import dataclasses
 

@@ -1,4 +1,8 @@
-"""Images in later turns of a response: the sampler gives the trainer's log-probs behind them."""
+"""Images in later turns of a response: the sampler gives the trainer's log-probs behind them.
+
+Nightly: behind an image of a later turn log-probs are the trainer's, in every family and however a
+response is read again.
+"""
 
 import dataclasses
 import functools
