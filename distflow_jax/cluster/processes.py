@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from distflow_jax.cluster.host_exchange import HostExchange, listen
 from distflow_jax.cluster.job import ALONE, DISTRIBUTED, Job
+from distflow_jax.cluster.mutual_tls import set_mutual_tls
 from distflow_jax.cluster.startup import (
     JOIN_SECONDS,
     Address,
@@ -55,13 +56,15 @@ def initialize(job: Job, *, watched_next: bool = False) -> None:
 
     If one of them ends or stops meanwhile, this process names it and ends, or with `watched_next`
     until `met_others`. Call it before anything uses a device. Raises ValueError if jax is to detect
-    the job and fails, and if the job does not admit this process; ConnectionError if process 0 is
-    not there in time.
+    the job and fails, for certificates that do not fit, and if the job does not admit this process;
+    ConnectionError if process 0 is not there in time.
     """
     if job != ALONE:
         log.info(job.describe())
     if job.kind == "alone":
         return
+    if set_mutual_tls():
+        log.info("the coordination service of JAX has mutual TLS")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # This service would handle SIGTERM, on which a run saves a checkpoint and exits with code 75.
     jax.config.update("jax_enable_preemption_service", False)

@@ -1,5 +1,7 @@
 """Certificates, keys and tokens in files that a flag or a variable names."""
 
+import ssl
+
 from distflow_jax.parsing.json_text import read_text
 from distflow_jax.parsing.paths import named_path
 
@@ -22,6 +24,25 @@ def read_pem(name: str, path: str) -> bytes:
     if "-----BEGIN " not in text:
         raise ValueError(f"{name}={path} is not in PEM format")
     return text.encode()
+
+
+def load_pair(context: ssl.SSLContext, certificate: Named, key: Named) -> None:
+    """Gives a context its own certificate. ValueError for a key of another one."""
+    try:
+        context.load_cert_chain(certificate[1], key[1])
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"{key[0]}={key[1]} is not the key of {certificate[0]}={certificate[1]} "
+            f"({error.reason})"
+        ) from error
+
+
+def load_authorities(context: ssl.SSLContext, name: str, path: str) -> None:
+    """Has a context check others by the authorities in a file. ValueError if it has none."""
+    try:
+        context.load_verify_locations(cadata=read_pem(name, path).decode())
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}={path} has no certificate that can be read") from error
 
 
 def read_secret(name: str, path: str) -> str:

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Mapping
 
 from distflow_jax.parsing.paths import named_path
-from distflow_jax.parsing.pem_files import read_pair, read_pem
+from distflow_jax.parsing.pem_files import load_authorities, load_pair, read_pair, read_pem
 
 CERTIFICATE, KEY, AUTHORITIES = "DISTFLOW_TLS_CERT", "DISTFLOW_TLS_KEY", "DISTFLOW_TLS_CA"
 
@@ -36,7 +36,7 @@ def read_wire_tls(environment: Mapping[str, str] = os.environ) -> WireTls:
         )
     return WireTls(
         _server_context(*paths[:2]) if certificate else None,
-        _client_context(authorities, paths[2]) if authorities else None,
+        _client_context(paths[2]) if authorities else None,
     )
 
 
@@ -44,20 +44,12 @@ def _server_context(certificate: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # bytes that nobody reads would look like the end of an idle connection
-    try:
-        context.load_cert_chain(certificate, key)
-    except ssl.SSLError as error:
-        raise ValueError(
-            f"{KEY}={key} is not the key of {CERTIFICATE}={certificate} ({error.reason})"
-        ) from error
+    load_pair(context, (CERTIFICATE, certificate), (KEY, key))
     return context
 
 
-def _client_context(authorities: bytes, path: str) -> ssl.SSLContext:
+def _client_context(authorities: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_verify_locations(cadata=authorities.decode())
-    except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{AUTHORITIES}={path} has no certificate that can be read") from error
+    load_authorities(context, AUTHORITIES, authorities)
     return context
