@@ -274,7 +274,7 @@ def test_the_page_of_algorithms_names_all_parts():
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text))
     assert {*ADVANTAGES, *POLICY_LOSSES} <= named
-    assert {*REWARDS} <= first_cells("rewards.md", "Built in")
+    assert {*REWARDS} <= first_cells("rewards.md", "Built-in functions")
 
 
 def test_the_map_of_the_architecture_has_every_folder():

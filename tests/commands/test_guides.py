@@ -36,6 +36,7 @@ FOLLOWED = {
     "docs/memory.md",
     "docs/parallelism.md",
     "docs/report.md",
+    "docs/rewards.md",
     "docs/tutorial.md",
     "docs/workers.md",
 }
@@ -148,6 +149,14 @@ def test_plans(tmp_path, path):
     place(tmp_path)
     for command in lines(path):
         assert "plan " in run(tmp_path, command)
+
+
+@pytest.mark.slow
+def test_rewards(tmp_path):
+    (command,) = lines(page("rewards.md"))
+    run(place(tmp_path), command)
+    rows = read_metrics(tmp_path / "runs/scored/metrics.jsonl")
+    assert all("reward/no_answer" in row for row in rows if row["step"])
 
 
 @pytest.mark.slow
