@@ -16,12 +16,7 @@ from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 from distflow_jax.service.trainer import Trainer
 
-OVERRIDES = {
-    "stream.workers": True,
-    "stream.max_staleness": 1,
-    "eval.dataset": "",
-    "training.steps": 5,
-}
+OVERRIDES = {"stream.workers": True, "stream.max_staleness": 1, "eval.dataset": ""}
 
 
 def questions():
@@ -33,7 +28,7 @@ def questions():
 
 def main(workdir: str, overrides: dict) -> None:
     """Trains configs/tiny.py on the questions, by responses that are sampled here."""
-    config = df.load_config("tiny", OVERRIDES | {"algorithm.correction": "token_tis"} | overrides)
+    config = df.load_config("tiny", OVERRIDES | {"training.steps": 5} | overrides)
     source = open_model(config["model.source"])
     engine = make_engine(source, config.config, answer_sizes(config.config, source))
     trainer = Trainer(config.config, workdir, chosen=config.chosen)
