@@ -1,14 +1,16 @@
 """Lines that a run prints on standard output, on a terminal or into a log file.
 
 A terminal has a region at its bottom that is redrawn: the progress line, and what the run is
-waiting for, with seconds. Elsewhere every line begins with the time, and a long wait has one line
-when it begins and one when it has ended. No line is wider than the terminal, or than 80 columns.
+waiting for, with seconds. Elsewhere every line begins with the time, a long wait has one line when
+it begins and one when it has ended, and no SILENCE is longer than 10 seconds: a line then says what
+is under way. No line of a terminal is wider than it.
 """
 
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import rich.console
 import rich.live
@@ -18,6 +20,9 @@ from distflow_jax.programs.units import format_seconds
 from distflow_jax.report.log_lines import STAMP
 
 LONG_WAIT = 3.0  # seconds after which a log file is told of a wait
+SILENCE = 10.0  # seconds without a line, after which a log file is told what is under way
+_LOOK = 0.25  # seconds between two looks at that
+_OF_A_FILE = 10_000  # columns of a line that nobody wraps
 LABEL = 10  # columns of a row's label
 _LEAST_NAME = 16  # columns that a shortened name keeps
 _SPOKEN = {
@@ -26,7 +31,7 @@ _SPOKEN = {
     "\N{RIGHTWARDS ARROW}": "->",
 }
 
-# phase -> words for a wait; a log file hears of these only
+# phase -> words for a wait; a log file hears of the begin and end of these only
 WAITS = {
     "open_model": "opening the model",
     "open_data": "reading and checking the data",
@@ -41,6 +46,23 @@ WAITS = {
 }
 
 
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    """A phase that is under way."""
+
+    phase: str
+    began: float
+    announced: bool = False  # in a log file
+
+    @property
+    def words(self) -> str:
+        return WAITS.get(self.phase, self.phase)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
 class Terminal:
     """The output of one process; only one process of a job is `enabled`.
 
@@ -53,14 +75,19 @@ class Terminal:
         self.began = time.time()  # seconds since 1970
         self.in_cell = self.console.is_jupyter
         self.is_live = enabled and self.console.is_terminal and not self.in_cell
+        self.details: dict[str, Callable[[], str]] = {}  # phase -> how far it is: "34 of 64"
         self._line = ""
-        self._waits: list[tuple[str, float]] = []  # (words, beginning), the innermost last
+        self._waits: list[_Wait] = []  # the innermost last
+        self._took: dict[str, float] = {}  # phase -> seconds of its last time
+        self._spoken = time.monotonic()  # time of the last line
+        self._changed = threading.Condition(threading.RLock())
+        self._speaker: threading.Thread | None = None
         self._live: rich.live.Live | None = None
 
     @property
     def width(self) -> int:
-        """Columns of a line's text."""
-        return self.console.width - (0 if self.is_live or self.in_cell else len(_stamp()))
+        """Columns of a line's text: of a log file, as many as it needs."""
+        return self.console.width if self.is_live or self.in_cell else _OF_A_FILE
 
     @property
     def width_of_region(self) -> int:
@@ -76,9 +103,11 @@ class Terminal:
             print(text)
             return
         stamp = "" if self.is_live else _stamp()
-        self.console.print(
-            f"{stamp}{text}", markup=False, highlight=False, soft_wrap=True, emoji=False
-        )
+        with self._changed:
+            self._spoken = time.monotonic()
+            self.console.print(
+                f"{stamp}{text}", markup=False, highlight=False, soft_wrap=True, emoji=False
+            )
 
     def row(self, label: str, rest: str, *, name: str = "") -> None:
         """Prints a label, a name and the text after it; a name that is too long is shortened."""
@@ -103,20 +132,26 @@ class Terminal:
         if not self.enabled or self.in_cell:
             yield
             return
-        words, start = WAITS.get(phase, phase), time.monotonic()
+        wait = _Wait(phase, time.monotonic())
+        with self._changed:
+            self._waits.append(wait)
+            self._changed.notify()
         if self.is_live:
-            self._waits.append((words, start))
             self._redraw()
-            try:
-                yield
-            finally:
-                self._waits.pop()
-                self._redraw()
-        elif phase in WAITS:
-            with self._announced(words, start):
-                yield
-        else:
+        elif self._speaker is None:
+            self._speaker = threading.Thread(target=self._speak, name="terminal", daemon=True)
+            self._speaker.start()
+        try:
             yield
+            with self._changed:
+                self._took[phase] = wait.seconds
+                if wait.announced:
+                    self.print(f"{wait.words}: done in {format_seconds(wait.seconds)}")
+        finally:
+            with self._changed:
+                self._waits.remove(wait)
+            if self.is_live:
+                self._redraw()
 
     def close(self) -> None:
         """Ends the region that is redrawn; its progress line stays."""
@@ -128,23 +163,25 @@ class Terminal:
         if self._line:
             self.print(self._line)
 
-    @contextlib.contextmanager
-    def _announced(self, words: str, start: float) -> Iterator[None]:
-        begun = threading.Event()
+    def _speak(self) -> None:
+        """Says what a log file is to know of waits, while there are any."""
+        while True:
+            with self._changed:
+                while not self._waits:
+                    self._changed.wait()
+                self._say(self._waits[-1])
+            time.sleep(_LOOK)
 
-        def begin() -> None:
-            begun.set()
-            self.print(f"{words} ...")
-
-        timer = threading.Timer(LONG_WAIT, begin)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-        if begun.is_set():
-            self.print(f"{words}: done in {format_seconds(time.monotonic() - start)}")
+    def _say(self, wait: "_Wait") -> None:
+        if wait.phase in WAITS and not wait.announced and wait.seconds >= LONG_WAIT:
+            wait.announced = True
+            self.print(f"{wait.words} ...")
+        elif time.monotonic() - self._spoken >= SILENCE:
+            detail = self.details.get(wait.phase, lambda: "")()
+            took = self._took.get(wait.phase)
+            words = [f"{wait.words}: {format_seconds(wait.seconds)} so far", detail]
+            words += [f"the last one took {format_seconds(took)}"] if took else []
+            self.print(", ".join(filter(None, words)))
 
     def _redraw(self) -> None:
         if self._live is None:
@@ -161,8 +198,8 @@ class Terminal:
 
     def _region(self) -> rich.text.Text:
         lines = [self._line] if self._line else []
-        for words, start in self._waits[-1:]:
-            lines.append(f"{words} {format_seconds(time.monotonic() - start)}")
+        for wait in self._waits[-1:]:
+            lines.append(f"{wait.words} {format_seconds(wait.seconds)}")
         text = "\n".join(cut(line, self.width_of_region) for line in lines)
         return rich.text.Text(_encodable(text, self.console.encoding), no_wrap=True)
 

@@ -33,10 +33,18 @@ def lines(found):
     return [line for line in text.splitlines() if line]
 
 
+def test_a_log_file_has_whole_rows():
+    found = opened(60)
+    found.row("model", ", float32", name="random:llama?" + "hidden=128&" * 20)
+    found.row("algorithm", "rollout > " * 30)
+    model, algorithm = lines(found)
+    assert model.endswith("random:llama?" + "hidden=128&" * 20 + ", float32")
+    assert algorithm.endswith("rollout > " * 30)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
-@pytest.mark.parametrize("options", [{}, {"force_terminal": True}])
-def test_rows_fit_and_keep_their_ends(width, options):
-    found = opened(width, **options)
+def test_rows_of_a_terminal_fit_and_keep_their_ends(width):
+    found = opened(width, force_terminal=True)
     found.row("model", ", 135 M parameters, float32", name="random:llama?" + "hidden=128&" * 20)
     found.row("algorithm", "grpo, 3 steps: " + "rollout > " * 30)
     found.row("memory", "1.0 MiB")
@@ -59,7 +67,7 @@ def test_text_that_is_copied_is_whole():
 def test_a_narrow_encoding_gets_other_characters():
     found = opened(encoding="ascii")
     found.row("accuracy", "0.5 \u00b1 0.1 [red]")
-    found.row("model", ", \u4e2d", name="x" * 200)
+    found.row("model", ", \u4e2d", name=shortened("x" * 200, 20))
     accuracy, model = lines(found)
     assert accuracy.endswith("0.5 +- 0.1 [red]") and model.endswith("x, ?") and "x...x" in model
 
@@ -87,6 +95,21 @@ def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
     first, second = lines(found)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan ...", first)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan: done in \\d+s", second)
+
+
+def test_no_silence_is_long(monkeypatch):
+    monkeypatch.setattr(terminal, "SILENCE", 0.05)
+    found = opened()
+    with found.activity("rollout"):
+        until(lambda: lines(found))
+    found.details["rollout"] = lambda: "34 of 64 responses"
+    before = len(lines(found))
+    with found.activity("rollout"):
+        until(lambda: len(lines(found)) > before)
+    first, second = lines(found)[0], lines(found)[before]
+    assert re.fullmatch(f"{STAMP}rollout: \\d+s so far", first)
+    last = "34 of 64 responses, the last one took \\d+s"
+    assert re.fullmatch(f"{STAMP}rollout: \\d+s so far, {last}", second)
 
 
 def test_a_wait_that_fails_says_no_more(monkeypatch):

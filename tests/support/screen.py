@@ -12,7 +12,8 @@ from distflow_jax.report.terminal import WAITS
 from support.waiting import HANG
 
 # of a log file, where the machine needs long for it
-_LONG_WAIT = re.compile(f".*(?:{'|'.join(WAITS.values())})(?: \\.\\.\\.|: done in .*)\n")
+_WAITS = f".*(?:{'|'.join(WAITS.values())})(?: \\.\\.\\.|: done in .*)\n"
+_LONG_WAIT = re.compile(f"{_WAITS}|.*: \\d+[smh ]+.* so far.*\n")
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
 
 
