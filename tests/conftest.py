@@ -1,6 +1,7 @@
 """Set-up of all tests: 8 CPU devices, and numerics that refuse silent promotion."""
 
 import os
+import pathlib
 import signal
 import sys
 import tempfile
@@ -19,6 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # unless the caller names a folder of its own: then the next session finds it.
 _compiled = tempfile.TemporaryDirectory(prefix="distflow-tests-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
+# The user's own cache keeps what it has: tests read its models, and write into a folder of theirs.
+_cache = tempfile.TemporaryDirectory(prefix="distflow-tests-cache-")
+if "DISTFLOW_CACHE" not in os.environ:
+    for _path in pathlib.Path("~/.cache/distflow_jax").expanduser().glob("*"):
+        if _path.name not in ("rows", "programs"):
+            pathlib.Path(_cache.name, _path.name).symlink_to(_path)
+    os.environ["DISTFLOW_CACHE"] = _cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["XLA_FLAGS"] = haste.environment(devices=8)["XLA_FLAGS"]
 

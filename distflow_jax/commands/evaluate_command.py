@@ -13,12 +13,13 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.data.step_columns import entries_of_host, uid_column
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import (
-    load_eval_prompts,
     open_configured,
     open_environments,
     settled_config,
 )
+from distflow_jax.planning.run_data import load_eval_prompts
 from distflow_jax.planning.sizes import derive_sizes
+from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.programs.text_table import text_table
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rewards.pool import RewardPool
@@ -41,6 +42,7 @@ def main(options: SimpleNamespace) -> int:
     hosts = sizes.sampler_hosts
     prompts = load_eval_prompts(config, source, sizes, machine)
     with RewardPool(config.reward) as rewards, contextlib.ExitStack() as files:
+        files.enter_context(kept_programs(config.compilation_cache))
         rewards.check(trial_request(prompts[0]))
         environments = open_environments(config, source, prompts[0], files)
         model = open_answerer(config, source, options.run)

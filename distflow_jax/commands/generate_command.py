@@ -18,9 +18,10 @@ from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_text
 from distflow_jax.planning.plan_run import (
     open_configured,
     open_environments,
-    prompt_encoder,
     settled_config,
 )
+from distflow_jax.planning.run_data import prompt_encoder
+from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
@@ -57,6 +58,7 @@ def main(options: SimpleNamespace) -> int:
         top_p=options.top_p,
     )
     with contextlib.ExitStack() as files:
+        files.enter_context(kept_programs(config.compilation_cache))
         environments = open_environments(config, source, prompts[0], files)
         model = open_answerer(config, source, options.run)
         _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.images.placing import SeeingTokenizer
+from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.observe.memory import GIB, peak_memory_gb
-from distflow_jax.planning.plan_run import open_configured, prompt_encoder, settled_config
+from distflow_jax.planning.plan_run import open_configured, settled_config
+from distflow_jax.planning.run_data import prompt_encoder
+from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.make_sampler import make_engine
@@ -39,7 +42,14 @@ def main(options: SimpleNamespace) -> int:
     )
     check_addresses(served)  # before the model is loaded
     source = open_configured(config)
-    params, step = read_weights(config, source, options.run)
+    with kept_programs(config.compilation_cache):
+        code = _serve(served, config, source, options.run)
+    print("stopped", flush=True)
+    return code
+
+
+def _serve(served: ServerConfig, config: Config, source: ModelSource, run: str) -> int:
+    params, step = read_weights(config, source, run)
     weights = Weights(params, step)
     engine = make_engine(source, config, answer_sizes(config, source, resumable))
     jetstream_engine = make_engine(source, config, answer_sizes(config, source, service_config))
@@ -52,9 +62,7 @@ def main(options: SimpleNamespace) -> int:
     server = Server(
         served, engine, jetstream_engine, weights, source.tokenizer, load, seeing=seeing
     )
-    code = asyncio.run(serve_until_signal(server, print_ready))
-    print("stopped", flush=True)
-    return code
+    return asyncio.run(serve_until_signal(server, print_ready))
 
 
 def served_config(options: SimpleNamespace) -> Config:

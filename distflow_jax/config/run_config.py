@@ -75,9 +75,10 @@ class Config(Section):
     seed: int = setting(0, _SEED)
     # the graph: a name in configs/dags, a .yaml file, module:function or file.py:function
     dag: str = "grpo"
-    # folder that keeps compiled programs for the next start, shared by all hosts; "": none.
-    # $JAX_COMPILATION_CACHE_DIR has precedence
-    compilation_cache: str = ""
+    # folder that keeps compiled programs for the next start; runs may share it. auto: below the
+    # user's cache folder, where that can be written to; "": none. $JAX_COMPILATION_CACHE_DIR has
+    # precedence
+    compilation_cache: str = "auto"
     model: ModelSourceConfig = dataclasses.field(default_factory=ModelSourceConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

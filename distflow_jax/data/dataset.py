@@ -21,6 +21,7 @@ from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.generated_tasks import parse_spec
 from distflow_jax.data.pictures.image_paths import check_root
+from distflow_jax.data.row_share import RowShare
 from distflow_jax.did_you_mean import nearest, several
 
 SCHEMES = ("hf", "task", "reasoning_gym")
@@ -37,6 +38,7 @@ def open_dataset(
     columns: Mapping[str, str] = MappingProxyType({}),
     columns_key: ColumnsKey = TRAINING,
     image_root: str = "",
+    share: RowShare | None = None,
 ) -> Dataset:
     """Opens and checks a whole data set.
 
@@ -49,6 +51,7 @@ def open_dataset(
       columns: {column that this package reads: its name in the file}, see column_choice.py.
       columns_key: the config key of `columns`, for error messages.
       image_root: folder of the images of files, `data.image_root`; "": beside the data file.
+      share: the rows of files that this process checks; with several processes, all must call.
 
     Raises:
       FileNotFoundError: there is no such file, data set or folder of images.
@@ -71,11 +74,13 @@ def open_dataset(
         return ReasoningGym(spec, **wording)
     if colon and kind == "hf":
         repo, paths = download(spec)
-        return files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
+        opened = files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
+        return files.check_rows(opened, share)
     near = nearest(kind, SCHEMES)
     if near and colon:
         raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near}:?")
-    return files.FileDataset(files.find_files(spec), spec, **choice, **wording)
+    opened = files.FileDataset(files.find_files(spec), spec, **choice, **wording)
+    return files.check_rows(opened, share)
 
 
 def is_generated(spec: str) -> bool:

@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distflow_jax.data.example import Dataset
+from distflow_jax.data.example import Dataset, Example, examples
+from distflow_jax.data.row_share import RowShare
 from distflow_jax.did_you_mean import nearest
 from distflow_jax.images.placing import Placed, SeeingTokenizer, TextTokenizer, size_in_layout
 
@@ -47,6 +48,11 @@ class EncodedRows:
         self._tokenizer, self._generation = tokenizer, bool(answers) and train_on == "generation"
         self._text = tokenizer.text if isinstance(tokenizer, SeeingTokenizer) else tokenizer
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Settings that the tokens of a row depend on, JSON-able."""
+        return [self.num_answers, self._generation, self._text.fingerprint]
+
     def tokens(self, row: int) -> RowTokens:
         """The tokens of a row without images."""
         if self._generation:
@@ -62,11 +68,11 @@ class EncodedRows:
         with self._named(row):
             return tokenizer.place(example.prompt, sizes)
 
-    def answers(self, row: int) -> tuple[np.ndarray, ...]:
+    def answers(self, row: int, example: Example | None = None) -> tuple[np.ndarray, ...]:
         """Tokens of the row's answers: none, the better one, or the better and the worse one."""
         if not self.num_answers:
             return ()
-        example = self.dataset[row]
+        example = example or self.dataset[row]
         named = {"chosen": example.chosen, "rejected": example.rejected}
         encoded = []
         for column, answer in list(named.items())[: self.num_answers]:
@@ -82,13 +88,12 @@ class EncodedRows:
                 encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
         return tuple(encoded)
 
-    def lengths(self, row: int, enough: int = 0) -> RowLengths:
+    def lengths(self, row: int, example: Example, enough: int = 0) -> RowLengths:
         """Tokens of a row; of a prompt that has at most `enough` perhaps a bound (see count)."""
-        example = self.dataset[row]
         if self._generation:
             found = self._generated(row)
             return RowLengths(len(found.prompt), 0, len(found.answers[0]))
-        answer = max((len(a) for a in self.answers(row)), default=0)
+        answer = max((len(a) for a in self.answers(row, example)), default=0)
         if example.images:
             placed = self.place(row)
             return RowLengths(len(placed.tokens), placed.image_tokens, answer)
@@ -147,17 +152,15 @@ class TokenLimits:
 def rows_in_limit(encoded: EncodedRows, most: TokenLimits) -> Found:
     """The rows that a run issues, and how many it leaves out for their prompt, images or answer.
 
-    Over the whole data set, before it is divided: processes that dropped rows from their own shares
-    would run out of prompts at different steps, and wait for each other forever. Raises ValueError
-    for an overlong row where none may be, and if no row is left.
+    Over the whole data set, of which each process encodes a share: processes that dropped rows
+    from shares of their own would run out of prompts at different steps, and wait for each other
+    forever. Raises ValueError for an overlong row where none may be, and if no row is left.
     """
     dataset = encoded.dataset
     rows = np.arange(len(dataset), dtype=np.int64)
     if most.overlong == "truncate_left":
         return _rows_cut_left(encoded, rows, most)
-    lengths = [encoded.lengths(row, most.prompt) for row in map(int, rows)]
-    table = np.array(lengths, np.int64).reshape(-1, 3)
-    prompts, images, answers = table.T
+    prompts, images, answers = _lengths(encoded, most).T
     limits = (
         ("prompt", prompts, "data.max_prompt_length", most.prompt),
         ("answer", answers, "rollout.max_response_length", most.answer),
@@ -191,13 +194,32 @@ def rows_in_limit(encoded: EncodedRows, most: TokenLimits) -> Found:
     return rows[keep], {why: int(which.sum()) for why, which in reasons.items() if which.any()}
 
 
+def _lengths(encoded: EncodedRows, most: TokenLimits) -> np.ndarray:
+    """RowLengths of all rows, int64 [N, 3]."""
+    dataset, share = encoded.dataset, getattr(encoded.dataset, "share", None) or RowShare()
+    key = None
+    if share.kept is not None and dataset.first_image_row is None:  # else the tower's layout counts
+        key = ["lengths", dataset.fingerprint, encoded.fingerprint, most.prompt]
+        if kept := share.known(key):
+            return kept["lengths"]
+    first, end = share.of(len(dataset))
+    found = []
+    with share.agreeing():
+        for row, example in enumerate(examples(dataset, first, end), first):
+            found.append(encoded.lengths(row, example, most.prompt))
+    whole = share.whole(np.array(found, np.int64).reshape(-1, 3))
+    if key is not None:
+        share.keep(key, lengths=whole)
+    return whole
+
+
 def _rows_cut_left(encoded: EncodedRows, rows: np.ndarray, most: TokenLimits) -> Found:
     """The rows of which something is left. A cut leaves out images whole."""
     dataset = encoded.dataset
     empty = np.zeros(len(rows), bool)
     for row in map(int, rows):
         try:
-            encoded.lengths(row, sys.maxsize)
+            encoded.lengths(row, dataset[row], sys.maxsize)
         except StopIteration:  # rows that a program puts while the run trains
             break
         if dataset.first_image_row is not None and dataset[row].images:

@@ -20,6 +20,7 @@ from distflow_jax.data.file_columns import example_from_row
 from distflow_jax.data.json_files import MOST_ROW_BYTES, TOO_LONG, JsonLinesReader, json_reader
 from distflow_jax.data.message_forms import MESSAGE_COLUMNS, VARIABLES, without_nulls
 from distflow_jax.data.pictures.image_paths import image_folders
+from distflow_jax.data.row_share import RowShare
 from distflow_jax.did_you_mean import near_file
 from distflow_jax.parsing.checked_fields import is_missing
 from distflow_jax.parsing.one_line import one_line
@@ -40,8 +41,8 @@ class Reader(Protocol):
     def row(self, row: int) -> Any:
         """One row, column name -> value."""
 
-    def rows(self) -> Iterator[Any]:
-        """All rows in order, faster than one by one."""
+    def rows(self, first: int, end: int) -> Iterator[Any]:
+        """The rows from `first` up to `end`, faster than one by one."""
 
     def place(self, row: int) -> str:
         """File and row number from 1: the start of an error message."""
@@ -75,10 +76,10 @@ class TableReader:
                 "its column out, or write it as text"
             ) from error
 
-    def rows(self) -> Iterator[Any]:
-        """All rows as Python objects, converted in batches."""
-        start = 0
-        for batch in self._table.to_batches(max_chunksize=CHECK_ROWS):
+    def rows(self, first: int, end: int) -> Iterator[Any]:
+        """Rows as Python objects, converted in batches."""
+        start = first
+        for batch in self._table.slice(first, end - first).to_batches(max_chunksize=CHECK_ROWS):
             rows: Iterable[Any] = map(self.row, range(start, start + batch.num_rows))  # one by one
             if not (is_large := batch.nbytes > MOST_ROW_BYTES):  # of one row, or of all
                 with contextlib.suppress(*TABLE_ERRORS):  # one by one they are named
@@ -104,7 +105,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
 
 
 class FileDataset:
-    """Rows of one or more files in order; all rows are checked when the data set is opened.
+    """Rows of one or more files in order, to be used after `check_rows`.
 
     The fingerprint hashes the bytes of all files in order, which the check reads anyway, and the
     prompt options and the chosen columns, which are part of the rows, and the sizes of the images'
@@ -141,17 +142,8 @@ class FileDataset:
             raise ValueError(f"{name} has no rows")
         self.first_image_row: int | None = None
         self.without_truth: list[int] = []
-        for i, reader in enumerate(self._readers):
-            for row, values in enumerate(reader.rows()):
-                example, number = self._example(i, row, values), int(self._starts[i]) + row
-                if is_missing(example.ground_truth):
-                    self.without_truth.append(number)
-                if example.images and self.first_image_row is None:
-                    self.first_image_row = number
-                for image in example.images:
-                    image.check()
-                    digest.update(str(image.bytes_on_disk()).encode())
-        self.fingerprint = digest.hexdigest()
+        self.content = digest  # of files and options
+        self.fingerprint, self.share = "", None
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -161,6 +153,14 @@ class FileDataset:
             raise IndexError(f"row {row} of {len(self)}")
         i, row = self._find(row)
         return self._example(i, row, self._readers[i].row(row))
+
+    def examples(self, first: int, end: int) -> Iterator[Example]:
+        """The rows from `first` up to `end`, faster than one by one."""
+        for i, reader in enumerate(self._readers):
+            start, length = int(self._starts[i]), len(reader)
+            low, high = (min(max(row - start, 0), length) for row in (first, end))
+            for row, values in enumerate(reader.rows(low, high), low):
+                yield self._example(i, row, values)
 
     def place(self, row: int) -> str:
         """File and row number of a row, counted in its file from 1."""
@@ -183,6 +183,50 @@ class FileDataset:
             folders=self._folders[i],
             **self._options,
         )
+
+
+def check_rows(dataset: FileDataset, share: RowShare | None = None) -> FileDataset:
+    """Checks all rows, each in the process of its share, unless an earlier start has; returns the
+    data set. Raises ValueError or FileNotFoundError for the first row that does not fit the schema.
+    """
+    dataset.share = share or RowShare()
+    for size in _checked(dataset, dataset.share):
+        dataset.content.update(str(size).encode())
+    dataset.fingerprint = dataset.content.hexdigest()
+    return dataset
+
+
+def _checked(dataset: FileDataset, share: RowShare) -> list[int]:
+    """Checks all rows; returns the bytes of their images' files, in the order of the rows."""
+    content = dataset.content.hexdigest()
+    others = [i for i, text in enumerate(share.gather(content)) if text != content]
+    if others:
+        raise ValueError(
+            f"{dataset.name}: process {others[0]} reads other rows than process {share.index}; "
+            "give all hosts the same files"
+        )
+    key = ["checked rows", content]
+    if kept := share.known(key):  # of rows without images, which nobody can change by a file
+        dataset.without_truth = kept["without_truth"].tolist()
+        return []
+    first, end = share.of(len(dataset))
+    without_truth, images, sizes = [], [], []
+    with share.agreeing():
+        for row, example in enumerate(dataset.examples(first, end), first):
+            if is_missing(example.ground_truth):
+                without_truth.append(row)
+            images += [row] * bool(example.images)
+            for image in example.images:
+                image.check()
+                sizes.append(image.bytes_on_disk())
+    missing, seeing, files = (
+        share.whole(np.array(found, np.int64)) for found in (without_truth, images, sizes)
+    )
+    dataset.without_truth = missing.tolist()
+    dataset.first_image_row = int(seeing[0]) if len(seeing) else None
+    if not len(seeing):
+        share.keep(key, without_truth=missing)
+    return files.tolist()
 
 
 def find_files(spec: str) -> list[Path]:

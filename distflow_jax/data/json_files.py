@@ -47,11 +47,14 @@ class JsonLinesReader:
             file.seek(self._offsets[row])
             return self._parse(row, file.readline())
 
-    def rows(self) -> Iterator[Any]:
-        """All lines, parsed."""
+    def rows(self, first: int, end: int) -> Iterator[Any]:
+        """Lines in order, parsed."""
+        if first == end:
+            return
         with open(self._path, "rb") as file:
+            file.seek(self._offsets[first])
             texts = (text for text in _lines(file) if not _is_blank(text))
-            for row, text in enumerate(texts):
+            for row, text in zip(range(first, end), texts, strict=False):
                 yield self._parse(row, text)
 
     def place(self, row: int) -> str:
@@ -78,10 +81,9 @@ class JsonArrayReader:
         """Parses one item."""
         return self._decoder.raw_decode(self._text, self._starts[row])[0]
 
-    def rows(self) -> Iterator[Any]:
-        """All items, parsed."""
-        for row in range(len(self)):
-            yield self.row(row)
+    def rows(self, first: int, end: int) -> Iterator[Any]:
+        """Items in order, parsed."""
+        return map(self.row, range(first, end))
 
     def place(self, row: int) -> str:
         """Path and number of the item."""

@@ -32,6 +32,7 @@ class TextTokenizer(Protocol):
     """The parts of a tokenizer that placing images and reading rows use."""
 
     origin: str  # the file or folder of its chat template
+    fingerprint: str  # of what ids depend on
 
     def render(self, prompt: Any) -> str:
         """The model's input text."""

@@ -5,7 +5,9 @@ a `tokenizers` tokenizer with the ids that generation needs.
 """
 
 import dataclasses
+import datetime
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +71,19 @@ class Tokenizer:
     def byte_level(cls, vocab_size: int) -> "Tokenizer":
         """One id per byte, then <|pad|>, <|im_start|>, <|im_end|>; higher ids are unused."""
         return cls(**tokenizer_files.byte_level(vocab_size))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of what ids depend on beside the text and its messages."""
+        template = self.chat_template or ""
+        today = "" if "date" not in template and "strftime" not in template else self._today
+        parts = (self.backend.to_str(), template, self.special_tokens, self.variables, today)
+        text = repr([*parts, self.stop_ids, self.bos_id])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _today(self) -> str:
+        return self.date or f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> ids, int32 [T]; special tokens only where the text spells them.

@@ -18,6 +18,11 @@ from distflow_jax.parsing.one_line import not_utf8, one_line, shown
 KINDS = ("file", "folder", "new_file", "new_folder")  # of paths, see `checked_path`
 
 
+def cache_folder() -> Path:
+    """The user's folder of what can be made again: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
+    return named_path("DISTFLOW_CACHE", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
+
+
 def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "") -> Path:
     """The path of a name, with ~ at its start and $VARIABLES replaced as shells do.
 

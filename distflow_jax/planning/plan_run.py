@@ -33,24 +33,26 @@ from distflow_jax.dag.graph_yaml import OpenedGraph, open_graph
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
-from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
-from distflow_jax.data.dataset import is_generated, open_dataset
-from distflow_jax.data.encoded_rows import PromptEncoder
 from distflow_jax.data.example import Dataset
-from distflow_jax.data.loader import Loader, SamplerShare
-from distflow_jax.data.step_columns import ANSWERS
+from distflow_jax.data.loader import Loader
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import ImageSupport
 from distflow_jax.environments.registry import CallLimits, Environments, load_environment
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
-from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
 from distflow_jax.parallel.host_memory import check_host_memory
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
+from distflow_jax.planning.run_data import (
+    calls_rewards,
+    load_eval_prompts,
+    open_loader,
+    prompt_encoder,
+    sampler_share,
+)
 from distflow_jax.planning.run_models import (
     ModelOfRun,
     models_of,
@@ -62,8 +64,6 @@ from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import trial_request
-from distflow_jax.rewards.registry import NEED_TRUTH
-from distflow_jax.stages.evaluate import FIRST_COUNTER
 from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
 from distflow_jax.stages.update_model import update_reads
 from distflow_jax.stream import deadlines
@@ -409,7 +409,7 @@ def prepare(
         read_wire_tls()  # files that do not fit are found here
         check_listen("stream.listen", config.stream.listen)
     with shown("open_data"):
-        loader = open_loader(run, dataset)
+        loader = run_loader(run, dataset)
         if source.tokenizer.is_chat(loader.prompt(0).text):
             source.tokenizer.check_end()
         eval_prompts = load_eval_prompts(config, source, sizes, machine)
@@ -423,7 +423,7 @@ def prepare(
             )
             rewards = RewardPool(config.reward)
             on_failure.callback(rewards.close)
-            scored = [loader.prompt(0)] if _scores(run.graph) else eval_prompts
+            scored = [loader.prompt(0)] if calls_rewards(run.graph) else eval_prompts
             for prompt in scored[:1]:
                 rewards.check(trial_request(prompt))
             processes.check_agreement(
@@ -446,71 +446,16 @@ def prepare(
     )
 
 
-def open_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
-    """The loader of a run's training data, all rows checked; of `dataset` where it is given.
-
-    Raises ValueError or FileNotFoundError.
-    """
-    config, source = run.config, run.source
-    if config.data.train_on != "answer" and run.graph.data != "demonstrations":
-        raise ValueError(
-            f"data.train_on={config.data.train_on} is for demonstrations, but dag {config.dag!r} "
-            f"trains on {run.graph.data}: use data.train_on=answer"
-        )
-    dataset = dataset or open_dataset(
-        config.data.train,
-        system_prompt=config.data.system_prompt,
-        prompt_suffix=config.data.prompt_suffix,
-        columns=config.data.columns,
-        image_root=config.data.image_root,
+def run_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
+    """The loader of a run's training data; see run_data.open_loader."""
+    return open_loader(
+        run.config,
+        run.source,
+        run.graph,
+        share=sampler_share(run.sizes, run.machine, in_turn=run.config.stream.workers),
+        observed_staleness=_observed_staleness(run.config, run.plan),
+        dataset=dataset,
     )
-    if _scores(run.graph):
-        _check_truths(config, dataset)
-    loader = Loader(
-        dataset,
-        prompt_encoder(source, config.data.image_tokens),
-        config.data,
-        seed=config.seed,
-        share=sampler_share(run.sizes, run.machine, in_turn=config.stream.workers),
-        answers=ANSWERS[run.graph.data] or 0,
-        max_answer=config.rollout.max_response_length,
-        observed_staleness=_observed_staleness(config, run.plan),
-    )
-    if config.data.epochs and loader.num_steps < config.training.steps:
-        raise ValueError(
-            f"data.epochs={config.data.epochs} give {loader.num_steps} steps of "
-            f"{config.data.prompts_per_step} prompts, fewer than training.steps="
-            f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
-        )
-    return loader
-
-
-def _scores(graph: Graph) -> bool:
-    """Whether a node of the graph calls the reward function."""
-    return any(n.role == "REWARD" and n.type == "COMPUTE" and n.fn is None for n in graph.nodes)
-
-
-def _check_truths(config: Config, dataset: Dataset) -> None:
-    """Raises ValueError for rows without the ground truth that a built-in reward compares with."""
-    missing = getattr(dataset, "without_truth", [])
-    if missing and config.reward.function in NEED_TRUTH:
-        raise ValueError(
-            f"{dataset.place(missing[0])}: the ground truth is missing or empty, and "
-            f"reward.function={config.reward.function!r} compares with it ({len(missing)} of "
-            f"{len(dataset)} rows have none): fill it in, leave the rows out, or name its column "
-            "in data.columns"
-        )
-
-
-def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
-    """The tokenizer of a model, beside the layout of its images where it sees them.
-
-    `image_tokens` is `data.image_tokens`. Raises ValueError if no image can have so few features.
-    """
-    vision = source.config.vision
-    if vision is None:
-        return source.tokenizer
-    return SeeingTokenizer(source.tokenizer, image_layout(vision, source.tokenizer, image_tokens))
 
 
 def stream_rule(config: Config, plan: Plan) -> Rule:
@@ -626,46 +571,3 @@ def make_environments(
     )
     files.callback(environments.close)
     return environments
-
-
-def sampler_share(sizes: Sizes, machine: Machine, *, in_turn: bool = False) -> SamplerShare:
-    """The sampler that this process belongs to; `in_turn`: as of SamplerShare."""
-    index, hosts = processes.process_index(), sizes.sampler_hosts
-    return SamplerShare(index // hosts, machine.processes // hosts, hosts, in_turn)
-
-
-def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:
-    """The columns of the evaluation set, its own or those of the training data, and their key."""
-    if config.eval.columns is not None:
-        return config.eval.columns, EVALUATION
-    return {} if is_generated(config.eval.dataset) else config.data.columns, INHERITED
-
-
-def load_eval_prompts(
-    config: Config, source: ModelSource, sizes: Sizes, machine: Machine
-) -> list[Prompt]:
-    """This sampler's share of the evaluation prompts; empty without an evaluation set."""
-    if not config.eval.dataset:
-        return []
-    data = dataclasses.replace(config.data, shuffle=False, epochs=1, prompts_per_step=1)
-    columns, columns_key = eval_columns(config)
-    dataset = open_dataset(
-        config.eval.dataset,
-        system_prompt=data.system_prompt,
-        prompt_suffix=data.prompt_suffix,
-        columns=columns,
-        columns_key=columns_key,
-        image_root=data.image_root,
-    )
-    _check_truths(config, dataset)
-    encoder = prompt_encoder(source, data.image_tokens)
-    loader = Loader(dataset, encoder, data, seed=config.seed)
-    count = min(config.eval.num_prompts or len(loader), len(loader))
-    if count < machine.processes:
-        raise ValueError(
-            f"{config.eval.dataset!r} gives {count} evaluation prompts for {machine.processes} "
-            f"processes; set config.eval.num_prompts to at least {machine.processes}"
-        )
-    share = sampler_share(sizes, machine)
-    first = (share.index - FIRST_COUNTER) % share.count  # counters of an evaluation tell whose
-    return [loader.prompt(counter) for counter in range(first, count, share.count)]

@@ -24,7 +24,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.programs.launch_log import launch_log
-from distflow_jax.programs.xla_options import kept_programs
+from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.report.json_lines import explained_disk_errors, json_line
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers

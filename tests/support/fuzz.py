@@ -19,7 +19,7 @@ import gguf
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distflow_jax.data.files import FileDataset
+from distflow_jax.data.files import FileDataset, check_rows
 from distflow_jax.models.chat.render import MOST_TEMPLATE, render
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
@@ -83,7 +83,7 @@ def mutated(content, number, name):
 
 
 def data_rows(path):
-    dataset = FileDataset([path], "data")
+    dataset = check_rows(FileDataset([path], "data"))
     return [dataset[row].prompt for row in range(len(dataset))]
 
 

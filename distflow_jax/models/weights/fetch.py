@@ -24,7 +24,6 @@ import huggingface_hub.errors
 
 from distflow_jax.models.weights.file_hashes import sha256_of, write_hashes
 from distflow_jax.models.weights.gguf_file import MAGIC
-from distflow_jax.parsing.paths import named_path
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 _HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
@@ -36,11 +35,6 @@ _WHEEL_SPEC = re.compile(
 _WHEEL_FILE = "wheel.sha256"  # digest and name of the wheel of a folder, as sha256sum writes them
 _RECORD = re.compile(r"[^/]+\.dist-info/RECORD")
 _RECORD_HASHES = ("sha256", "sha384", "sha512")
-
-
-def default_cache() -> Path:
-    """Folder of the cache: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
-    return named_path("DISTFLOW_CACHE", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
 
 
 def from_hub(spec: str, *, weights: bool = True) -> Path:

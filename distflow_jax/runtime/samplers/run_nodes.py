@@ -13,7 +13,7 @@ from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan, open_loader
+from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan, run_loader
 from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
@@ -88,7 +88,7 @@ def _environment_host(run: RunPlan, files: contextlib.ExitStack) -> EnvironmentH
     config = run.config
     environments = make_environments(config, run.source, files)
     try:
-        row = open_loader(run).prompt(0)
+        row = run_loader(run).prompt(0)
     except (ValueError, FileNotFoundError) as error:  # calls bring their rows
         log.warning("the environment is not tried, as no row is here: %s", error)
     else:

@@ -33,7 +33,7 @@ from distflow_jax.planning.plan_run import (
     settle,
 )
 from distflow_jax.planning.sizes import Sizes
-from distflow_jax.programs.xla_options import kept_programs
+from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
