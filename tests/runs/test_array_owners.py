@@ -40,15 +40,14 @@ def config_of(*assignments):
     return tiny_config(*SMALL, *assignments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ("eval.every=1", "checkpoint.every=1"),
-        pytest.param(("eval.every=1", "stream.weight_update=boundary"), marks=pytest.mark.slow),
-        pytest.param(("stream.cache=recompute", "dag=ppo"), marks=pytest.mark.slow),
-        pytest.param(
-            ("stream.partial_batches=ready", "stream.partial_batch_rows=8"), marks=pytest.mark.slow
-        ),
+        ("eval.every=1", "stream.weight_update=boundary"),
+        ("stream.cache=recompute", "dag=ppo"),
+        ("stream.partial_batches=ready", "stream.partial_batch_rows=8"),
     ],
     ids=" ".join,
 )

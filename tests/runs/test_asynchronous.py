@@ -102,6 +102,7 @@ def test_samplers_that_share_the_trainers_devices(tmp_path, staleness):
     assert not unexplained_metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_batches_of_a_region_are_cut_by_decisions(tmp_path):
     config = config_of("dag=dapo", "stream.max_staleness=2", "eval.every=0")
     assert run.train_here(config, tmp_path) == 0

@@ -83,6 +83,7 @@ def test_later_epochs_of_samplers_that_run_ahead(tmp_path, dag, flags):
     trained(tmp_path, f"dag={dag}", *AHEAD, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_later_epochs_train_on_their_own_log_probs_in_two_processes(tmp_path):
     train(tmp_path / "run", [*SETTINGS, rows_of(tmp_path)], processes=2)

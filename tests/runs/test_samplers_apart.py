@@ -45,6 +45,7 @@ def responses_of(folder, monkeypatch, *flags):
     return found
 
 
+@pytest.mark.slow
 def test_responses_are_those_of_samplers_on_the_trainers_devices(tmp_path, monkeypatch):
     """Up to each one's first near-tie, as long as nothing is learned."""
     still = ("training.optimizer.lr=0", "training.steps=2")

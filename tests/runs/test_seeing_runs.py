@@ -79,9 +79,8 @@ def test_a_run_that_sees_resumes_bit_for_bit(tmp_path):
     assert [m["perf/compilations"] for m in whole[1:]] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "freeze", ["vision", *(pytest.param(x, marks=pytest.mark.slow) for x in ("language", "none"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", ["vision", "language", "none"])
 def test_what_is_frozen_is_not_trained(tmp_path, freeze):
     """The frozen part alone stays as it is, and the optimizer has no moments for it."""
     changes = {"checkpoint.every": 1, "training.freeze": freeze, "eval.dataset": ""}

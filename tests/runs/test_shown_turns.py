@@ -70,6 +70,7 @@ def check(rows):
     assert [metrics["perf/compilations"] for metrics in rows[1:]] == [0] * (len(rows) - 1)
 
 
+@pytest.mark.slow
 def test_a_run_sees_the_pictures_of_later_turns(tmp_path):
     rows = train(tmp_path / "run", 2)
     check(rows)

@@ -62,6 +62,7 @@ def check_equal(folder, overrides, of_two=()):
     return one, two
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_with_evaluations_and_checkpoints(tmp_path):
     for rows in check_equal(tmp_path, []):

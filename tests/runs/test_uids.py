@@ -70,7 +70,10 @@ def check_advantages(records, metrics):
         pytest.param(["dag=grpo", "rollout.num_samples=4"], marks=pytest.mark.slow),
         pytest.param(["dag=dapo", "rollout.num_samples=2"], marks=pytest.mark.slow),
         pytest.param(["dag=online_dpo", "rollout.num_samples=4"], marks=pytest.mark.slow),
-        ["dag=online_dpo", "rollout.num_samples=4", "stream.max_staleness=1"],
+        pytest.param(
+            ["dag=online_dpo", "rollout.num_samples=4", "stream.max_staleness=1"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["dag=online_dpo", "rollout.num_samples=2", "stream.max_staleness=1"],
             marks=pytest.mark.slow,

@@ -99,6 +99,7 @@ def test_states_and_results_are_equal(axes, changes):
     assert 3 in owners[0][0]  # kept
 
 
+@pytest.mark.slow
 def test_schedules_go_through_both_programs():
     small, params = make()
     _, responses, _ = run_requests(small, params, small.init_decode_state(), REQUESTS)
