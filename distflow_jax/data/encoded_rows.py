@@ -198,7 +198,7 @@ def _lengths(encoded: EncodedRows, most: TokenLimits) -> np.ndarray:
     """RowLengths of all rows, int64 [N, 3]."""
     dataset, share = encoded.dataset, getattr(encoded.dataset, "share", None) or RowShare()
     key = None
-    if share.kept is not None and dataset.first_image_row is None:  # else the tower's layout counts
+    if share.keeps and dataset.first_image_row is None:  # else the tower's layout counts too
         key = ["lengths", dataset.fingerprint, encoded.fingerprint, most.prompt]
         if kept := share.known(key):
             return kept["lengths"]

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 
 _MOST_FILES = 64  # that are kept of earlier starts, of data sets or of their settings
-
-log = logging.getLogger("distflow_jax")
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -44,6 +41,11 @@ class RowShare:
     gather_arrays: Callable[[np.ndarray], list[np.ndarray]] = _one
     kept: Path | None = None
     code: str = ""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether results are kept, by every process."""
+        return all(self.gather(self.kept is not None))
 
     def of(self, total: int) -> tuple[int, int]:
         """(first row, end) of this process's share of `total` rows."""
@@ -80,7 +82,7 @@ class RowShare:
             return
         path, content = self._path(key), io.BytesIO()
         np.savez_compressed(content, **arrays)
-        try:
+        with contextlib.suppress(OSError):
             self.kept.mkdir(parents=True, exist_ok=True)
             scratch = path.with_suffix(f".{os.getpid()}.tmp")
             scratch.write_bytes(content.getvalue())
@@ -88,8 +90,6 @@ class RowShare:
             dated = sorted((found.stat().st_mtime, found) for found in self.kept.glob("*.npz"))
             for _, old in dated[:-_MOST_FILES]:
                 old.unlink(missing_ok=True)
-        except OSError as error:
-            log.debug("the lengths of rows are not kept in %s: %s", self.kept, error)
 
     def _read(self, key: Any) -> Arrays | None:
         if self.kept is None:

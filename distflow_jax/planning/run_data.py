@@ -1,5 +1,6 @@
 """The data of a run: its prompts and those of its evaluation, opened and checked."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -105,12 +106,15 @@ def _row_share() -> RowShare:
     """The rows that this process checks; what is found is kept for the code and packages here."""
     packages = {name: importlib.metadata.version(name) for name in ("tokenizers", "jinja2")}
     code = json.dumps([processes.code_table(), packages], sort_keys=True)
+    kept = None
+    with contextlib.suppress(ValueError):  # a user without a home, as in containers
+        kept = cache_folder() / "rows"
     return RowShare(
         processes.process_index(),
         processes.process_count(),
         processes.all_gather_json,
         processes.all_gather_ragged,
-        kept=cache_folder() / "rows",
+        kept=kept,
         code=hashlib.blake2b(code.encode(), digest_size=16).hexdigest(),
     )
 

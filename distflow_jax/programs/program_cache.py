@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import shutil
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from distflow_jax.parsing.paths import cache_folder, checked_path
 AUTOMATIC = "auto"  # a folder below the user's cache folder
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own setting, which overrides compilation_cache
 MOST_BYTES = 8 << 30  # of entries, at a run's start
-LEAST_FREE = 256 << 20  # bytes of the disk, below which nothing is added
+LEAST_FREE = 64 << 20  # bytes of the disk, below which nothing is added
 # By default JAX keeps only programs that took a second to compile; many of a start take less.
 _SETTINGS = {
     "jax_enable_compilation_cache": True,
@@ -79,7 +80,11 @@ def _named(folder: str) -> str:
 
 def _automatic() -> str:
     """The user's own folder for this kind of processor; "" where there can be none."""
-    path = cache_folder() / "programs" / _processor()
+    try:
+        path = cache_folder() / "programs" / _processor()
+    except ValueError as error:  # a user without a home, as in containers
+        log.info("no compiled programs are kept: %s", error)
+        return ""
     if problem := _prepare(path):
         log.info("no compiled programs are kept: %s %s (compilation_cache=FOLDER)", path, problem)
         return ""
@@ -101,7 +106,7 @@ def _prepare(folder: pathlib.Path) -> str:
 
 def clean(folder: pathlib.Path, most_bytes: int | None = None) -> None:
     """Removes incomplete entries, and the least recently used beyond `most_bytes` (MOST_BYTES)."""
-    checked = folder / _CHECKED
+    checked, now = folder / _CHECKED, time.time_ns()
     since = checked.stat().st_mtime_ns if checked.exists() else 0
     kept = []
     for path in folder.glob(_ENTRIES):
@@ -118,6 +123,7 @@ def clean(folder: pathlib.Path, most_bytes: int | None = None) -> None:
         path.unlink(missing_ok=True)
         above -= size
     checked.touch()
+    os.utime(checked, ns=(now, now))  # what others write meanwhile is looked at by the next start
 
 
 def _is_whole(path: pathlib.Path) -> bool:

@@ -167,6 +167,17 @@ def test_files_that_are_damaged_or_missing_cost_time_alone(tmp_path):
     assert checked(spec, RowShare(kept=tmp_path / "file" / "below")) == first
 
 
+def test_one_process_that_can_keep_nothing_costs_time_alone(tmp_path):
+    spec = written(tmp_path / "data.jsonl", rows())
+
+    def found(share):
+        kept = None if share.index else tmp_path / "kept"
+        return checked(spec, dataclasses.replace(share, kept=kept))
+
+    for _ in range(2):
+        assert shared(2, found) == [checked(spec)] * 2
+
+
 def test_only_so_many_are_kept(tmp_path):
     share = RowShare(kept=tmp_path)
     for i in range(70):

@@ -74,6 +74,7 @@ def test_a_folder_that_cannot_be_is_said(tmp_path):
 @pytest.mark.parametrize(
     "break_it, words",
     [
+        (lambda home, patch: patch.setenv("DISTFLOW_CACHE", "$NO_HOME/x"), "stands for nothing"),
         (lambda home, patch: home.touch(), "cannot be used"),
         (lambda home, patch: patch.setattr(os, "access", lambda *_: False), "cannot be written"),
         (
