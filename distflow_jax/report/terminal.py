@@ -21,6 +21,7 @@ from distflow_jax.report.log_lines import STAMP
 
 LONG_WAIT = 3.0  # seconds after which a log file is told of a wait
 SILENCE = 10.0  # seconds without a line, after which a log file is told what is under way
+LEAST_TOLD = 1.0  # seconds of an earlier time of a phase that are worth a word
 _LOOK = 0.25  # seconds between two looks at that
 _OF_A_FILE = 10_000  # columns of a line that nobody wraps
 LABEL = 10  # columns of a row's label
@@ -178,9 +179,9 @@ class Terminal:
             self.print(f"{wait.words} ...")
         elif time.monotonic() - self._spoken >= SILENCE:
             detail = self.details.get(wait.phase, lambda: "")()
-            took = self._took.get(wait.phase)
+            took = self._took.get(wait.phase, 0.0)
             words = [f"{wait.words}: {format_seconds(wait.seconds)} so far", detail]
-            words += [f"the last one took {format_seconds(took)}"] if took else []
+            words += [f"the last one took {format_seconds(took)}"] if took >= LEAST_TOLD else []
             self.print(", ".join(filter(None, words)))
 
     def _redraw(self) -> None:

@@ -99,6 +99,7 @@ def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
 
 def test_no_silence_is_long(monkeypatch):
     monkeypatch.setattr(terminal, "SILENCE", 0.05)
+    monkeypatch.setattr(terminal, "LEAST_TOLD", 0.01)
     found = opened()
     with found.activity("rollout"):
         until(lambda: lines(found))
