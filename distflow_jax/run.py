@@ -144,7 +144,7 @@ def open_run(
         instruments = open_instruments(prepared.config.observe, folder, watchdog, terminal.activity)
         files.callback(instruments.close)
         phases, started = instruments.phases, time.perf_counter()
-        with terminal.activity("build"):
+        with terminal.activity("tracing the programs of the plan"):
             runtime = build(prepared, instruments.spans, phases.span)
         seconds = time.perf_counter() - started
         runtime.compiled.check()  # before there is an array
@@ -192,6 +192,7 @@ def after_step(stop: StopSignal) -> Sequence[tuple[actions.Due, actions.Action]]
         (lambda run: run.recorder.takes_samples, actions.write_samples),
         (lambda run: run.instruments.profile.ends_with(run.state.step), actions.write_profile),
         (lambda run: not run.times.warm, actions.describe_first),
+        (actions.always, actions.show),
         (actions.always, actions.evaluate),
         (actions.always, actions.record),
         (actions.always, lambda run, metrics: stop.step_finished()),

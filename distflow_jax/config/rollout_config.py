@@ -105,8 +105,10 @@ class EvalConfig(Section, name="eval"):
     dataset: str = ""  # data set, named as in data.train; "": no evaluation
     # columns of eval.dataset, as data.columns; None: those of data.columns
     columns: dict[str, str] | None = None
-    # steps between evaluations; 0: only the untrained weights and the last ones
+    # steps between evaluations; 0: only the last weights, and those of before_training
     every: int = setting(0, at_least(0))
+    # whether the untrained weights are evaluated, at the end of step 1
+    before_training: bool = True
     # number of prompts, the first of the data set; 0: all
     num_prompts: int = setting(128, at_least(0))
     # responses per prompt: N of mean@N, best@N and maj@N

@@ -8,7 +8,7 @@ B batch, T tokens, D hidden, N heads, K key/value heads, H head dim, F mlp, V vo
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from distflow_jax.models.parameters import ParamSpec, param_specs
 from distflow_jax.models.remat import MLP, OUTPUT, PROJECTION, named, rematerialised
 from distflow_jax.parallel.circular_pipeline import Body
 from distflow_jax.parallel.pipeline import scan_layers
-from distflow_jax.parallel.rules import constrain
+from distflow_jax.parallel.rules import active_mesh, constrain
 
 # (q, k, v, layer input) -> (attention output [B, T, N, H], layer output). Models with a sliding
 # window pass one argument more: the layer's window, int32, UNLIMITED for layers without one.
@@ -54,6 +54,7 @@ def rms_norm(
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _QKV = ("query", "key", "value")
 Weights = dict[str, Any]  # of one layer, by the names in DecoderConfig's docstring
+Use = Callable[..., Any]  # calls a function of a layer's weights and further arguments
 
 
 class Seen(NamedTuple):
@@ -157,13 +158,7 @@ def hidden_states(
         windows = windows, jnp.arange(c.num_layers, dtype=jnp.int32)
     again = functools.partial(rematerialised, remat=remat)
     if apart:
-        body, outputs = again(body_of(rows)), []
-        for number, weights in enumerate(params["layers"]):
-            inputs = (windows, layer_inputs)
-            window, extra = jax.tree.map(lambda x, number=number: x[number], inputs)
-            x, kept = body(x, ((weights, window), extra))
-            outputs.append(kept)
-        kept = jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+        x, kept = _layers_apart(body_of(rows), params["layers"], x, (windows, layer_inputs))
     else:
         x, kept = scan_layers(
             body_of,
@@ -177,6 +172,34 @@ def hidden_states(
         )
     x = rms_norm(x, params["final_norm"], c.norm_eps, offset=c.norm_offset)
     return _gather(x), kept
+
+
+def _layers_apart(
+    body: Body, weights: Sequence[Weights], x: jax.Array, inputs: Any
+) -> tuple[jax.Array, Any]:
+    """Layers whose weights are arrays of their own, one after the other.
+
+    On CPUs a scan, which switches to a layer's weights: attention is compiled once for all layers,
+    in half of the time. On GPUs each switch would wait for the host.
+    """
+    mesh = active_mesh()
+    if mesh is None or mesh.devices.flat[0].platform != "cpu":
+        outputs = []
+        for number, of_layer in enumerate(weights):
+            window, extra = jax.tree.map(lambda x, number=number: x[number], inputs)
+            x, kept = body(x, ((of_layer, window), extra))
+            outputs.append(kept)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+
+    def step(x, of_layer):
+        number, (window, extra) = of_layer
+
+        def use(part, *args):
+            return jax.lax.switch(number, [functools.partial(part, w) for w in weights], *args)
+
+        return body(x, ((None, window), extra), use)
+
+    return jax.lax.scan(step, x, (jnp.arange(len(weights), dtype=jnp.int32), inputs))
 
 
 def layer_windows(c: DecoderConfig) -> jax.Array | None:
@@ -224,7 +247,9 @@ class _Layer:
     route: Route | None
     deep: Seen | None  # features that are added behind the first layers
 
-    def apply(self, x_BTD: jax.Array, inputs: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+    def apply(
+        self, x_BTD: jax.Array, inputs: tuple[Any, ...], use: Use | None = None
+    ) -> tuple[jax.Array, Any]:
         """The residual stream [B, T, D] after the layer, and the layer output.
 
         `inputs` is ((weights, window), layer input). Devices of a tensor group divide the stream's
@@ -232,34 +257,14 @@ class _Layer:
         the sum after it (sequence parallelism, Korthikanti et al. 2022, arxiv.org/abs/2205.05198).
         """
         (w, window), extra = inputs
-        c = self.config
         number = None
         if self.deep is not None:
             window, number = window
-        h = _gather(self.norm(x_BTD, w["attention_norm"]))
-        h, kept = self.attention(h, w, extra, window)
-        h = _share(h)
-        if c.post_norms:
-            h = self.norm(h, w["attention_post_norm"])
-        x = x_BTD + h
-        h = _gather(self.norm(x, w["mlp_norm"]))
-        if c.num_experts:
-            h, routed = mixture(
-                h,
-                w,
-                c.experts_per_token,
-                norm_topk=c.norm_topk,
-                turned=self.apart,
-                route=self.route,
-                extra=extra,
-            )
-            kept = kept if self.route is None else (kept, routed)
-        else:
-            h = self.mlp(h, w)
-        h = _share(h)
-        if c.post_norms:
-            h = self.norm(h, w["mlp_post_norm"])
-        x = constrain(x + h, "batch", "stream", "activation")
+        use = use or (lambda part, *args: part(w, *args))
+        q, k, v = use(self.projected, x_BTD, window)
+        out, attended = self.attend(q, k, v, extra, *([] if window is None else [window]))
+        x, routed = use(self.after_attention, x_BTD, out, extra)
+        kept = attended if self.route is None else (attended, routed)
         return x if number is None else self.deepened(x, number), kept
 
     def deepened(self, x_BTD: jax.Array, number: jax.Array) -> jax.Array:
@@ -281,14 +286,16 @@ class _Layer:
         c = self.config
         return rms_norm(x, scale, c.norm_eps, offset=c.norm_offset, factor=factor)
 
-    def attention(
-        self, h_BTD: jax.Array, w: Weights, extra: Any, window: jax.Array | None
-    ) -> tuple[jax.Array, Any]:
-        """Attention's contribution to the residual stream, [B, T, D], and `attend`'s layer output.
+    def projected(
+        self, w: Weights, x_BTD: jax.Array, window: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, N, H], keys and values [B, T, K, H], rotated by their positions.
 
-        `window` is an int32 scalar, `extra` the layer input.
+        `window` is an int32 scalar.
         """
-        c, h = self.config, _flat(h_BTD)
+        c = self.config
+        h_BTD = _gather(self.norm(x_BTD, w["attention_norm"]))
+        h = _flat(h_BTD)
         q, k, v = (named(PROJECTION, self.project(h, w, name)) for name in _QKV)
         if c.attention_bias:
             q, k, v = (
@@ -307,9 +314,36 @@ class _Layer:
             tables = tuple(jnp.where(has_window, *x) for x in zip(local, tables, strict=True))
         q = constrain(rope.rotate(q, tables), "batch", "length", "heads", "head_dim")
         k = constrain(rope.rotate(k, tables), "batch", "length", "kv_heads", "head_dim")
-        out, kept = self.attend(q, k, v, extra, *([] if window is None else [window]))
+        return q, k, v
+
+    def after_attention(
+        self, w: Weights, x_BTD: jax.Array, out: jax.Array, extra: Any
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream [B, T, D] after attention's output [B, T, N, H] and the MLP, and
+        `route`'s layer output. `extra` is the layer input."""
+        c = self.config
         out = out.reshape(-1, c.num_heads * c.head_dim)
-        return _unflat(named(OUTPUT, self.project(out, w, "output", inputs=2)), h_BTD), kept
+        h = _share(_unflat(named(OUTPUT, self.project(out, w, "output", inputs=2)), x_BTD))
+        if c.post_norms:
+            h = self.norm(h, w["attention_post_norm"])
+        x, routed = x_BTD + h, None
+        h = _gather(self.norm(x, w["mlp_norm"]))
+        if c.num_experts:
+            h, routed = mixture(
+                h,
+                w,
+                c.experts_per_token,
+                norm_topk=c.norm_topk,
+                turned=self.apart,
+                route=self.route,
+                extra=extra,
+            )
+        else:
+            h = self.mlp(h, w)
+        h = _share(h)
+        if c.post_norms:
+            h = self.norm(h, w["mlp_post_norm"])
+        return constrain(x + h, "batch", "stream", "activation"), routed
 
     def mlp(self, h_BTD: jax.Array, w: Weights) -> jax.Array:
         """The gated MLP, [B, T, D]; see decoder_config.ACTIVATIONS."""

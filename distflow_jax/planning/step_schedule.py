@@ -12,6 +12,7 @@ class StepSchedule:
 
     steps: int  # of the whole run
     eval_every: int | None  # None: the run has nothing to evaluate, or no sampler
+    evaluates_untrained: bool
     checkpoint_every: int
     samples_every: int
 
@@ -22,13 +23,14 @@ class StepSchedule:
         return cls(
             steps=config.training.steps,
             eval_every=config.eval.every if evaluates else None,
+            evaluates_untrained=evaluates and config.eval.before_training,
             checkpoint_every=config.checkpoint.every,
             samples_every=config.observe.samples_every,
         )
 
     def evaluates_first(self, step: int) -> bool:
         """Whether the untrained weights are evaluated in this step."""
-        return self.eval_every is not None and step == 1
+        return self.evaluates_untrained and step == 1
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation follows a step; one follows the last."""
@@ -36,7 +38,7 @@ class StepSchedule:
 
     def evaluates_version(self, version: int) -> bool:
         """Whether the weights after `version` steps are evaluated; 0: the untrained ones."""
-        return self.evaluates(version) if version else self.eval_every is not None
+        return self.evaluates(version) if version else self.evaluates_untrained
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint follows a step that ends as planned; one follows the last."""

@@ -36,13 +36,16 @@ class TimeLeft:
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._extra: tuple[list[float], list[float]] = ([], [])  # evaluations, checkpoints
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Takes the times of one step from its metrics."""
+    def observe_step(self, metrics: Mapping[str, float]) -> None:
+        """Takes the time of one step from its metrics."""
         seconds = metrics.get("perf/time_per_step")
         if seconds is not None and self._first is None:
             self._first = seconds
         elif seconds is not None:
             self._steps.append(seconds)
+
+    def observe_rest(self, metrics: Mapping[str, float]) -> None:
+        """Takes the times of an evaluation and a checkpoint from the metrics of one step."""
         for name, times in zip(("testing", "save_checkpoint"), self._extra, strict=True):
             if seconds := metrics.get(f"timing_s/{name}", 0.0):
                 times.append(seconds)
@@ -84,48 +87,60 @@ class RunProgress:
         if self._terminal.enabled and self._terminal.in_cell:
             self._cell = cells.LiveOutput()
         self._rewards: list[tuple[int, float]] = []
-        self._state: tuple[str, int] | None = None  # the cell's text, and its step
+        self._last: tuple[int, Mapping[str, float]] | None = None  # the last step's
         self._shown = 0.0  # time of the cell's last update
         self._terminal.show(self._line(done_steps, [], self._terminal.width_of_region))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows step `step` of 1..total_steps, which has ended, with its metrics."""
-        terminal = self._terminal
-        if not terminal.enabled:
+        """Shows step `step` of 1..total_steps, which has ended but for its evaluation."""
+        if not self._terminal.enabled:
             return
-        self._left.observe(metrics)
-        words = numbers(metrics)
-        if terminal.is_live:
-            # the last evaluation stays until the next
-            self._evaluated = evaluation_numbers(metrics) or self._evaluated
-            words += [pair for pair in self._evaluated if pair not in words]
-        left = self._left.after(step)
-        if left is not None:
-            words.append(("left", format_seconds(left)))
+        self._left.observe_step(metrics)
+        self._last = step, metrics
         if self._cell is not None:
             self._rewards += [(step, metrics[REWARD])] if REWARD in metrics else []
-            pairs = (" ".join(pair) for pair in words)
-            self._state = ("  ".join([f"step {step}/{self._total}", *pairs]), step)
-            if time.monotonic() - self._shown >= CELL_SECONDS:
-                self._shown = time.monotonic()
-                self._show_cell()
-        elif terminal.is_live:
-            terminal.show(self._line(step, words, terminal.width_of_region))
-        else:
-            terminal.print(fitted(f"step {step}/{self._total}", words, terminal.width))
+        self._show()
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes all metrics of a step, and shows its evaluation, if there is one."""
+        self._left.observe_rest(metrics)
+        if evaluation_numbers(metrics):
+            self.evaluation(metrics, step)
 
     def evaluation(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Shows an evaluation by itself: of the untrained weights, or of those after `step`."""
-        self._evaluated = evaluation_numbers(metrics)
-        terminal = self._terminal
-        if terminal.enabled and not terminal.in_cell and not terminal.is_live:
+        """Shows an evaluation: of the untrained weights, or of those after `step` steps."""
+        terminal, self._evaluated = self._terminal, evaluation_numbers(metrics)
+        if not terminal.enabled:
+            return
+        if not (terminal.in_cell or terminal.is_live):
             begin = f"after step {step}" if step else "before step 1"
             terminal.print(fitted(begin, self._evaluated, terminal.width))
+        elif self._last is not None:
+            self._show()
 
     def close(self) -> None:
         """Shows the last state in its cell."""
-        if self._state is not None:
+        if self._cell is not None and self._last is not None:
             self._show_cell()
+
+    def _show(self) -> None:
+        terminal, (step, _) = self._terminal, self._last
+        if terminal.is_live:
+            terminal.show(self._line(step, self._words(), terminal.width_of_region))
+        elif self._cell is None:
+            terminal.print(fitted(f"step {step}/{self._total}", self._words(), terminal.width))
+        elif time.monotonic() - self._shown >= CELL_SECONDS:
+            self._shown = time.monotonic()
+            self._show_cell()
+
+    def _words(self) -> list[tuple[str, str]]:
+        """Numbers of the last step; where they are redrawn, those of the last evaluation too."""
+        step, metrics = self._last
+        words = numbers(metrics)
+        if self._terminal.is_live or self._cell is not None:
+            words += self._evaluated
+        left = self._left.after(step)
+        return words if left is None else [*words, ("left", format_seconds(left))]
 
     def _line(self, step: int, words: Sequence[tuple[str, str]], width: int) -> str:
         filled = _BAR * step // self._total if self._total else 0
@@ -136,7 +151,9 @@ class RunProgress:
         return text if text.count("  ") == len(words) else fitted(begin, words, width)
 
     def _show_cell(self) -> None:
-        words, step = self._state
+        step = self._last[0]
+        pairs = (" ".join(pair) for pair in self._words())
+        words = "  ".join([f"step {step}/{self._total}", *pairs])
         self._cell.show(cells.progress_html(words, step, self._total, self._rewards), words)
 
 
@@ -156,7 +173,6 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     add("pair acc", "rewards/accuracies")
     add("accuracy", "reward_model/accuracy")
     add("value loss", "critic/vf_loss")
-    found += evaluation_numbers(metrics)
     add("length", "response_length/mean", "{:.1f}")
     add("tokens/s", "perf/throughput", "{:.0f}")
     add("slots busy", "perf/slots_busy_share", "{:.0%}")

@@ -37,7 +37,7 @@ WAITS = {
     "open_model": "opening the model",
     "open_data": "reading and checking the data",
     "start_rewards": "starting the reward function",
-    "build": "compiling the programs of the plan",
+    "compile_programs": "compiling the programs of the plan",
     "first_state": "loading weights or a checkpoint",
     "compile_sampler": "compiling the programs of the sampler",
     "testing": "evaluating",
@@ -62,6 +62,21 @@ class _Wait:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+
+class ResponseCount:
+    """How many of the `total` responses that a phase waits for have ended."""
+
+    def __init__(self, total: int):
+        self._total, self._ended = max(total, 1), 0
+
+    def add(self, response: object) -> None:
+        """Counts a response."""
+        self._ended += 1
+
+    def __str__(self) -> str:
+        # each time the phase runs, and each round of a region, as many end
+        return f"{self._ended % self._total} of {self._total} responses"
 
 
 class Terminal:

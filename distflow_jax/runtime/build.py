@@ -80,6 +80,7 @@ def build(
     engine, sync = sampler or (None, None)
     if sampler is None and run.own_samplers:
         engine = make_engine(run.source, run.config, sizes)
+        engine.compile_ahead()
         sync = make_sync(run.source, run.config, sizes)
     member = processes.process_index() % sizes.sampler_hosts
     coordinator = _coordinator(run, run.sizes.packing, meshes, spans.span)

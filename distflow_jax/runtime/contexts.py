@@ -48,7 +48,8 @@ class ContextFactory:
         self._run, self._meshes, self._engine = run, meshes, engine
         self._environments, self._rewards = environments, rewards
         self._member, self._waiting = member, waiting
-        self._on_response = ResponseHooks()
+        self.on_response = ResponseHooks()  # of all nodes
+        self.on_evaluated = ResponseHooks()  # of an evaluation
         self._counts = collections.Counter(_stage_name(t.node) for t in run.plan.tasks)
         self._makers: dict[type[NodeContext], Callable[[Task], NodeContext]] = {
             SamplingContext: self._sampling,
@@ -83,7 +84,7 @@ class ContextFactory:
             environments=self._environments,
             member=self._member,
             hosts=self._run.sizes.sampler_hosts,
-            on_response=self._on_response,
+            on_response=self.on_response,
         )
 
     def _reward(self, task: Task) -> RewardContext:
@@ -98,7 +99,7 @@ class ContextFactory:
             tokenizer=self._run.source.tokenizer,
             reward=config.reward,
             rewards=self._rewards,
-            on_response=self._on_response,
+            on_response=self.on_response,
             early_rewards=self._early_rewards(task),
             waiting=self._waiting,
         )

@@ -159,6 +159,11 @@ def describe_first(run: OpenRun, metrics: Metrics) -> None:
         metrics |= planned_metrics(run.prepared, run.runtime, run.instruments)
 
 
+def show(run: OpenRun, metrics: Metrics) -> None:
+    """Shows the step, before what follows it takes its time."""
+    run.recorder.show(metrics | run.times.so_far(metrics))
+
+
 def evaluate(run: OpenRun, metrics: Metrics) -> None:
     """Evaluates weights, or records what samplers have evaluated."""
     metrics |= run.evaluating.after(run.state.step)

@@ -105,6 +105,10 @@ class Recorder:
         """Records the metrics of a step that has ended, and its table of stragglers."""
         self._writer.stragglers(self._state.step, stragglers)
         self._writer.metrics(self._state.step, metrics)
+        self._progress.observe(self._state.step, metrics)
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Shows the metrics of a step that has ended; its evaluation follows."""
         self._progress.update(self._state.step, metrics)
 
     def untrained(self, metrics: Mapping[str, float]) -> None:

@@ -27,7 +27,7 @@ from distflow_jax.report.drawing import to_svg
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
-from distflow_jax.report.terminal import Terminal
+from distflow_jax.report.terminal import ResponseCount, Terminal
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_files import warn_of_changes
@@ -69,6 +69,17 @@ def introduce(prepared: PreparedRun, terminal: Terminal) -> None:
 _ROWS = {"prompts": "prompts", "demonstrations": "demonstrations", "preferences": "pairs"}
 
 
+def _count_responses(prepared: PreparedRun, runtime: Runtime, terminal: Terminal) -> None:
+    config, contexts = prepared.config, runtime.contexts
+    sampled = config.data.prompts_per_step * config.rollout.num_samples
+    rollout = ResponseCount(sampled // processes.process_count())
+    evaluation = ResponseCount(len(prepared.eval_prompts) * config.eval.num_samples)
+    contexts.on_response.add(rollout.add)
+    contexts.on_evaluated.add(evaluation.add)
+    nodes = [task.node.id for task in prepared.plan.tasks if task.node.role == "ROLLOUT"]
+    terminal.details |= dict.fromkeys(nodes, rollout.__str__) | {"testing": evaluation.__str__}
+
+
 def describe_run(
     prepared: PreparedRun,
     runtime: Runtime,
@@ -98,6 +109,7 @@ def describe_run(
     whole = f"{title}\n\n{sizes}\n\n{text}\n\ndigest {plan.digest}"
     writer.plan(whole, svg=picture, tree=plan.to_json())
     if is_first:
+        _count_responses(prepared, runtime, terminal)
         progress.introduce_in_cell(title, prepared.table(), text, terminal)
         if prepared.loader.dropped:
             log.warning("%s", describe_dropped(prepared.loader.dropped_for))

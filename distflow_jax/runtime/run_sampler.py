@@ -55,7 +55,9 @@ def evaluate_sampler(prepared: PreparedRun, runtime: Runtime, state: RunState) -
     """Scored responses to this process's evaluation prompts, from the sampler's weights."""
     sampler, evaluation = next(iter(prepared.own_samplers)), evaluation_of(prepared, runtime)
     with runtime.offload.staying(EVALUATE, state.models):
-        state.models[sampler], episodes = evaluation.answer(state.models[sampler])
+        state.models[sampler], episodes = evaluation.answer(
+            state.models[sampler], runtime.contexts.on_evaluated
+        )
         return evaluation.score(episodes)
 
 

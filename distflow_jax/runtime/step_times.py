@@ -47,6 +47,11 @@ class StepTimes:
         """Starts the clock of a step."""
         self._started = time.perf_counter()
 
+    def so_far(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Seconds and throughput of the step up to now. `metrics` are the batch's."""
+        seconds = time.perf_counter() - self._started
+        return _speed(metrics, seconds)
+
     def take(
         self, step: int, metrics: Mapping[str, float], received: int
     ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
@@ -78,8 +83,7 @@ class StepTimes:
         measured = timings | {
             **per_process,
             "timing_s/host_communication": self._communication(),
-            "perf/throughput": tokens / work / jax.device_count(),
-            "perf/time_per_step": work,
+            **_speed(metrics, work),
             **self._instruments.measured(_PEAK, memory.peak_memory_gb),
             "perf/compilations": self._compilations.take(),
             "perf/compilations_fetched": self._compilations.take_fetched(),
@@ -109,6 +113,15 @@ class StepTimes:
         """Seconds in collectives among hosts since the last call."""
         before, self._communicated = self._communicated, processes.communication_seconds()
         return self._communicated - before
+
+
+def _speed(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Throughput and seconds of a step without its evaluation."""
+    tokens = metrics["perf/total_num_tokens"]
+    return {
+        "perf/throughput": tokens / seconds / jax.device_count(),
+        "perf/time_per_step": seconds,
+    }
 
 
 def _timing(unit: Unit) -> str:

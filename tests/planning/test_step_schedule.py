@@ -8,12 +8,23 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.planning.step_schedule import StepSchedule
 
 
-def schedule(*, dataset="train.jsonl", has_sampler=True, evaluate=3, save=4, samples=5, steps=8):
+def schedule(
+    *,
+    dataset="train.jsonl",
+    has_sampler=True,
+    evaluate=3,
+    untrained=True,
+    save=4,
+    samples=5,
+    steps=8,
+):
     config = Config()
     config = dataclasses.replace(
         config,
         training=dataclasses.replace(config.training, steps=steps),
-        eval=dataclasses.replace(config.eval, dataset=dataset, every=evaluate),
+        eval=dataclasses.replace(
+            config.eval, dataset=dataset, every=evaluate, before_training=untrained
+        ),
         checkpoint=dataclasses.replace(config.checkpoint, every=save),
         observe=dataclasses.replace(config.observe, samples_every=samples),
     )
@@ -44,6 +55,12 @@ def test_without_data_or_sampler_nothing_is_evaluated(missing):
     found = schedule(**missing)
     assert steps_of(found.evaluates) == steps_of(found.evaluates_first) == []
     assert steps_of(found.saves) == [4, 8]
+
+
+def test_one_key_leaves_the_untrained_weights_out():
+    found = schedule(untrained=False)
+    assert steps_of(found.evaluates_first) == [] and not found.evaluates_version(0)
+    assert [v for v in range(9) if found.evaluates_version(v)] == steps_of(found.evaluates)
 
 
 @pytest.mark.parametrize("evaluate", [0, 1, 3, 4, 9])

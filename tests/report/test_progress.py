@@ -8,7 +8,14 @@ import pytest
 import rich.console
 
 from distflow_jax.planning.step_schedule import StepSchedule
-from distflow_jax.report.progress import RunProgress, TimeLeft, fitted, numbers, size_lines
+from distflow_jax.report.progress import (
+    RunProgress,
+    TimeLeft,
+    evaluation_numbers,
+    fitted,
+    numbers,
+    size_lines,
+)
 from distflow_jax.report.terminal import Terminal
 
 SHARED = {"response_length/mean": 9.5, "perf/throughput": 812.3, "perf/time_per_step": 2.0}
@@ -36,11 +43,13 @@ GRAPHS = {  # the metrics by which a graph's numbers are found -> what is shown 
         {"actor/loss": 0.5, "student/loss": 0.25},
         [("actor loss", "0.500"), ("student loss", "0.250")],
     ),
-    "an evaluation": (
-        SCORED | {"val-core/gsm8k/reward/mean@4": 0.5, "val-core/gsm8k/reward/best@4/mean": 1.0},
-        [("reward", "0.250"), ("eval", "0.500")],
+}
+EVALUATIONS = {  # metrics of evaluations -> what is shown of them
+    "one": (
+        {"val-core/gsm8k/reward/mean@4": 0.5, "val-core/gsm8k/reward/best@4/mean": 1.0},
+        [("eval", "0.500")],
     ),
-    "two evaluations": (
+    "two": (
         {"val-core/a/b/reward/mean@1": 0.5, "val-core/c/reward/mean@1": 1.0},
         [("eval a/b", "0.500"), ("eval c", "1.000")],
     ),
@@ -61,6 +70,12 @@ def test_the_numbers_are_those_of_the_graph(graph):
     assert numbers(metrics | SHARED) == [*expected, ("length", "9.5"), ("tokens/s", "812")]
 
 
+@pytest.mark.parametrize("number", EVALUATIONS)
+def test_an_evaluation_is_shown_with_its_source_where_there_are_several(number):
+    metrics, expected = EVALUATIONS[number]
+    assert evaluation_numbers(metrics | SCORED) == expected
+
+
 def test_slots_beside_environments_are_shown():
     shown = numbers(SCORED | SHARED | {"perf/slots_busy_share": 0.934})
     assert shown[-1] == ("slots busy", "93%")
@@ -72,7 +87,7 @@ def test_a_line_fits_and_keeps_what_matters(graph, width):
     words = [*numbers(metrics | SHARED), ("left", "12h34m")]
     text = fitted("step 12345/12345", words, width)
     assert len(text) <= width and "step 12345/12345" in text
-    if "evaluation" not in graph and "students" not in graph:
+    if "students" not in graph:
         assert " ".join(expected[0]) in text and "left 12h34m" in text
 
 
@@ -82,18 +97,21 @@ def test_plain_lines_where_there_is_no_terminal():
     progress.evaluation({"val-core/gsm8k/reward/mean@1": 0.125})
     progress.update(1, SCORED | SHARED)
     progress.update(2, SCORED | SHARED)
+    progress.observe(2, SCORED | SHARED | {"val-core/gsm8k/reward/mean@1": 0.5})
     progress.close()
-    before, first, second = output(terminal).splitlines()
+    before, first, second, after = output(terminal).splitlines()
     stamp = r"\d\d-\d\d \d\d:\d\d:\d\d "
     assert re.fullmatch(f"{stamp}before step 1  eval 0.125", before)
     assert re.fullmatch(f"{stamp}step 1/20  reward 0.250  length 9.5  tokens/s 812", first)
     assert re.fullmatch(f"{stamp}step 2/20  reward 0.250  .*  left 36s", second)
+    assert re.fullmatch(f"{stamp}after step 2  eval 0.500", after)
 
 
 def test_a_terminal_shows_one_line():
     terminal = Terminal(console=console(force_terminal=True))
     progress = RunProgress(20, terminal=terminal, done_steps=4)
-    progress.update(5, SCORED | SHARED | {"val-core/gsm8k/reward/mean@1": 0.125})
+    progress.update(5, SCORED | SHARED)
+    progress.observe(5, SCORED | SHARED | {"val-core/gsm8k/reward/mean@1": 0.125})
     progress.update(6, SCORED | SHARED)
     terminal.print("[eval] accuracy 0.5")
     progress.close()
@@ -118,16 +136,18 @@ def test_other_processes_are_silent():
 
 def test_the_time_left_counts_evaluations_and_checkpoints():
     every = {"testing": 4, "save_checkpoint": 5}
-    schedule = StepSchedule(20, every["testing"], every["save_checkpoint"], 0)
+    schedule = StepSchedule(20, every["testing"], True, every["save_checkpoint"], 0)
     left = TimeLeft(20, schedule.coming)
     assert left.after(0) is None
-    left.observe({"perf/time_per_step": 100.0, "timing_s/testing": 7.0})  # compiles
+    left.observe_step({"perf/time_per_step": 100.0})  # compiles
+    left.observe_rest({"timing_s/testing": 7.0})
     assert left.after(1) is None
     for step in range(2, 11):
         extra = {"timing_s/testing": 7.0} if step % 4 == 0 else {}
         if step == 6:  # a checkpoint is saved after its step's metrics
             extra["timing_s/save_checkpoint"] = 3.0
-        left.observe({"perf/time_per_step": 2.0} | extra)
+        left.observe_step({"perf/time_per_step": 2.0})
+        left.observe_rest(extra)
     # after step 10: 10 steps; evaluations at 12, 16, 20; checkpoints at 10 (now), 15, 20
     assert left.after(10) == pytest.approx(10 * 2 + 3 * 7 + 3 * 3)
     assert left.after(20) == pytest.approx(3)  # its own checkpoint

@@ -85,7 +85,7 @@ def test_texts_are_shortened_to_their_width():
 def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
     monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
     found = opened()
-    with found.activity("build"):
+    with found.activity("compile_programs"):
         until(lambda: lines(found))
     with found.activity("rollout"):  # a node of every step
         time.sleep(0.2)
@@ -116,7 +116,7 @@ def test_no_silence_is_long(monkeypatch):
 def test_a_wait_that_fails_says_no_more(monkeypatch):
     monkeypatch.setattr(terminal, "LONG_WAIT", 0.05)
     found = opened()
-    with pytest.raises(ValueError), found.activity("build"):
+    with pytest.raises(ValueError), found.activity("compile_programs"):
         until(lambda: lines(found))
         raise ValueError
     assert len(lines(found)) == 1
@@ -124,7 +124,7 @@ def test_a_wait_that_fails_says_no_more(monkeypatch):
 
 def test_a_terminal_shows_the_innermost_wait_and_leaves_nothing():
     found = opened(force_terminal=True)
-    with found.activity("build"), found.activity("rollout"):
+    with found.activity("compile_programs"), found.activity("rollout"):
         assert found._region().plain.startswith("rollout ")
     assert found._region().plain == ""
     found.close()

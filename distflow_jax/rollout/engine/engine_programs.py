@@ -66,6 +66,11 @@ class EnginePrograms:
             self.generate = generate(decode.generate, stop_ids)
         self.generate_few = generate(compact_decode.generate_few, small, stop_ids)
 
+    def decoding(self, params: Any) -> list[jax.stages.Traced]:
+        """The programs that decode, the largest to compile. `params` as in `traced`."""
+        programs = [self.generate] + [self.generate_few] * bool(self.few_slots)
+        return [program.trace(params, self._shapes.specs()) for program in programs]
+
     def temporaries(self, params: Any) -> int | None:
         """Bytes of a device for the temporary buffers of the largest of the `traced` programs.
 
