@@ -123,7 +123,7 @@ def files() -> list[pathlib.Path]:
 @functools.cache
 def tree(path: pathlib.Path) -> ast.Module:
     """The syntax tree of a module."""
-    return ast.parse(path.read_text())
+    return house_measures.parsed(path.read_text())
 
 
 def name(path: pathlib.Path) -> str:
@@ -134,7 +134,7 @@ def name(path: pathlib.Path) -> str:
 def imports(path: pathlib.Path) -> set[str]:
     """Dotted names that a module imports: modules, and names of modules."""
     found = set()
-    for node in ast.walk(tree(path)):
+    for node in house_measures.nodes(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -155,7 +155,7 @@ def module_of(dotted: str) -> tuple[str, ...] | None:
 
 def definitions(path: pathlib.Path, kind: type | tuple[type, ...]) -> list[ast.AST]:
     """All definitions of a kind in a module."""
-    return [node for node in ast.walk(tree(path)) if isinstance(node, kind)]
+    return [node for node in house_measures.nodes(tree(path)) if isinstance(node, kind)]
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

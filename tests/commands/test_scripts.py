@@ -325,6 +325,7 @@ def test_worker_names_the_trainers_that_do_not_answer(place, command, monkeypatc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands_of("scripts/serve.py"), ids=" ".join)
 def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     with socket.socket() as probe:
@@ -450,6 +451,7 @@ def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
 PLANS = [c for c in SHOWN if c[0] == "scripts/plan.py" and "--topology" not in " ".join(c)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PLANS, ids=" ".join)
 def test_plan_commands(place, command):
     output = run_shown(place, command)

@@ -196,13 +196,10 @@ def delayed(monkeypatch, seed):
     monkeypatch.setattr(Ahead, "begin", late_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "flags"),
-    [
-        (1, ()),
-        pytest.param(2, ("eval.every=1",), marks=pytest.mark.slow),
-        pytest.param(1, ("dag=dapo", "eval.every=2"), marks=pytest.mark.slow),
-    ],
+    [(1, ()), (2, ("eval.every=1",)), (1, ("dag=dapo", "eval.every=2"))],
 )
 def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, staleness, flags):
     """Samplers on a device of their own: whatever is late, metrics and samples are the same."""

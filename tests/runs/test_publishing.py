@@ -53,6 +53,7 @@ def check_prompts(folder):
     assert len(found) == STEPS
 
 
+@pytest.mark.slow
 def test_weights_move_to_samplers_that_need_them(tmp_path):
     """Nobody needs version 2: version 1 is the first after the evaluation of the untrained weights,
     and version 3 is evaluated."""

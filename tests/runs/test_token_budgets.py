@@ -76,6 +76,7 @@ def check_budgets(rows, counters):
     assert sampled == rows[STEPS]["perf/tokens/sampled"]
 
 
+@pytest.mark.slow
 def test_rollouts_end_by_a_budget(tmp_path):
     rows = trained(tmp_path)
     counters = check(tmp_path, rows)

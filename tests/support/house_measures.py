@@ -26,6 +26,12 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """All nodes of a module's tree: walking it takes longer than most rules."""
+    return list(ast.walk(tree))
+
+
 def room_of(path: str) -> str:
     """The room that a module stands in; modules of the root are rooms of their own."""
     return path.split("/")[0]
@@ -105,7 +111,7 @@ def _section_fields(sources: Sources) -> set[str]:
     return {
         getattr(getattr(member, "target", member), "id", getattr(member, "name", ""))
         for text in sources.values()
-        for node in ast.walk(parsed(text))
+        for node in nodes(parsed(text))
         if isinstance(node, ast.ClassDef) and node.name == SECTION
         for member in node.body
         if isinstance(member, (ast.AnnAssign, *FUNCTIONS))
@@ -118,7 +124,7 @@ def _stream_classes(sources: Sources) -> set[str]:
     classes = [
         (path, node)
         for path, text in sources.items()
-        for node in ast.walk(parsed(text))
+        for node in nodes(parsed(text))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != SECTION
     ]
     inside = {node.name for path, node in classes if path.startswith(STREAM)}
@@ -134,7 +140,7 @@ def _annotated(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """(name, annotation) of parameters, variables and results in a module, and of attributes that
     are set to these."""
     kinds = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.arg) and node.annotation:
             kinds[node.arg] = ast.unparse(node.annotation)
         elif isinstance(node, ast.AnnAssign):
@@ -147,7 +153,7 @@ def _annotated(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def _attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """(name, annotation) of the fields and properties of classes."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for member in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(member, ast.AnnAssign):
                 yield member.target.id.lstrip("_"), ast.unparse(member.annotation)
@@ -173,7 +179,7 @@ def _operands(test: ast.expr) -> Iterator[ast.expr]:
 def _tests(tree: ast.Module) -> list[ast.expr]:
     """Tests of a module, each once: of statements and expressions, and "and" and "or" elsewhere."""
     found: list[ast.expr] = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, TESTS):
             found.append(node.test)
         elif isinstance(node, ast.comprehension):
@@ -181,7 +187,7 @@ def _tests(tree: ast.Module) -> list[ast.expr]:
         elif isinstance(node, ast.Match):
             found.append(node.subject)
     inner = {id(node) for test in found for node in ast.walk(test)}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.BoolOp) and id(node) not in inner:
             found.append(node)
             inner |= {id(below) for below in ast.walk(node)}
@@ -217,7 +223,7 @@ def collaborators(sources: Sources) -> dict[str, int]:
 def _own_collaborators(tree: ast.Module, node: ast.ClassDef) -> set[str]:
     imported = {
         alias.asname or alias.name
-        for one in ast.walk(tree)
+        for one in nodes(tree)
         if isinstance(one, ast.ImportFrom) and (one.module or "").startswith("distflow_jax")
         for alias in one.names
     }
@@ -250,7 +256,7 @@ def packed_calls(sources: Sources) -> int:
     return sum(
         isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)
         for text in sources.values()
-        for node in ast.walk(parsed(text))
+        for node in nodes(parsed(text))
         if isinstance(node, ast.Call)
         for argument in node.args
     )

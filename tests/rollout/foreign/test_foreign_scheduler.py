@@ -1,4 +1,7 @@
-"""Schedulers over engines that are not ours: answers, swaps, and everything that goes wrong."""
+"""Schedulers over engines that are not ours: answers, swaps, and everything that goes wrong.
+
+Nightly: a server of scripts/serve.py samples as our own engine does.
+"""
 
 import dataclasses
 import logging
@@ -86,6 +89,7 @@ def test_openai_compatible_server(sampler, server, tmp_path):
     assert server.loaded == ["version-0"] and server.answered == len(UIDS)
 
 
+@pytest.mark.slow
 def test_distflow_sampler(tmp_path):
     """The same tokens as this process samples: the server has the seed of the run."""
     own = served_engine()
