@@ -71,27 +71,27 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python $(INPUTS)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps $(JETSTREAM)
+	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install --no-deps $(JETSTREAM)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install -r requirements-dev.txt
 	touch $@
 
 # packages of trackers, for the tests that read back what these hold
 $(VENV)/installed-trackers: $(VENV)/installed-dev requirements-trackers.txt
-	$(BIN)/python -m pip install --quiet -r requirements-trackers.txt
+	$(BIN)/python -m pip install -r requirements-trackers.txt
 	touch $@
 
 $(DOCS_VENV)/installed: requirements-docs.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	$(DOCS_VENV)/bin/python -m pip install -r requirements-docs.txt
 	touch $@
 
 $(LOCK_VENV)/installed:
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/python -m pip install --quiet 'uv>=0.5'
+	$(LOCK_VENV)/bin/python -m pip install 'uv>=0.5'
 	touch $@
 
 # torch and two releases of transformers: nightly tests load exports there, and read what it saves
@@ -99,9 +99,9 @@ setup-torch: $(TORCH_VENV)/installed
 
 $(TORCH_VENV)/installed: scripts/golden/requirements.txt scripts/golden/requirements-newest.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
-	$(TORCH_VENV)/bin/python -m pip install --quiet -r scripts/golden/requirements.txt
+	$(TORCH_VENV)/bin/python -m pip install -r scripts/golden/requirements.txt
 	rm -rf $(TORCH_VENV)/newest
-	$(TORCH_VENV)/bin/python -m pip install --quiet --no-deps --target $(TORCH_VENV)/newest \
+	$(TORCH_VENV)/bin/python -m pip install --no-deps --target $(TORCH_VENV)/newest \
 		-r scripts/golden/requirements-newest.txt
 	touch $@
 

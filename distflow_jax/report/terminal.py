@@ -92,6 +92,7 @@ class Terminal:
         self.in_cell = self.console.is_jupyter
         self.is_live = enabled and self.console.is_terminal and not self.in_cell
         self.details: dict[str, Callable[[], str]] = {}  # phase -> how far it is: "34 of 64"
+        self.doing = ""  # what the phases belong to: "step 3/20"
         self._line = ""
         self._waits: list[_Wait] = []  # the innermost last
         self._took: dict[str, float] = {}  # phase -> seconds of its last time
@@ -195,7 +196,8 @@ class Terminal:
         elif time.monotonic() - self._spoken >= SILENCE:
             detail = self.details.get(wait.phase, lambda: "")()
             took = self._took.get(wait.phase, 0.0)
-            words = [f"{wait.words}: {format_seconds(wait.seconds)} so far", detail]
+            begin = f"{self.doing}, " if self.doing else ""
+            words = [f"{begin}{wait.words}: {format_seconds(wait.seconds)} so far", detail]
             words += [f"the last one took {format_seconds(took)}"] if took >= LEAST_TOLD else []
             self.print(", ".join(filter(None, words)))
 

@@ -76,6 +76,7 @@ def next_step(run: OpenRun) -> Iterator[None]:
     state = run.state
     state.step += 1
     run.instruments.phases.step = state.step
+    run.recorder.begin_step()
     run.times.begin()
     try:
         with run.instruments.profile.step(state.step):

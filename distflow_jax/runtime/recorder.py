@@ -101,6 +101,10 @@ class Recorder:
         seconds = round(before + time.perf_counter() - started, 3)
         self._writer.event(event, {"step": step, "seconds": seconds})
 
+    def begin_step(self) -> None:
+        """What is under way belongs to the step state.step from now on."""
+        self._terminal.doing = f"step {self._state.step}/{self._schedule.steps}"
+
     def step(self, metrics: Mapping[str, Any], stragglers: Mapping[str, Any]) -> None:
         """Records the metrics of a step that has ended, and its table of stragglers."""
         self._writer.stragglers(self._state.step, stragglers)

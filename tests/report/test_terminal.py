@@ -103,14 +103,14 @@ def test_no_silence_is_long(monkeypatch):
     found = opened()
     with found.activity("rollout"):
         until(lambda: lines(found))
-    found.details["rollout"] = lambda: "34 of 64 responses"
+    found.details["rollout"], found.doing = lambda: "34 of 64 responses", "step 3/20"
     before = len(lines(found))
     with found.activity("rollout"):
         until(lambda: len(lines(found)) > before)
     first, second = lines(found)[0], lines(found)[before]
     assert re.fullmatch(f"{STAMP}rollout: \\d+s so far", first)
     last = "34 of 64 responses, the last one took \\d+s"
-    assert re.fullmatch(f"{STAMP}rollout: \\d+s so far, {last}", second)
+    assert re.fullmatch(f"{STAMP}step 3/20, rollout: \\d+s so far, {last}", second)
 
 
 def test_a_wait_that_fails_says_no_more(monkeypatch):
