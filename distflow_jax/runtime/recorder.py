@@ -102,7 +102,7 @@ class Recorder:
         self._writer.event(event, {"step": step, "seconds": seconds})
 
     def begin_step(self) -> None:
-        """What is under way belongs to the step state.step from now on."""
+        """Names the step state.step in lines on what is under way."""
         self._terminal.doing = f"step {self._state.step}/{self._schedule.steps}"
 
     def step(self, metrics: Mapping[str, Any], stragglers: Mapping[str, Any]) -> None:
