@@ -1,11 +1,11 @@
-"""GRPO of Qwen2.5-0.5B-Instruct on one GPU or TPU VM.
+"""GRPO of Qwen2.5-0.5B-Instruct on one GPU of 24 GB.
 
-    python scripts/train.py --config=configs/qwen25_0_5b.py:rtx4090-1,2k --workdir=runs/qwen25_0_5b \
+    python scripts/train.py --config=configs/qwen25_0_5b.py:rtx4090-1,2k --workdir=runs/small \
         --config.data.train=hf:openai/gsm8k:main/train --config.reward.function=gsm8k
     python scripts/plan.py --config=configs/qwen25_0_5b.py:rtx4090-1,2k --topology=rtx4090-1 \
         --config.model.source=configs/shapes/qwen25_0_5b
 
-The text after the colon is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
 results of plan.py for every choice.
 """
 
@@ -16,7 +16,6 @@ from distflow_jax.pods.preset import GPUS_OF_24_GB, Division, grpo
 
 DIVISIONS = {
     **{(gpu, "2k"): Division() for gpu in GPUS_OF_24_GB},
-    ("h100", "2k"): Division(),
 }
 
 

@@ -1,11 +1,11 @@
 """GRPO of Qwen2.5-1.5B-Instruct on one GPU or TPU VM.
 
-    python scripts/train.py --config=configs/qwen25_1_5b.py:rtx4090-1,2k --workdir=runs/qwen25_1_5b \
+    python scripts/train.py --config=configs/qwen25_1_5b.py:rtx4090-1,2k --workdir=runs/small \
         --config.data.train=hf:openai/gsm8k:main/train --config.reward.function=gsm8k
     python scripts/plan.py --config=configs/qwen25_1_5b.py:rtx4090-1,2k --topology=rtx4090-1 \
         --config.model.source=configs/shapes/qwen25_1_5b
 
-The text after the colon is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
 results of plan.py for every choice.
 """
 

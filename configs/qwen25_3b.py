@@ -5,7 +5,7 @@
     python scripts/plan.py --config=configs/qwen25_3b.py:v5e-8,2k --topology=v5e-8 \
         --config.model.source=configs/shapes/qwen25_3b
 
-The text after the colon is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). docs/machines.md has the
 results of plan.py for every choice.
 """
 
@@ -23,7 +23,6 @@ DIVISIONS = {
     ("v4", "2k"): Division(fsdp=4),
     ("v5e", "2k"): Division(fsdp=8, rollout_tensor=4),
     ("v6e", "2k"): Division(fsdp=8),
-    ("v5p", "2k"): Division(fsdp=4),
 }
 
 

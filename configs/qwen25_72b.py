@@ -5,7 +5,7 @@
     python scripts/plan.py --config=configs/qwen25_72b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_72b
 
-The text after the colon is MACHINE,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
 fewest chips per choice: GiB of HBM in the fullest segment, and the share to spare. Rows by
 formulas have no temporaries, which take some of that share.
 

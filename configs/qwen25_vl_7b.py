@@ -5,7 +5,7 @@
     python scripts/plan.py --config=configs/qwen25_vl_7b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_vl_7b
 
-The text after the colon is MACHINE,CONTEXT (distflow_jax/pods/preset.py). An image with more features
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). An image with more features
 is shrunk (data.image_tokens); prompts have 1,024 tokens of text beside it. The tower is trained
 with the rest: training.freeze=vision keeps it as it is.
 """

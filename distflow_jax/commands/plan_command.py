@@ -51,7 +51,7 @@ def main(options: SimpleNamespace) -> int:
             f"--devices={options.devices} out"
         )
     if options.sweep and not options.topology:
-        raise ValueError("--sweep needs a pod: give --topology, such as v5p:4x4x4")
+        raise ValueError("--sweep needs a machine: give --topology, such as v5p-128")
     pod = open_topology(options.topology) if options.topology else None
     if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
         raise ValueError(

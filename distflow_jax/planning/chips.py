@@ -151,9 +151,9 @@ _A100 = dataclasses.replace(
 _A100_80 = dataclasses.replace(
     _A100, name="a100_80", memory=int(0.95 * 80e9), memory_bandwidth=2000 * _GB
 )
-# 24 GB, joined by PCIe 4.0 x16 alone: 32 GB/s one way. Peaks are half of the sparse rates in the
-# data sheets: L4 242; A10 250; A10G 140 (baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-inference);
-# RTX 4090 330, with sums in float32 (NVIDIA Ada GPU architecture, appendix A).
+# 24 GB, joined by PCIe 4.0 x16 alone: 32 GB/s one way. Peaks are half of the sparse rates: L4 242
+# and A10 250, in their data sheets; A10G 140, baseten.co/blog/nvidia-a10-vs-a10g-for-ml-model-
+# inference; RTX 4090 330 with sums in float32, NVIDIA Ada GPU architecture, appendix A.
 _L4 = dataclasses.replace(
     _H100,
     name="l4",

@@ -100,7 +100,7 @@ def _slice_sizes(chip: Chip, chips: int) -> tuple[int, ...] | None:
         for b in range(a, cubes // a + 1)
         if cubes % (a * b) == 0 and cubes // (a * b) >= b
     ]
-    sizes = tuple(4 * n for n in min(a_b_c, key=max))
+    sizes = tuple(4 * n for n in min(a_b_c, key=sum))
     return sizes if all(n <= m for n, m in zip(sizes, chip.largest, strict=True)) else None
 
 

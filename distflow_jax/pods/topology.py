@@ -107,7 +107,8 @@ class Pod:
         what, notes = ("devices", halves) if c.devices > 1 else ("chips", "")
         return (
             f"{self.name}: {self.size} {what} {c.name} in {self.hosts} hosts of {self.per_host}\n"
-            f"a {what[:-1]}: {notes}{c.memory / 2**30:.4g} GiB of HBM at {c.memory_bandwidth / 1e9:.0f} GB/s, "
+            f"a {what[:-1]}: {notes}{c.memory / 2**30:.4g} GiB of HBM at "
+            f"{c.memory_bandwidth / 1e9:.0f} GB/s, "
             f"{c.flops / 1e12:.0f} TFLOP/s (bfloat16), one way {links} ({c.source})\n"
         )
 

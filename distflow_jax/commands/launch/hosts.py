@@ -100,9 +100,9 @@ def check_run(
 ) -> None:
     """Plans the training run of a command as its processes will, before it is submitted.
 
-    `chip`: of planning/chips.py, or "gpu"; "": a CPU. `folder`: where they run, if it is here. Raises
-    ValueError with the reason for which the run would end; other commands have no plan. A run that
-    needs a file that is on the hosts alone is checked as far as that file, which is named.
+    `chip`: of planning/chips.py, or "gpu"; "": a CPU. `folder`: where they run, if it is here.
+    Raises ValueError with the reason for which the run would end; other commands have no plan. A
+    run that needs a file that is on the hosts alone is checked as far as that file, which is named.
     """
     found = train_flags(options.command)
     if found is None or options.unchecked:

@@ -20,6 +20,7 @@ from distflow_jax.planning.machine_names import NamedMachine, named_machine
 
 PROGRAM = "distflow launch tpu_vm"
 TEMPLATE = "tpu_vm.sh"
+KINDS = ("v4", "v5e", "v5p", "v6e")  # of the Cloud TPU API, which has no tpu7x
 
 
 def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -56,9 +57,10 @@ def tpu(accelerator_type: str) -> NamedMachine:
         found = named_machine(accelerator_type)
     except ValueError as error:
         raise ValueError(f"--accelerator_type={accelerator_type}: {error}") from None
-    if not found.chip.dims:
+    if found.chip.name not in KINDS:
         raise ValueError(
-            f"--accelerator_type={accelerator_type} is no TPU; give one such as v5litepod-8"
+            f"--accelerator_type={accelerator_type} is no TPU VM, which have {', '.join(KINDS)}; "
+            "distflow launch gke starts runs on other TPUs and on GPUs"
         )
     return found
 
