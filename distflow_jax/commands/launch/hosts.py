@@ -212,9 +212,9 @@ def gpu_chip(name: str) -> str:
 
     "gpu", one whose chip the config alone says, for a type that is none of them; "" for no type.
     """
-    words = re.sub(r"[^a-z0-9]", "", name.lower())
+    words = f"-{re.sub('[^a-z0-9]+', '-', name.lower())}-"
     gpus = (c for c, chip in CHIPS.items() if chip.platform == "gpu")
-    found = [c for c in gpus if re.search(c.replace("_", "") + r"(?!\d)", words)]
+    found = [c for c in gpus if re.search(f"-{c.replace('_', '-')}(gb)?-", words)]
     return max(found, key=len, default="gpu" if name else "")
 
 
