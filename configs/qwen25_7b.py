@@ -1,20 +1,20 @@
 """GRPO of Qwen2.5-7B-Instruct on pods.
 
-    python scripts/train.py --config=configs/qwen25_7b.py:v5p-64,8k --workdir=runs/qwen25_7b \
+    python scripts/train.py --config=configs/qwen25_7b.py:v5p-128,8k --workdir=runs/qwen25_7b \
         --config.data.train=DATA
-    python scripts/plan.py --config=configs/qwen25_7b.py:v5p-64,8k --topology=v5p:4x4x4 \
+    python scripts/plan.py --config=configs/qwen25_7b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_7b
 
-The text after the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
 fewest chips per choice: GiB of HBM in the fullest segment, and the share to spare. Rows by
 formulas have no temporaries, which take some of that share.
 
 choice      topology     fullest       to spare  how
 v5e-256,8k  v5e:16x16     8.1 of 15.8     49 %   formulas
 v5e-256,32k v5e:16x16     6.2 of 15.8     61 %   formulas; offload=idle
-v5p-64,8k   v5p:4x4x4    16.7 of 95.7     83 %   compiled, all of it
-v5p-64,32k  v5p:4x4x4    12.7 of 95.7     87 %   formulas
-v5p-128,64k v5p:4x4x8    12.7 of 95.7     87 %   formulas
+v5p-128,8k  v5p:4x4x4    16.7 of 95.7     83 %   compiled, all of it
+v5p-128,32k v5p:4x4x4    12.7 of 95.7     87 %   formulas
+v5p-256,64k v5p:4x4x8    12.7 of 95.7     87 %   formulas
 h100-8,8k   h100:1x8     38.4 of 70.8     46 %   formulas
 h100-8,32k  h100:1x8     31.7 of 70.8     55 %   formulas
 h200-8,8k   h200:1x8     38.4 of 124.8    69 %   formulas
@@ -29,6 +29,10 @@ from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
+    ("v5e", "2k"): Division(fsdp=16, rollout_tensor=4, offload="idle"),
+    ("v6e", "2k"): Division(fsdp=8, rollout_tensor=4, offload="idle"),
+    ("v5p", "2k"): Division(fsdp=4),
+    ("h100", "2k"): Division(fsdp=8),
     ("v5e", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
     ("v5e", "32k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=4, offload="idle"),
     ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
@@ -41,7 +45,7 @@ DIVISIONS = {
 }
 
 
-def get_config(choice: str = "v5p-64,8k") -> ConfigDict:
+def get_config(choice: str = "v5p-128,8k") -> ConfigDict:
     """2 prompts x 8 responses per chip and step (at 8k), one update, KL to the initial model."""
     return to_config_dict(
         grpo("hf:Qwen/Qwen2.5-7B-Instruct", choice, DIVISIONS, positions=32_768, yarn_factor=4.0)

@@ -1,11 +1,11 @@
 """GRPO of Qwen2.5-VL-7B-Instruct on pods, with images of up to 1,024 features.
 
-    python scripts/train.py --config=configs/qwen25_vl_7b.py:v5p-64,8k --workdir=runs/qwen25_vl \
+    python scripts/train.py --config=configs/qwen25_vl_7b.py:v5p-128,8k --workdir=runs/qwen25_vl \
         --config.data.train=DATA
-    python scripts/plan.py --config=configs/qwen25_vl_7b.py:v5p-64,8k --topology=v5p:4x4x4 \
+    python scripts/plan.py --config=configs/qwen25_vl_7b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_vl_7b
 
-The text after the colon is CHIPS,CONTEXT (distflow_jax/pods/preset.py). An image with more features
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). An image with more features
 is shrunk (data.image_tokens); prompts have 1,024 tokens of text beside it. The tower is trained
 with the rest: training.freeze=vision keeps it as it is.
 """
@@ -24,7 +24,7 @@ DIVISIONS = {
 }
 
 
-def get_config(choice: str = "v5p-64,8k") -> ConfigDict:
+def get_config(choice: str = "v5p-128,8k") -> ConfigDict:
     """2 prompts x 8 responses per chip and step (at 8k), one update, KL to the initial model."""
     return to_config_dict(
         grpo(

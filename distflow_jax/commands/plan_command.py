@@ -39,6 +39,8 @@ from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.runtime.build import trace
 
+UNNAMED_GPU = "gpu"  # --chip of a launcher to which the type of a GPU is not given
+
 
 def main(options: SimpleNamespace) -> int:
     """Checks the config as a run does; prints the plan and its programs, and draws it."""
@@ -49,16 +51,17 @@ def main(options: SimpleNamespace) -> int:
             f"--devices={options.devices} out"
         )
     if options.sweep and not options.topology:
-        raise ValueError("--sweep needs a pod: give --topology, such as v5p:4x4x4")
+        raise ValueError("--sweep needs a machine: give --topology, such as v5p-128")
     pod = open_topology(options.topology) if options.topology else None
     if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
         raise ValueError(
             f"--only={','.join(options.only)} chooses programs to compile for one TPU --topology: "
             "leave it out"
         )
-    machine = (
-        pod.machine if pod else wanted_machine(options.devices, options.processes, options.chip)
-    )
+    chip = options.chip
+    if chip == UNNAMED_GPU:
+        chip = config.mesh.chip or "h100"
+    machine = pod.machine if pod else wanted_machine(options.devices, options.processes, chip)
     if options.sweep:
         return sweep_pod(options, pod, config)
     planned = plan_run(config, machine, options.chosen, open_source=open_shapes)
@@ -173,7 +176,11 @@ def wanted_machine(devices: int, processes: int, chip: str = "") -> Machine:
     if not chip:
         return machine
     return dataclasses.replace(
-        machine, platform=CHIPS[chip].platform, memory=CHIPS[chip].memory, host_memory=0
+        machine,
+        platform=CHIPS[chip].platform,
+        memory=CHIPS[chip].memory,
+        host_memory=0,
+        chip=chip,
     )
 
 

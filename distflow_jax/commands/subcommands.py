@@ -121,7 +121,7 @@ PLAN = Subcommand(
         string(
             "topology",
             "",
-            "Plan for a pod: v5p:8x8x16, v5e:16x16, v6e:16x16, gpu:64x8 (h100, h200).",
+            "Plan for a machine: v5litepod-8, v5p-32, h100-8, rtx4090-1; or v5p:8x8x16, h100:64x8.",
         ),
         integer(
             "mean_response",
@@ -143,7 +143,8 @@ PLAN = Subcommand(
         string(
             "chip",
             "",
-            "What --devices are: v5p, v5e, v6e, h100, h200; empty: those of this machine.",
+            "What --devices are: v4, v5e, v5p, v6e, tpu7x, a100, h100, l4, ... (docs/machines.md); "
+            "empty: those of this machine.",
         ),
         switch("compile", True, "Compile the programs for their costs."),
         switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),

@@ -16,6 +16,9 @@ class MeshConfig(Section, name="mesh"):
     takes the devices that the others leave. Roles on disjoint submeshes run concurrently.
     """
 
+    # the chip that these sizes are for, such as v5e or h100; on another a run ends before step 1.
+    # "": any
+    chip: str = ""
     # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
     # fsdp x expert. Copies exchange gradients only, whereas fsdp also gathers the parameters of
     # every layer

@@ -1,4 +1,4 @@
-"""The configs shipped with the package, by name: --config=tiny, or qwen25_7b:v5p-64,8k.
+"""The configs shipped with the package, by name: --config=tiny, or qwen25_7b:v5p-128,8k.
 
 The text after the colon is the argument of the config's `get_config`. A user's own .py file can
 start from a shipped config, in a checkout as in an installed package:

@@ -43,6 +43,7 @@ from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
 from distflow_jax.parallel.host_memory import check_host_memory
+from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
@@ -303,6 +304,7 @@ def plan_run(
     `chosen` are the config keys that the command line gives; see `settle`. `open_source`:
     `open_shapes` where the plan is all there will be. Raises ValueError or FileNotFoundError.
     """
+    check_chip(config.mesh.chip, machine)
     config, graph = settle(config, chosen)
     if config.training.device_memory_gib:
         limit = int(config.training.device_memory_gib * 2**30)
@@ -335,6 +337,21 @@ def plan_run(
     if run.waiting is not None:
         run.waiting.check()
     return run
+
+
+def check_chip(wanted: str, machine: Machine) -> None:
+    """Raises ValueError where the sizes of a config are for another chip than the machine has.
+
+    `wanted`: mesh.chip; "" fits all, as does a machine whose chip is unknown.
+    """
+    if wanted and wanted not in CHIPS:
+        raise ValueError(f"mesh.chip={wanted} is no known chip ({hint(wanted, CHIPS)})")
+    if wanted and machine.chip and machine.chip != wanted:
+        raise ValueError(
+            f"mesh.chip={wanted}: the sizes of this config are for {wanted}, but the devices here "
+            f"are {machine.chip}: choose a preset for these (docs/machines.md), or keep the sizes "
+            "with --config.mesh.chip="
+        )
 
 
 def _surroundings(config: Config, sizes: Sizes) -> Surroundings:

@@ -51,11 +51,13 @@ class Torus:
 
         Each dim adds a ring of B / s_i in both directions, a line in one direction: the s_i
         interleaved groups share its links. In an all-to-all, half of the data of a dim's n_i places
-        crosses its middle, on two links of a ring (or one of a line) in each direction.
+        crosses its middle, on two links of a ring (or one of a line) in each direction. The devices
+        of a chip share its links; data for both enter the chip once.
         """
-        places = self.places[list(group)]
+        chip = self.chip
+        places, counts = np.unique(self.places[list(group)], axis=0, return_counts=True)
         taken = [sorted(set(column)) for column in places.T]
-        if math.prod(map(len, taken)) != len({tuple(place) for place in places}):
+        if math.prod(map(len, taken)) != len(places) or len(set(counts)) > 1:
             return None
         ring, exchange, latency = 0.0, math.inf, 0.0
         for values, size in zip(taken, self.sizes, strict=True):
@@ -68,16 +70,20 @@ class Torus:
             step = steps.pop()
             closed = step * count == size and self._wraps(size)
             ways = 2 if closed else 1
-            bandwidth = ways * self.chip.link_bandwidth / step
+            bandwidth = ways * chip.link_bandwidth / step
             ring += bandwidth
             exchange = min(exchange, 4 * bandwidth / count)
-            latency += self.chip.hop_seconds * step * (count // 2 if closed else count - 1)
-        return GroupRates(len(group), ring, min(exchange, ring), latency)
+            latency += chip.hop_seconds * step * (count // 2 if closed else count - 1)
+        ring *= counts[0] / chip.devices
+        if counts[0] > 1:
+            ring = min(ring or math.inf, chip.inner_bandwidth)
+        return GroupRates(len(group), ring, min(exchange / chip.devices, ring), latency)
 
     def permute_seconds(self, pairs: np.ndarray, size: float) -> float:
         """Seconds of a permutation of `pairs`, int [pairs, 2], of `size` bytes each.
 
-        Data are routed along one dim at a time, and no pair shares the links of its route.
+        Data are routed along one dim at a time, and no pair shares the links of its route with
+        another chip's.
         """
         apart = np.abs(self.places[pairs[:, 0]] - self.places[pairs[:, 1]])
         round_ = np.array([s if self._wraps(s) else 2 * s for s in self.sizes])
@@ -85,7 +91,7 @@ class Torus:
         moved = hops[hops > 0]
         if not len(moved):
             return 0.0
-        seconds = size * moved.mean() / self.chip.link_bandwidth
+        seconds = size * moved.mean() * self.chip.devices / self.chip.link_bandwidth
         return float(seconds + moved.max() * self.chip.hop_seconds)
 
     def _wraps(self, size: int) -> bool:

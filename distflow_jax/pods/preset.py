@@ -1,11 +1,11 @@
-"""GRPO of a large model on a pod: the common part of configs/qwen*.py.
+"""GRPO of a model on a machine: the common part of configs/qwen*.py.
 
-Such a config takes an argument CHIPS,CONTEXT: `--config=configs/qwen25_72b.py:v5p-64,8k` means 64
-v5p chips (Google Cloud's names count two cores per chip) and sequences of up to 8,192 tokens.
+Such a config takes an argument MACHINE,CONTEXT: `--config=configs/qwen25_7b.py:v5e-16,2k` is for
+the TPU slice v5e-16 and sequences of up to 2,048 tokens. Machines have the names of
+planning/machine_names.py: v5p-8 counts two cores of each chip, so it has 4; h100-8 has 8 GPUs.
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 
 from distflow_jax.config.algorithm_config import AlgorithmConfig
@@ -13,32 +13,36 @@ from distflow_jax.config.data_config import DataConfig, RewardConfig
 from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
-from distflow_jax.config.training_config import TrainingConfig
+from distflow_jax.config.training_config import LoraConfig, OptimizerConfig, TrainingConfig
 from distflow_jax.config.upkeep_config import CheckpointConfig, HealthConfig
+from distflow_jax.planning.machine_names import NamedMachine, named_machine
 
-CONTEXTS = {"8k": 8192, "32k": 32_768, "64k": 65_536}  # tokens of the longest prompt and response
-CHIPS = {"v5e": (256, 256), "v5p": (64, 1024), "h100": (8, 1024), "h200": (8, 1024)}
+# tokens of the longest prompt and response
+CONTEXTS = {"2k": 2048, "8k": 8192, "32k": 32_768, "64k": 65_536}
+GPUS_OF_24_GB = ("rtx4090", "l4", "a10", "a10g")
 _PROMPT = 1024  # tokens of the longest prompt, images left out
 _SAMPLES = 8  # responses to a prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Division of a model over chips of one kind; mesh.data takes the chips that are left."""
+    """Division of a model over devices of one kind; mesh.data takes the devices that are left."""
 
-    fsdp: int
-    tensor: int
-    rollout_tensor: int
+    fsdp: int = 1
+    tensor: int = 1
+    rollout_tensor: int = 1
     expert: int = 1
     context: int = 1
     cache_fraction: float = 0.15  # of HBM, for a sampler's keys and values
     # of a sampler's weights, keys and values; int8 turns the token_tis correction on
     sampler_dtype: str = "auto"
     offload: str = "none"
+    moments: str = "float32"  # of the optimizer
+    lora_rank: int = 0  # 0: all parameters are trained
 
     @property
-    def chips(self) -> int:
-        """The fewest chips of this division."""
+    def devices(self) -> int:
+        """The fewest devices of this division."""
         return self.fsdp * self.tensor * self.expert * self.context
 
 
@@ -51,13 +55,13 @@ def grpo(
     yarn_factor: float = 1.0,
     image_tokens: int = 0,
 ) -> Config:
-    """The config for a choice of chips and context.
+    """The config for a choice of machine and context.
 
-    The batch grows with the pod: the number of sequences per chip is constant.
+    The batch grows with the machine: the number of tokens per device is constant.
 
     Args:
       source: the model.
-      choice: CHIPS,CONTEXT, for example "v5p-64,8k".
+      choice: MACHINE,CONTEXT, for example "v5p-8,2k".
       divisions: by (kind of chip, context).
       positions: the longest sequence on which the model was trained.
       yarn_factor: extends `positions` by YaRN, where the context needs it.
@@ -65,7 +69,7 @@ def grpo(
 
     Raises ValueError for a choice that is malformed, or that the model has no division for.
     """
-    kind, chips, context = _read(choice)
+    machine, context = _read(choice)
     by = _division(source, choice, divisions, int(positions * yarn_factor))
     tokens, prompt = CONTEXTS[context], _PROMPT + image_tokens
     return Config(
@@ -78,8 +82,8 @@ def grpo(
         # a rollout or an update of the largest takes half an hour where hardware is half as fast
         health=HealthConfig(stuck_seconds=7200.0),
         data=DataConfig(
-            # the same number of tokens per chip for every context
-            prompts_per_step=max(1, 2 * chips * CONTEXTS["8k"] // tokens),
+            # the same number of tokens per device for every context
+            prompts_per_step=max(1, 2 * machine.devices * CONTEXTS["8k"] // tokens),
             max_prompt_length=prompt,
             overlong="drop",
             image_tokens=image_tokens or DataConfig.image_tokens,
@@ -99,9 +103,12 @@ def grpo(
             remat="full",
             attention="kernel",  # auto would materialise the scores of a row where no kernel fits
             offload=by.offload,
+            optimizer=OptimizerConfig(lr=1e-5 if by.lora_rank else 1e-6, moments=by.moments),
         ),
+        lora=LoraConfig(rank=by.lora_rank),
         mesh=MeshConfig(
-            data=chips // by.chips,
+            chip=machine.chip.name,
+            data=machine.devices // by.devices,
             fsdp=by.fsdp,
             expert=by.expert,
             context=by.context,
@@ -116,41 +123,35 @@ def _division(
     source: str, choice: str, divisions: Mapping[tuple[str, str], Division], longest: int
 ) -> Division:
     """The division of a choice; ValueError where there is none, or above `longest` positions."""
-    kind, chips, context = _read(choice)
+    machine, context = _read(choice)
     if CONTEXTS[context] > longest:
         raise ValueError(
             f"{source} has {longest:,} positions, too few for {context} ({choice!r}); use "
             f"{_listed(c for c, n in CONTEXTS.items() if n <= longest)}"
         )
+    kind = machine.chip.name
     if (kind, context) not in divisions:
         known = _listed(sorted({f"{k},{c}" for k, c in divisions}))
         raise ValueError(f"{source} has no division for {kind} at {context}; use one of {known}")
     by = divisions[kind, context]
-    if chips % by.chips:
+    if machine.devices % by.devices:
+        least = by.devices // machine.chip.devices * machine.chip.counted
         raise ValueError(
-            f"{choice!r}: {source} at {context} is divided over {by.chips} chips of {kind}; use a "
-            f"multiple of {by.chips}"
+            f"{choice!r} has {machine.devices} devices, but {source} at {context} is divided over "
+            f"{by.devices} of {kind}: use {kind}-{least}, or a multiple of it"
         )
     return by
 
 
-def _read(choice: str) -> tuple[str, int, str]:
-    """(kind of chip, chips, context) of "v5p-64,8k"."""
-    found = re.fullmatch(r"(\w+)-(\d+),(\w+)", choice)
-    if not found:
+def _read(choice: str) -> tuple[NamedMachine, str]:
+    """(machine, context) of "v5p-8,2k"."""
+    name, _, context = choice.partition(",")
+    if context not in CONTEXTS:
         raise ValueError(
-            f"{choice!r} must be CHIPS,CONTEXT such as v5p-64,8k, with {_listed(CHIPS)} and "
+            f"{choice!r} must be MACHINE,CONTEXT such as v5p-8,2k, with a context of "
             f"{_listed(CONTEXTS)}"
         )
-    kind, chips, context = found[1], int(found[2]), found[3]
-    if kind not in CHIPS:
-        raise ValueError(f"{choice!r}: unknown chip {kind!r}; use {_listed(CHIPS)}")
-    if context not in CONTEXTS:
-        raise ValueError(f"{choice!r}: unknown context {context!r}; use {_listed(CONTEXTS)}")
-    low, high = CHIPS[kind]
-    if not low <= chips <= high:
-        raise ValueError(f"{choice!r}: a pod of {kind} has {low} to {high} chips")
-    return kind, chips, context
+    return named_machine(name), context
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Pods by name: v5p:8x8x16 through libtpu, which needs no TPU; gpu:64x8 as numbers only."""
+"""Pods by name: v5p-32 or v5p:8x8x16 through libtpu, which needs no TPU; GPUs as numbers only."""
 
 import dataclasses
 import importlib.util
@@ -15,6 +15,13 @@ from jax.experimental import topologies
 from distflow_jax.parallel.mesh import MeshSizes, canonical_order
 from distflow_jax.planning.chips import CHIPS, Chip
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.machine_names import (
+    GPUS_PER_NODE,
+    NamedMachine,
+    chip_named,
+    fits_a_host,
+    named_machine,
+)
 from distflow_jax.pods.interconnect import Interconnect, Nodes, Torus
 
 # without these libtpu looks for a TPU of this machine and its neighbours, and locks it
@@ -25,8 +32,6 @@ _ALONE = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
 }
 REQUIREMENTS = "requirements-tpu-plan.txt"
-_GPU_NAMES = ("gpu", *(c.name for c in CHIPS.values() if c.platform == "gpu"))
-_TPU_NAMES = tuple(c.name for c in CHIPS.values() if c.platform == "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class TracedDevice:
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """Chips and their interconnect.
+    """Devices and their interconnect.
 
     `devices`, in the canonical order: those for which XLA compiles, or TracedDevices if there is no
     compiler for them here.
@@ -56,7 +61,7 @@ class Pod:
 
     @property
     def size(self) -> int:
-        """Number of chips."""
+        """Number of devices."""
         return self.hosts * self.per_host
 
     @property
@@ -73,6 +78,7 @@ class Pod:
             local_devices=self.per_host,
             platform=self.chip.platform,
             memory=self.chip.memory,
+            chip=self.chip.name,
         )
 
     def numbers(self, mesh: jax.sharding.Mesh) -> np.ndarray:
@@ -81,9 +87,9 @@ class Pod:
         return np.array([places[device.id] for device in mesh.devices.flat])
 
     def slice_of(self, numbers: np.ndarray) -> "Pod":
-        """A separate TPU slice as large as the box around these chips.
+        """A separate TPU slice as large as the box around the chips of these devices.
 
-        `numbers`: int [chips], in the canonical order.
+        `numbers`: int [devices], in the canonical order.
         """
         places = self.interconnect.places[numbers]
         sizes = places.max(0) - places.min(0) + 1
@@ -97,9 +103,12 @@ class Pod:
             links += f"on each of {2 * c.dims} links"
         else:
             links += f"within a node, {c.network_bandwidth / 1e9:.0f} GB/s out of it"
+        halves = f"two are a chip, {c.inner_bandwidth / 1e9:.0f} GB/s from one to the other; "
+        what, notes = ("devices", halves) if c.devices > 1 else ("chips", "")
         return (
-            f"{self.name}: {self.size} chips {c.name} in {self.hosts} hosts of {self.per_host}\n"
-            f"a chip: {c.memory / 2**30:.4g} GiB of HBM at {c.memory_bandwidth / 1e9:.0f} GB/s, "
+            f"{self.name}: {self.size} {what} {c.name} in {self.hosts} hosts of {self.per_host}\n"
+            f"a {what[:-1]}: {notes}{c.memory / 2**30:.4g} GiB of HBM at "
+            f"{c.memory_bandwidth / 1e9:.0f} GB/s, "
             f"{c.flops / 1e12:.0f} TFLOP/s (bfloat16), one way {links} ({c.source})\n"
         )
 
@@ -145,22 +154,30 @@ class Pod:
 
 
 def open_topology(name: str) -> Pod:
-    """Opens a pod by name: CHIP:AxBxC for a TPU torus, gpu:NODESxGPUS (or h100, h200) for GPUs.
+    """Opens a pod by name.
 
-    Call it before JAX initialises its devices: afterwards this process has CPUs only. Raises
-    ValueError for a name that is unknown, and FileNotFoundError if libtpu is missing.
+    `name`: of a machine (v5litepod-8, v5p-32, h100-8; see machine_names.py), or CHIP:SIZES with the
+    sizes of a TPU's torus (v5p:4x4x8), or nodes x GPUs (h100:64x8). Call it before JAX initialises
+    its devices: afterwards this process has CPUs only. Raises ValueError for a name that is
+    unknown, and FileNotFoundError if libtpu is missing.
     """
-    kind, _, size = name.partition(":")
-    if kind not in (*_TPU_NAMES, *_GPU_NAMES):
+    kind, colon, size = name.partition(":")
+    chip = chip_named(kind)
+    if not colon and "-" in name:
+        try:
+            found = named_machine(name)
+        except ValueError as error:
+            raise ValueError(f"--topology={name}: {error}") from None
+        return _nodes(name, found) if not found.chip.dims else _slice(name, found)
+    if chip is None:
         raise ValueError(
-            f"--topology={name}: use {', '.join(f'{n}:...' for n in _TPU_NAMES)} with the "
-            f"sizes of the torus (v5p:4x4x8, v5e:16x16), or {', '.join(_GPU_NAMES)} with nodes x "
-            "GPUs (gpu:64x8 has H100s)"
+            f"--topology={name}: use the name of a machine, such as v5litepod-8, v5p-32 or h100-8, "
+            "or sizes: of a TPU's torus (v5p:4x4x8, v5e:16x16), or nodes x GPUs (h100:64x8); chips "
+            f"are {', '.join(CHIPS)}"
         )
     sizes = tuple(int(n) for n in size.split("x")) if re.fullmatch(r"\d+(x\d+)*", size) else ()
-    if kind in _GPU_NAMES:
-        return _nodes(name, CHIPS["h100" if kind == "gpu" else kind], sizes)
-    return _slice(name, CHIPS[kind], sizes)
+    found = NamedMachine(chip, sizes)
+    return _nodes(name, found) if not chip.dims else _slice(name, found)
 
 
 def present_pod(chip: Chip) -> Pod:
@@ -170,11 +187,17 @@ def present_pod(chip: Chip) -> Pod:
     return Pod("here", chip, hosts, per_host, Nodes(chip, hosts, per_host), tuple(devices))
 
 
-def _nodes(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
-    if len(sizes) != 2 or not 1 <= sizes[1] <= 8 or sizes[0] < 1:
+def _nodes(name: str, machine: NamedMachine) -> Pod:
+    chip, sizes = machine.chip, machine.sizes
+    if len(sizes) != 2 or not 1 <= sizes[1] <= GPUS_PER_NODE or sizes[0] < 1:
         raise ValueError(
-            f"--topology={name}: write nodes x GPUs, with 1 to 8 GPUs per node: "
+            f"--topology={name}: write nodes x GPUs, with 1 to {GPUS_PER_NODE} GPUs per node: "
             f"{chip.name}:64x8 has 512"
+        )
+    if sizes[0] > 1 and not chip.network_bandwidth:
+        raise ValueError(
+            f"--topology={name}: the network between nodes of {chip.name} is not known; plan for "
+            f"one node: {chip.name}:1x{sizes[1]}"
         )
     devices = (
         TracedDevice(number, number // sizes[1], chip.platform, chip.name)
@@ -183,7 +206,8 @@ def _nodes(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
     return Pod(name, chip, *sizes, Nodes(chip, *sizes), tuple(devices))
 
 
-def _slice(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
+def _slice(name: str, machine: NamedMachine) -> Pod:
+    chip, sizes = machine.chip, machine.sizes
     most = "x".join(map(str, chip.largest))
     if len(sizes) != chip.dims or 0 in sizes:
         raise ValueError(
@@ -200,13 +224,19 @@ def _slice(name: str, chip: Chip, sizes: tuple[int, ...]) -> Pod:
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)
     jax.config.update("jax_platforms", "cpu")
+    options: dict[str, Any] = {}
+    if fits_a_host(chip, sizes):  # otherwise libtpu's hosts have 2x2 chips
+        options["chips_per_host_bounds"] = (*sizes, 1)[:3]
+    if chip.counted > chip.devices:  # else libtpu makes a device of each core of a v4
+        options["chip_config_name"] = "megacore"
     try:
-        found = topologies.get_topology_desc(name, "tpu").devices
+        found = topologies.get_topology_desc(machine.topology, "tpu", **options).devices
     except Exception as error:  # the type depends on the version
         reason = str(error).partition("\n")[0]
+        cubes = f", for {chip.name} multiples of 4" * (chip.dims == 3)
         raise ValueError(
             f"--topology={name}: libtpu has no such slice ({reason}); use powers of 2 up to "
-            f"{most}, for v5p multiples of 4"
+            f"{most}{cubes}"
         ) from error
     devices = canonical_order(found)
     places = np.array([device.coords[: chip.dims] for device in devices])

@@ -133,7 +133,7 @@ def test_a_file_of_the_working_folder_replaces_no_module(tmp_path):
 def test_a_name_is_the_file_of_the_shipped_config():
     assert set(shipped_configs()) == {path.stem for path in ROOT.glob("configs/*.py")}
     assert config_file("tiny") == str(ROOT / "configs" / "tiny.py")
-    assert config_file("qwen25_7b:v5p-64,8k").endswith("/qwen25_7b.py:v5p-64,8k")
+    assert config_file("qwen25_7b:v5p-128,8k").endswith("/qwen25_7b.py:v5p-128,8k")
     assert config_file("my/own.py:x") == "my/own.py:x"
 
 

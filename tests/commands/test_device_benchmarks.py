@@ -30,6 +30,12 @@ SHAPES = ROOT / "configs" / "shapes"
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("TPU v5 lite", "v5e"),
         ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
         ("NVIDIA H200 NVL", None),  # another chip, of which the peak alone is known
         ("cpu", None),
     ],

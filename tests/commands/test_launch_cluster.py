@@ -211,7 +211,25 @@ def test_gcloud_starts_it_on_all_hosts(capsys, tmp_path):
     ],
 )
 def test_hosts_of_a_tpu_vm(accelerator_type, count):
-    assert tpu_vm.num_hosts(accelerator_type) == count
+    assert tpu_vm.tpu(accelerator_type).hosts == count
+
+
+@pytest.mark.parametrize(
+    "gpu, chip",
+    [
+        ("nvidia-tesla-a100", "a100"),
+        ("nvidia-a100-80gb", "a100_80"),
+        ("A100-80GB", "a100_80"),
+        ("nvidia-h100-mega-80gb", "h100"),
+        ("nvidia-h200-141gb", "h200"),
+        ("A10G", "a10g"),
+        ("RTX4090", "rtx4090"),
+        ("L40S", "gpu"),
+        ("", ""),
+    ],
+)
+def test_chips_of_gpu_types(gpu, chip):
+    assert hosts.gpu_chip(gpu) == chip
 
 
 # -- all --------------------------------------------------------------------------------------
@@ -258,9 +276,11 @@ def test_hosts_of_a_tpu_vm(accelerator_type, count):
         (tpu_vm, ["--name=a;b"], "--name must be lower-case"),
         (tpu_vm, ["--zone=--x"], "--zone must be lower-case"),
         (tpu_vm, ["--project=a b"], "--project must be the name of a project, got 'a b'"),
-        (tpu_vm, ["--accelerator_type=v5p"], "with a number, such as v5p-32, got 'v5p'"),
-        (tpu_vm, ["--accelerator_type=v5p-12"], "2 per chip and 8 per host; use a multiple of 8"),
-        (tpu_vm, ["--accelerator_type=v6e-12"], "sizes are 1, 4, 8, 16, 32, 64, 128, 256"),
+        (tpu_vm, ["--accelerator_type=v5p"], "--accelerator_type=v5p: 'v5p' must be CHIP-NUMBER"),
+        (tpu_vm, ["--accelerator_type=v5p-12"], "2 cores of each chip); use v5p-8 or v5p-16"),
+        (tpu_vm, ["--accelerator_type=v6e-12"], "use v6e-1 or v6e-4 or v6e-8 or v6e-16"),
+        (tpu_vm, ["--accelerator_type=tpu7x-8"], "--accelerator_type=tpu7x-8 is no TPU VM"),
+        (tpu_vm, ["--accelerator_type=h100-8"], "--accelerator_type=h100-8 is no TPU VM"),
     ],
 )
 def test_what_cannot_start_is_refused(launcher, flags, message):

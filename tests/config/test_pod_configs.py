@@ -1,22 +1,26 @@
-"""Configs of large models: every choice is whole, fits its pod's mesh, and says what it is not."""
+"""Configs of machines: every choice is whole, fits its machine's mesh, and says what it is not."""
 
 import dataclasses
 import importlib
 
 import pytest
 from support.paths import ROOT
+from support.presets import PRESETS, least_machine
 
 from distflow_jax.config.config_dict import from_config_dict, to_config_dict, to_json
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes
-from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import preset
 
 SHAPES = ROOT / "configs" / "shapes"
 MILLIONS = {
+    "qwen25_0_5b": 494,
+    "qwen25_1_5b": 1544,
+    "qwen25_3b": 3086,
     "qwen25_7b": 7616,
     "qwen25_32b": 32764,
     "qwen25_72b": 72706,
@@ -24,11 +28,18 @@ MILLIONS = {
     "qwen25_vl_72b": 73411,
     "qwen3_30b_a3b": 30532,
 }
+LARGE = {
+    "v4": "v4-64",
+    "v5e": "v5e-256",
+    "v5p": "v5p-2048",
+    "h100": "h100-1024",
+    "h200": "h200-1024",
+}
 CHOICES = [
-    (name, f"{kind}-{chips},{context}")
-    for name in MILLIONS
+    (name, f"{machine},{context}")
+    for name in PRESETS
     for (kind, context), by in importlib.import_module(f"configs.{name}").DIVISIONS.items()
-    for chips in sorted({max(by.chips, preset.CHIPS[kind][0]), preset.CHIPS[kind][1]})
+    for machine in dict.fromkeys((least_machine(kind, by), LARGE.get(kind, f"{kind}-8")))
 ]
 
 
@@ -51,15 +62,7 @@ def test_every_choice_is_a_run(name, choice):
     edited = config_of(name, choice)
     config = from_config_dict(Config, edited)
     assert to_json(to_config_dict(config)) == to_json(edited)
-    kind, chips = choice.split(",")[0].split("-")
-    chip, per_host = CHIPS[kind], 8 if kind[0] == "h" else 4
-    machine = Machine(
-        processes=int(chips) // per_host,
-        devices=int(chips),
-        local_devices=per_host,
-        platform=chip.platform,
-        memory=chip.memory,
-    )
+    machine = Machine.of(named_machine(choice.split(",")[0]))
     model = dataclasses.replace(config.model, source=str(SHAPES / name))
     planned = plan_run(dataclasses.replace(config, model=model), machine, open_source=open_shapes)
     assert planned.sizes.engine.slots > 0
@@ -69,21 +72,23 @@ def test_every_choice_is_a_run(name, choice):
 
 def test_what_is_longer_than_the_training_is_stretched_or_refused():
     division = {("v5p", "64k"): preset.Division(fsdp=16, tensor=4, rollout_tensor=4)}
-    with pytest.raises(ValueError, match="has 32,768 positions, too few for 64k .*; use 8k, 32k"):
-        preset.grpo("hf:A/B", "v5p-64,64k", division, positions=32_768)
+    with pytest.raises(ValueError, match="has 32,768 positions, too few for 64k .*; use 2k, 8k, 3"):
+        preset.grpo("hf:A/B", "v5p-128,64k", division, positions=32_768)
     for positions, factor in ((32_768, 4.0), (65_536, 1.0)):
-        config = preset.grpo("hf:A/B", "v5p-64,64k", division, positions=positions, yarn_factor=4.0)
+        config = preset.grpo(
+            "hf:A/B", "v5p-128,64k", division, positions=positions, yarn_factor=4.0
+        )
         assert config.model.yarn_factor == factor
 
 
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        ("v5p", "must be CHIPS,CONTEXT such as v5p-64,8k"),
-        ("v9-64,8k", "unknown chip 'v9'; use v5e, v5p"),
-        ("v5p-64,9k", "unknown context '9k'; use 8k, 32k, 64k"),
-        ("v5p-2048,8k", "a pod of v5p has 64 to 1024 chips"),
-        ("v5p-96,8k", "divided over 64 chips of v5p; use a multiple"),
+        ("v5p", "'v5p' must be MACHINE,CONTEXT .* context of 2k, 8k, 32k, 64k"),
+        ("v9-64,8k", "'v9-64' must be CHIP-NUMBER .* one of v4, v5e, v5p"),
+        ("v5p-128,9k", "'v5p-128,9k' must be MACHINE,CONTEXT .* 2k, 8k, 32k, 64k"),
+        ("v5p-96,8k", "no slice is called v5p-96 .*; use .*v5p-64 or v5p-128"),
+        ("v5p-64,8k", "'v5p-64,8k' has 32 devices, but .* over 64 of v5p: use v5p-128, or a mu"),
         ("v5e-256,32k", "no division for v5e at 32k; use one of .*v5e,8k"),
     ],
 )

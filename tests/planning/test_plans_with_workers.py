@@ -1,12 +1,14 @@
 """Runs with workers that pages, --help and shipped presets name: each has a plan."""
 
 import contextlib
+import dataclasses
 import importlib
 import re
 
 import pytest
 from support.doc_blocks import blocks, commands
 from support.paths import ROOT
+from support.presets import PRESETS, least_machine
 
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.config.config_dict import from_config_dict, override
@@ -14,14 +16,12 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import open_config
 from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run, prepare
 from distflow_jax.runtime.samplers.run_nodes import read_nodes
 
 WORKERS = "--config.stream.workers=True"
 HERE = Machine(1, 1, 1, "cpu")
-HOSTS = {"v5e": (4, 15.75), "v5p": (4, 95.74), "h100": (8, 70.8), "h200": (8, 124.8)}
-LEAST = {"v5e": 256, "v5p": 64}  # chips of a preset, for others 8
-PRESETS = [path.stem for path in sorted((ROOT / "configs").glob("qwen*.py"))]
 
 
 def with_workers():
@@ -55,11 +55,10 @@ def test_every_command_with_workers_has_a_plan(words, monkeypatch):
 def test_presets_have_plans_with_workers_of_one_host(name):
     divisions = importlib.import_module(f"configs.{name}").DIVISIONS
     for (kind, context), division in divisions.items():
-        local, gib = HOSTS[kind]
-        chips = max(division.chips, LEAST.get(kind, 8))
-        platform = "gpu" if kind.startswith("h") else "tpu"
-        machine = Machine(chips // local, chips, local, platform, int(gib * 2**30), 1 << 40)
-        source = f"configs/{name}.py:{kind}-{chips},{context}"
+        least = least_machine(kind, division)
+        machine = dataclasses.replace(Machine.of(named_machine(least)), host_memory=1 << 40)
+        local = machine.local_devices
+        source = f"configs/{name}.py:{least},{context}"
         flags = [f"model.source=configs/shapes/{name}", "stream.workers=True"]
         planned = plan_of(source, [*flags, "stream.max_staleness=1"], machine)
         assert planned.sizes.sampler_hosts == 1

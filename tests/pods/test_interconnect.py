@@ -42,6 +42,17 @@ def test_groups_between_each_other_share_links():
     assert every_second.ring == 2.0 / 2 and every_second.devices == 4
 
 
+def test_devices_of_a_chip_share_its_links():
+    chip = dataclasses.replace(CHIP, devices=2, inner_bandwidth=6.0)
+    ring = torus(4, chip=chip)
+    both = Torus(chip, (4,), np.repeat(ring.places, 2, axis=0))
+    assert both.span(range(8)).ring == torus(4).span(range(4)).ring == 2.0  # data enter once
+    assert both.span([0, 2, 4, 6]).ring == 2.0 / 2  # beside the group of the other devices
+    assert both.span(range(8)).exchange == both.span([1, 3, 5, 7]).exchange == 2.0 / 2
+    assert both.span([0, 1]).ring == 6.0
+    assert both.span([0, 1, 2]) is None  # a half of a chip is missing
+
+
 def test_what_is_no_box_has_no_rate():
     assert torus(4, 4).span([0, 1, 2, 4]) is None  # a corner is missing
     assert torus(8).span([0, 1, 3, 4]) is None  # uneven steps

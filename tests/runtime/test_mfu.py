@@ -40,13 +40,16 @@ def config_of(*assignments):
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 4090", 165),
     ],
 )
 def test_peaks_by_the_names_that_jax_gives(kind, tera):
     assert peak_flops(kind) == tera * 1e12
 
 
-@pytest.mark.parametrize("kind", ["cpu", "TPU v3", "NVIDIA H100", "NVIDIA A10", "NVIDIA H20"])
+@pytest.mark.parametrize("kind", ["cpu", "TPU v3", "NVIDIA H100", "NVIDIA A16", "NVIDIA H20"])
 def test_no_peak_is_made_up(kind):
     assert peak_flops(kind) is None
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None

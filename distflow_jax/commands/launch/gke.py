@@ -26,15 +26,14 @@ from distflow_jax.commands.launch.submission_template import add_flags as add_te
 from distflow_jax.commands.launch.submission_template import render
 from distflow_jax.commands.launch.worker_group import group_command
 from distflow_jax.config.user_error import EXIT_USAGE
+from distflow_jax.planning.chips import CHIPS
+from distflow_jax.planning.machine_names import FLAT, SMALL
 
 PROGRAM = "distflow launch gke"
 TEMPLATE = "gke.yaml"
 PORT = 8476  # of process 0, on GPU nodes
 REPLICATED_JOB = "hosts"
 QUEUE = "kueue.x-k8s.io/queue-name"
-
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # larger ones: multiples of 4 in rising order
 
 
 def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -121,11 +120,8 @@ def chips_per_host(options: argparse.Namespace) -> int:
 
 
 def chip_of(options: argparse.Namespace) -> str:
-    """The chip whose kernels and memory a run is planned with: the same one, or one like it."""
-    like = {"v4": "v5p", "tpu7x": "v5p"}
-    if options.tpu:
-        return like.get(options.tpu, options.tpu)
-    return hosts.gpu_chip(options.gpu)
+    """The chip whose kernels and memory a run is planned with."""
+    return options.tpu or hosts.gpu_chip(options.gpu)
 
 
 def num_hosts(options: argparse.Namespace) -> int:
@@ -144,15 +140,16 @@ def num_hosts(options: argparse.Namespace) -> int:
 
 def check_topology(tpu: str, topology: str) -> None:
     """Raises ValueError for a topology that this generation does not have."""
-    _, dims = TPUS[tpu]
-    if dims == 2 and topology not in FLAT:
-        raise ValueError(f"--topology of {tpu} must be one of {', '.join(FLAT)}, got {topology!r}")
+    dims = CHIPS[tpu].dims
+    fixed = ["x".join(map(str, sizes)) for sizes in (FLAT if dims == 2 else SMALL)]
+    if dims == 2 and topology not in fixed:
+        raise ValueError(f"--topology of {tpu} must be one of {', '.join(fixed)}, got {topology!r}")
     written = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology, re.ASCII)
     sides = [int(side) for side in topology.split("x")] if written else []
     large = written and sides == sorted(sides) and all(side % 4 == 0 for side in sides)
-    if dims == 3 and topology not in SMALL and not large:
+    if dims == 3 and topology not in fixed and not large:
         raise ValueError(
-            f"--topology of {tpu} must be one of {', '.join(SMALL)}, or AxBxC with multiples of 4 "
+            f"--topology of {tpu} must be one of {', '.join(fixed)}, or AxBxC with multiples of 4 "
             f"in rising order, got {topology!r}"
         )
 
@@ -240,7 +237,9 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     text, shown = manifest(options), run_hosts(options)
     shown += gke_workers.worker_hosts(options)
     count = num_hosts(options) * options.slices
-    each = chips_per_host(options) if options.tpu else options.gpus_per_node
+    each = options.gpus_per_node
+    if options.tpu:
+        each = chips_per_host(options) * CHIPS[options.tpu].devices
     hosts.check_run(options, count, count * each, chip_of(options))
     if options.dry_run:
         print(f"{text}\n{hosts.describe(shown, 'in the pods')}")

@@ -9,6 +9,7 @@ from typing import Any
 from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.worker_group import add_worker_flags, worker_variables
+from distflow_jax.planning.chips import CHIPS
 
 LABEL = "distflow-run"  # of both groups: kubectl delete jobset,job,service -l distflow-run=NAME
 MACHINE = "node.kubernetes.io/instance-type"
@@ -18,13 +19,13 @@ _TLS_FILES = {
     "DISTFLOW_TLS_KEY": "tls.key",
     "DISTFLOW_TLS_CA": "ca.crt",
 }
-# --tpu -> (label of the node pool, dims of a topology)
+# --tpu -> label of the node pool
 TPUS = {
-    "v4": ("tpu-v4-podslice", 3),
-    "v5e": ("tpu-v5-lite-podslice", 2),
-    "v5p": ("tpu-v5p-slice", 3),
-    "v6e": ("tpu-v6e-slice", 2),
-    "tpu7x": ("tpu7x", 3),
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
 }
 # chips of a slice of one host, by its topology
 _ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8, "2x2x1": 4}
@@ -74,7 +75,7 @@ def check_group(options: argparse.Namespace) -> None:
         return
     if tpu not in TPUS:
         raise ValueError(f"--worker_tpu must be one of {', '.join(sorted(TPUS))}, got {tpu!r}")
-    dims = TPUS[tpu][1]
+    dims = CHIPS[tpu].dims
     fit = [t for t in _ONE_HOST if t.count("x") == dims - 1]
     if options.worker_topology not in fit:
         raise ValueError(
@@ -93,7 +94,7 @@ def tls_variables(options: argparse.Namespace) -> dict[str, str]:
 def tpu_nodes(tpu: str, topology: str) -> dict[str, str]:
     """Labels of the nodes of a TPU slice."""
     return {
-        "cloud.google.com/gke-tpu-accelerator": TPUS[tpu][0],
+        "cloud.google.com/gke-tpu-accelerator": TPUS[tpu],
         "cloud.google.com/gke-tpu-topology": topology,
     }
 

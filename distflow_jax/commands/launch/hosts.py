@@ -16,6 +16,7 @@ from distflow_jax.cluster import job
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
+from distflow_jax.planning.chips import CHIPS
 
 # flags of a training run that no other program with its config takes
 _OF_TRAINING = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
@@ -99,9 +100,9 @@ def check_run(
 ) -> None:
     """Plans the training run of a command as its processes will, before it is submitted.
 
-    `chip`: of planning/chips.py; "": a CPU. `folder`: where they run, if it is here. Raises
-    ValueError with the reason for which the run would end; other commands have no plan. A run that
-    needs a file that is on the hosts alone is checked as far as that file, which is named.
+    `chip`: of planning/chips.py, or "gpu"; "": a CPU. `folder`: where they run, if it is here.
+    Raises ValueError with the reason for which the run would end; other commands have no plan. A
+    run that needs a file that is on the hosts alone is checked as far as that file, which is named.
     """
     found = train_flags(options.command)
     if found is None or options.unchecked:
@@ -207,8 +208,14 @@ def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
 
 
 def gpu_chip(name: str) -> str:
-    """The chip of planning/chips.py that stands for a GPU type of a cloud; "" for none."""
-    return "" if not name else "h200" if "h200" in name.lower() else "h100"
+    """The chip of planning/chips.py for a GPU type of a cloud, such as nvidia-a100-80gb or A10G.
+
+    "gpu", one whose chip the config alone says, for a type that is none of them; "" for no type.
+    """
+    words = f"-{re.sub('[^a-z0-9]+', '-', name.lower())}-"
+    gpus = (c for c, chip in CHIPS.items() if chip.platform == "gpu")
+    found = [c for c in gpus if re.search(f"-{c.replace('_', '-')}(gb)?-", words)]
+    return max(found, key=len, default="gpu" if name else "")
 
 
 def at_least(least: int, **sizes: int) -> None:

@@ -264,7 +264,7 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     where = "on the nodes (Slurm chooses their names and the number of the job)"
     workers = worker_script(options) if options.workers else ""
     gpus = options.gpus_per_node
-    chip, devices = "h100" if gpus else "", options.nodes * max(1, gpus)
+    chip, devices = "gpu" if gpus else "", options.nodes * max(1, gpus)
     hosts.check_run(options, options.nodes, devices, chip, options.directory)
     if options.dry_run:
         text = submission(text, workers) if workers else text

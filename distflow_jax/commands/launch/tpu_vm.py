@@ -16,14 +16,11 @@ import shlex
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
 from distflow_jax.commands.launch.submission_template import render
+from distflow_jax.planning.machine_names import NamedMachine, named_machine
 
 PROGRAM = "distflow launch tpu_vm"
 TEMPLATE = "tpu_vm.sh"
-# {accelerator type: TensorCores per chip, which the number in its name counts}
-CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5litepod": 1, "v6e": 1}
-CHIP_OF = {"v4": "v5p", "v5p": "v5p", "v5litepod": "v5e", "v6e": "v6e"}  # or one that is like it
-FLAT_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # chips of v5e and v6e
-CHIPS_PER_HOST = 4  # in slices of several hosts; a single host has up to 8 chips of v5e and v6e
+KINDS = ("v4", "v5e", "v5p", "v6e")  # of the Cloud TPU API, which has no tpu7x
 
 
 def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -33,7 +30,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--name", required=True, help="name of the TPU")
     add("--zone", required=True, help="its zone")
     add("--project", default="", help="its project (default: gcloud's own)")
-    add("--accelerator_type", required=True, help="its type, such as v5p-32 or v6e-256")
+    add("--accelerator_type", required=True, help="its type, such as v5litepod-8 or v5p-32")
     add("--directory", default="distflow_jax", help="folder on the hosts (default distflow_jax)")
     add("--internal_ip", action="store_true", help="connect within the same network")
     add_template_flags(parser, TEMPLATE)
@@ -50,33 +47,22 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
         raise ValueError(f"--project must be the name of a project, got {options.project!r}")
     hosts.variables(options.env)
     hosts.one_line("the command", options.directory, options.python, *options.command)
-    num_hosts(options.accelerator_type)
+    tpu(options.accelerator_type)
     return options
 
 
-def num_hosts(accelerator_type: str) -> int:
-    """Hosts of a TPU of this type: v5p-32 is 32 cores, 16 chips, 4 hosts."""
-    parts = re.fullmatch(r"(v\d\w*)-([1-9]\d*)", accelerator_type, re.ASCII)
-    if parts is None or parts[1] not in CORES_PER_CHIP:
+def tpu(accelerator_type: str) -> NamedMachine:
+    """The slice of that type: v5p-32 has 16 chips in 4 hosts. Raises ValueError."""
+    try:
+        found = named_machine(accelerator_type)
+    except ValueError as error:
+        raise ValueError(f"--accelerator_type={accelerator_type}: {error}") from None
+    if found.chip.name not in KINDS:
         raise ValueError(
-            f"--accelerator_type must be one of {', '.join(CORES_PER_CHIP)} with a number, such as "
-            f"v5p-32, got {accelerator_type!r}"
+            f"--accelerator_type={accelerator_type} is no TPU VM, which have {', '.join(KINDS)}; "
+            "distflow launch gke starts runs on other TPUs and on GPUs"
         )
-    cores = int(parts[2])
-    if CORES_PER_CHIP[parts[1]] == 1:
-        if cores not in FLAT_SIZES:
-            raise ValueError(
-                f"--accelerator_type={accelerator_type}: sizes are "
-                f"{', '.join(map(str, FLAT_SIZES))}"
-            )
-        return max(1, cores // CHIPS_PER_HOST) if cores > 8 else 1
-    chips, rest = divmod(cores, CORES_PER_CHIP[parts[1]])
-    if rest or chips % CHIPS_PER_HOST:
-        raise ValueError(
-            f"--accelerator_type={accelerator_type} counts cores, 2 per chip and 8 per host; use a "
-            "multiple of 8"
-        )
-    return chips // CHIPS_PER_HOST
+    return found
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -96,7 +82,7 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     command = [options.python, *options.command]
     return [
         hosts.Host(f"worker {i}", environment(options), command)
-        for i in range(num_hosts(options.accelerator_type))
+        for i in range(tpu(options.accelerator_type).hosts)
     ]
 
 
@@ -104,9 +90,8 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Starts the run, or prints the command; returns the exit code."""
     options = parse_arguments(arguments, program)
     text = render(TEMPLATE, options, remote=remote_command(options))
-    kind, count = options.accelerator_type.partition("-")[0], num_hosts(options.accelerator_type)
-    chips = int(options.accelerator_type.rpartition("-")[2]) // CORES_PER_CHIP[kind]
-    hosts.check_run(options, count, chips, CHIP_OF[kind])
+    slice_ = tpu(options.accelerator_type)
+    hosts.check_run(options, slice_.hosts, slice_.devices, slice_.chip.name)
     if options.dry_run:
         where = f"in {options.directory} on the hosts"
         print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
