@@ -306,7 +306,7 @@ def test_the_changelog_describes_the_version():
 
 
 def test_the_repository_has_one_address():
-    """`Homepage` in pyproject.toml; CITATION.cff and badges of README and notebooks repeat it."""
+    """`Homepage` in pyproject.toml; CITATION.cff, guides, README and notebooks repeat it."""
     pages = {"README.md", "CITATION.cff", *(f"notebooks/{path.name}" for path in NOTEBOOKS)}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     address = project["urls"]["Homepage"].removeprefix("https://github.com/")
@@ -317,7 +317,8 @@ def test_the_repository_has_one_address():
     found = subprocess.run(
         ["git", "grep", "-l", "-F", address], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert set(found.stdout.split()) == pages | {"pyproject.toml"}
+    guides = {name for name in found.stdout.split() if re.match(r"docs/\w+\.md|mkdocs\.yml", name)}
+    assert set(found.stdout.split()) == pages | guides | {"pyproject.toml"}
 
 
 def test_durations_agree():

@@ -116,7 +116,7 @@ SCRIPT_CASES = [
     ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
     ("train", "--workdir=/proc/run", "/proc/run"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
-    ("plan", "--sweep", "--sweep needs a pod: give --topology"),
+    ("plan", "--sweep", "--sweep needs a machine: give --topology"),
     ("plan", "--only=actor_train", "chooses programs to compile for one TPU --topology"),
     ("evaluate", "--out={dir}/table.csv/out.json", "table.csv is no folder for that"),
     ("generate", "", "give either --prompt or --file"),
