@@ -127,7 +127,7 @@ def test_questions_that_wait_are_bounded_and_others_are_told_when_to_ask():
     for answer in waiting:
         answer.cancel()  # their workers have gone
     for waits in (True, False):
-        assert Frame.of_bytes(buffer.call("late", waits=waits)).facts["again"] >= 0.1
+        assert Frame.of_bytes(buffer.call("late", waits=waits)).facts["again"] > 0.09
     buffer.look(30.0)
     assert not len(buffer.service._waiting)
 
