@@ -13,7 +13,7 @@ DOCS_VENV ?= .venv-docs
 TORCH_VENV ?= .venv-torch
 LOCK_VENV ?= .venv-lock
 PYTEST := $(BIN)/python -m pytest
-SPREAD := -n $(WORKERS) --dist loadfile
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DURATIONS := --durations=40 --durations-min=5
 INPUTS := requirements.txt pyproject.toml
 # without its dependencies: it asks for seqio, and seqio for TensorFlow

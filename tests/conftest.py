@@ -79,6 +79,13 @@ def interpreted(monkeypatch):
         monkeypatch.setitem(block_attention.IMPLEMENTATIONS, name, slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Files that start jobs come first: a worker that has nothing left waits for a short one."""
+    long = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 MOST_MEMORY = 3 << 19  # KiB of this process, above which compiled programs are forgotten
 
 
