@@ -2,8 +2,8 @@
 the others. `train` opens the resources of a run, and `loop` makes its steps. A step is
 
     source.begin(step)
-    state.models, found = run.steps.run(step, state.models, rehearsal(run))
-    metrics = fetched(run, found)
+    state.models, on_devices = run.steps.run(step, state.models, rehearsal(run))
+    metrics = fetched(run, on_devices)
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
 
@@ -16,9 +16,10 @@ coordinator holds the batch between nodes. With the built-in graph grpo (configs
     policy, metrics = update(policy, batch)
 
 A node on a mesh is a compiled Program. Runs differ only in their source (runtime/sample_source.py).
-Synchronous: `begin` copies weights to the sampler and all nodes run, rewards while `rollout`
-samples. Asynchronous: `rollout` and host nodes ran for the due groups while earlier steps trained,
-in threads or on workers; the remaining nodes run now, and `offer` publishes weights.
+Synchronous: `begin` copies the weights of the step before to the sampler and all nodes run, rewards
+while `rollout` samples. Asynchronous: `rollout` and the host nodes that need one group alone run
+ahead, in threads or on workers, or on the trainer's devices while a step waits for groups; the
+remaining nodes run now, and `offer` publishes the weights that they trained.
 """
 
 import contextlib
@@ -179,8 +180,8 @@ def one_step(run: OpenRun) -> Metrics:
     """
     state, source, step = run.state, run.source, run.state.step
     source.begin(step)
-    state.models, found = run.steps.run(step, state.models, rehearsal(run))
-    metrics = fetched(run, found)
+    state.models, on_devices = run.steps.run(step, state.models, rehearsal(run))
+    metrics = fetched(run, on_devices)
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
     return metrics

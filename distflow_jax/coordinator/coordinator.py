@@ -140,7 +140,10 @@ class Coordinator:
 
     @property
     def shares(self) -> Shares:
-        """The step's assignment of sequences to rows. The first access packs, collectively."""
+        """The step's assignment of sequences to rows.
+
+        The first access of a step all-gathers the lengths and computes it: that is collective.
+        """
         if self._shares is None:
             lengths = self._known or field_moves.gathered_lengths(self.store)
             self._shares = Shares.make(self._packing, lengths, processes=processes.process_count())

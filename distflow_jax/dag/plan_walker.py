@@ -26,7 +26,7 @@ Rehearse = Callable[[Sequence[Any]], Sequence[Any]]
 class StepStore(Protocol):
     """The store of a step's fields between writer and readers.
 
-    A protocol because `coordinator/` stands above `dag/`, which cannot import its class.
+    A protocol because `dag/` cannot import its class: Coordinator, of `coordinator/` above it.
 
     A value's key is (source, field), so that a node may write a field again while another still
     reads the version before. The source of the loader's fields is None.

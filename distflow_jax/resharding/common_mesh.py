@@ -127,7 +127,7 @@ class ChunkMove(Protocol):
     """
 
     def __call__(self, out: Any, params: Any, start: np.int32) -> Any:
-        """Runs the programs of the step."""
+        """Runs the programs of the move."""
 
     def trace(self, out: Any, params: Any, start: np.int32) -> jax.stages.Traced:
         """The program on the trainer's devices."""
@@ -150,17 +150,17 @@ class Route(Protocol):
     """A way from a trainer's mesh to the devices on which samplers hold the weights."""
 
     def view(self, x: Any) -> Any:
-        """A parameter, or its ShapeDtypeStruct, in the layout that steps take."""
+        """A parameter, or its ShapeDtypeStruct, in the layout that moves take."""
 
     def place(self, layout: NamedSharding) -> NamedSharding:
         """The sharding in which weights of this layout on the samplers' mesh are stored."""
 
     def step(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
-        """A step for chunks of these layouts."""
+        """The move of chunks with these layouts."""
 
 
 class WholeRoute:
-    """The route from all devices to all devices: a step is one program."""
+    """The route from all devices to all devices: a move is one program."""
 
     def __init__(self, trainer: Mesh, replicas: Mesh, local: Mesh):
         self._common = CommonMesh(trainer, replicas)

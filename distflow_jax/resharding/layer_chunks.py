@@ -107,7 +107,7 @@ class LayerSync:
                 lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._out),
                 out_shardings=jax.tree.map(lambda x: x.sharding, self._out),
             )
-        self._step = route.step(take, put, layouts)
+        self._move = route.step(take, put, layouts)
 
     def __call__(self, layers: Any) -> Any:
         """All layers, in the form in which samplers hold them."""
@@ -121,22 +121,22 @@ class LayerSync:
     def leaving(self, layers: Any) -> Iterator[tuple[int, Callable[[], Any]]]:
         """(start of a chunk, call that sends it to the memory of the host) of all chunks."""
         for start in self._chunks.starts:
-            yield start, functools.partial(self._step.leave, layers, np.int32(start))
+            yield start, functools.partial(self._move.leave, layers, np.int32(start))
 
     def arrive(self, left: Sequence[tuple[int, Any]]) -> Any:
         """All layers, from the chunks that have left."""
         if self._out is None:
             return self._listed(
-                (start, self._step.arrive(None, chunk, np.int32(start))) for start, chunk in left
+                (start, self._move.arrive(None, chunk, np.int32(start))) for start, chunk in left
             )
         out = self._empty()
         for start, chunk in left:
-            out = jax.block_until_ready(self._step.arrive(out, chunk, np.int32(start)))
+            out = jax.block_until_ready(self._move.arrive(out, chunk, np.int32(start)))
         return out
 
     def trace(self, layers: Any) -> tuple[jax.stages.Traced, int]:
         """The program that moves a chunk on the trainer's devices, and how often it runs."""
-        return self._step.trace(self._out, layers, np.int32(0)), len(self._chunks.starts)
+        return self._move.trace(self._out, layers, np.int32(0)), len(self._chunks.starts)
 
     def _sync_list(self, layers: Any) -> list[Any]:
         return self._listed(
@@ -151,4 +151,4 @@ class LayerSync:
 
     def _sync_chunk(self, out: Any, layers: Any, start: int) -> Any:
         # programs that are enqueued ahead of time allocate their outputs ahead of time
-        return jax.block_until_ready(self._step(out, layers, np.int32(start)))
+        return jax.block_until_ready(self._move(out, layers, np.int32(start)))

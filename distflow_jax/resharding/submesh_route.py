@@ -141,7 +141,8 @@ class HostShards:
 
 
 class SubmeshStep:
-    """Reshards on the submesh, copies within the host, and writes there; see Step.
+    """The ChunkMove of a SubmeshRoute: reshards on the submesh, copies within the host, and writes
+    there.
 
     `leave` and `arrive` are its halves, with the chunk in the memory of the host between them: the
     first is collective, the second is this process's alone.
@@ -167,7 +168,7 @@ class SubmeshStep:
         return self._put(out, self._from_host(chunk), start)
 
     def __call__(self, out: Any, params: Any, start: np.int32) -> Any:
-        """Runs the programs of the step."""
+        """See ChunkMove."""
         return self._put(out, self._copy_within_host(self._reshard(params, start)), start)
 
     def trace(self, out: Any, params: Any, start: np.int32) -> jax.stages.Traced:

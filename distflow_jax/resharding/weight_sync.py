@@ -1,9 +1,9 @@
 """Weight sync: weights from the training layout to every host's sampler, in chunks.
 
-A chunk is a table (an embedding, a head) or some layers of all pipeline ranks. One program casts
-it, reshards it, brings it into the form in which samplers hold it, and writes it to its place: next
-to the new weights, memory is needed for one chunk in flight only. If the trainer runs on a submesh,
-copies within the host follow (submesh_route.py).
+A chunk is a table (an embedding, a head) or some layers of all pipeline ranks; a small model is one
+chunk. One program casts it, reshards it, brings it into the form in which samplers hold it, and
+writes it to its place: next to the new weights, memory is needed for one chunk in flight only. If
+the trainer runs on a submesh, copies within the host follow (submesh_route.py).
 
 All processes issue the programs together. Afterwards each process holds its own copy.
 """
@@ -98,8 +98,8 @@ class WeightSync:
         launched("weight sync")
         plan = self._plan(params)
         params, held = jax.tree.map(plan.view, params), {}
-        for keys, step in plan.tables.items():
-            held |= jax.block_until_ready(step(None, _some(params, keys), _FIRST))
+        for keys, move in plan.tables.items():
+            held |= jax.block_until_ready(move(None, _some(params, keys), _FIRST))
         if plan.layers is not None:
             held[_LAYERS] = plan.layers(params[_LAYERS])
         return jax.tree.map(relabel, held, self._form.layouts(self._local_mesh))
@@ -115,9 +115,9 @@ class WeightSync:
         params = jax.tree.map(plan.view, params)
         left = LeftWeights(plan, {}, None if plan.layers is None else [])
         before = None
-        for keys, step in plan.tables.items():
+        for keys, move in plan.tables.items():
             _wait(before)
-            before = left.tables[keys] = step.leave(_some(params, keys), _FIRST)
+            before = left.tables[keys] = move.leave(_some(params, keys), _FIRST)
         if plan.layers is not None:
             for start, leave in plan.layers.leaving(params[_LAYERS]):
                 _wait(before)
@@ -141,8 +141,8 @@ class WeightSync:
         """
         plan = self._plan(params)
         params = jax.tree.map(plan.view, params)
-        for keys, step in plan.tables.items():
-            yield step.trace(None, _some(params, keys), _FIRST), 1
+        for keys, move in plan.tables.items():
+            yield move.trace(None, _some(params, keys), _FIRST), 1
         if plan.layers is not None:
             yield plan.layers.trace(params[_LAYERS])
 
@@ -206,10 +206,11 @@ class WeightSync:
 
 @dataclasses.dataclass(frozen=True)
 class _SyncPlan:
-    """The steps of a sync from one training mesh: tables by their keys, and layers in chunks.
+    """The chunk moves of a sync from one training mesh.
 
-    `layers` is None if all parameters move at once. `view` gives parameters the layout of the
-    steps.
+    `tables`: moves of whole parameters, by their keys; `layers`: of the stacked layers in chunks.
+    If all parameters fit into one chunk, `tables` has one move of all keys, and `layers` is None.
+    `view` gives parameters the layout of the moves.
     """
 
     view: Callable[[Any], Any]

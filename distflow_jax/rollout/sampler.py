@@ -50,7 +50,12 @@ def sample(
     return dataclasses.replace(state, decode=decode), responses, stats
 
 
-def update_weights(state: SamplerState, sync: Callable[[Any], Any], params: Any, version: int):
-    """The state with `params` in place of its weights, which are freed first."""
+def update_weights(
+    state: SamplerState, sync: Callable[[Any], Any], params: Any, version: int
+) -> SamplerState:
+    """The state with the weights `sync(params)`; the old ones are freed first.
+
+    `params`: of the policy, on the training mesh, after `version` steps.
+    """
     jax.tree.map(lambda x: x.delete(), state.params)
     return dataclasses.replace(state, params=sync(params), version=version)

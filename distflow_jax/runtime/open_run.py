@@ -91,13 +91,13 @@ def rehearsal(run: OpenRun) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
     return None if run.times.warm else _emptied
 
 
-def fetched(run: OpenRun, found: Metrics) -> Metrics:
-    """The metrics that a step's nodes have measured, on the host: numbers, and arrays that
+def fetched(run: OpenRun, on_devices: Metrics) -> Metrics:
+    """The metrics that a step's nodes have measured, fetched to the host: numbers, and arrays that
     `measure` takes out."""
     run.runtime.offload.update(run.state.models)
     # the devices are still at work: what is left of their time belongs to the last node
     with run.instruments.phases.span(run.prepared.plan.units[-1].name):
-        values = jax.device_get(found)
+        values = jax.device_get(on_devices)
     arrays = {name: value for name, value in values.items() if name.endswith(OF_GROUP)}
     numbers = {name: value for name, value in values.items() if name not in arrays}
     return means_by_age(without_empty(numbers)) | arrays

@@ -92,7 +92,7 @@ class SourceOfPartialBatches(SampleSource, Protocol):
 
 
 class Still:
-    """A source beside whose steps nothing samples."""
+    """Base of sources whose samplers never run while a step trains: Synchronous and Recorded."""
 
     saves_samples = False
 

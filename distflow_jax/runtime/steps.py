@@ -145,7 +145,8 @@ class PartialBatchSteps:
         self._put_columns()
         metrics = self._rest(step, states, rehearse) | self._merged()
         metrics |= {"training/partial_batches": self.partial_batches}
-        return states, self._source.measured() | metrics  # workers name some of those
+        # workers choose some names of the source's metrics: where one is there twice, ours counts
+        return states, self._source.measured() | metrics
 
     @property
     def batch(self) -> "PartialBatchSteps":
@@ -391,7 +392,8 @@ class WholeSteps:
             next_round,
             rehearse=rehearse,
         )
-        return states, self._source.measured() | metrics  # workers name some of those
+        # workers choose some names of the source's metrics: where one is there twice, ours counts
+        return states, self._source.measured() | metrics
 
 
 Steps = WholeSteps | PartialBatchSteps

@@ -28,7 +28,10 @@ from distflow_jax.training.update import UpdateShape
 
 
 class ResponseHooks:
-    """Passes finished responses on to a stage that can begin with them."""
+    """Passes each response on as soon as it ends, to a stage that can begin with it.
+
+    Samplers call it; build_reward adds a listener, so that scoring overlaps with sampling.
+    """
 
     def __init__(self):
         self._listeners: list[Callable[[Response], None]] = []

@@ -7,8 +7,10 @@ decisions are exchanged after each round of a region instead (region_rounds.py).
 
 The way of a group:
 
-  the sampling thread (this one, ThreadLink's own, or a worker's connection, BufferService):
-    Producer.admit begins it, TaskBuffer.lease leases it, SampleRequests.submit takes its samples
+  the sampling thread (the training thread, InlineLink; one of its own, ThreadLink; or that of a
+  worker's connection, BufferService):
+    Producer.admit begins it, TaskBuffer.lease leases it to a Worker, which samples it by its
+    EpisodeSampler; SampleRequests.submit (submit_here without a connection) takes its samples
   the same thread, or BufferThread for workers:
     Driver.hand_on takes it out of the buffer (Producer.collect), for the nodes that run on it
   threads of HostThread (LeasedNodes where workers run them):
@@ -184,9 +186,13 @@ class Ahead:
         recording.write(partial_batch, mine, rows=rows, room=room, waited=self._waited)
 
     def fill(self, coordinator: Coordinator, step: int) -> NextRound:
-        """Hands the coordinator the groups of a step, all of whose rounds were sampled, and ends
-        it; with partial_batches=off a step is one partial batch. Collective; raises what
-        `partial_batches` does."""
+        """Waits for the groups of a step and hands them to the coordinator; nodes that ran ahead do
+        not run again.
+
+        For the rule the step is finished then (Admission.finish), though nodes have still to train.
+        With partial_batches=off a step is one partial batch. Collective; raises what
+        `partial_batches` does.
+        """
         with self._trainer.phase("wait_for_samples"):
             store, metrics = self.take(step)
         coordinator.use(store)
@@ -246,7 +252,8 @@ class Ahead:
         return self._steps.join(cut, groups, times | account.metrics())
 
     def _finish(self, step: int) -> None:
-        """Ends a step. Raises the error of a disk that could not take a record of its groups."""
+        """Counts the groups of a step as taken. Raises the error of a disk that could not record
+        them."""
         self._agreement.finish()
         with self._lock:
             end = self.producer.admission.finish(step).end

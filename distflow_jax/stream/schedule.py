@@ -81,7 +81,8 @@ class Admission:
 
     Args:
       rule: the constants.
-      step: finished steps, 0 at the start of a run.
+      step: steps whose groups are all taken, 0 at the start of a run. The last of them counts here
+        while it still trains; versions of weights count only steps that have trained.
       counter: the first one not examined by these steps.
       last: the first counter beyond the data; None: the data never end.
       steps: the last step of the run, beyond which nothing begins; None: unlimited.
@@ -164,7 +165,8 @@ class Admission:
         return cut is not None and cut.start < cut.end
 
     def finish(self, step: int) -> Cut:
-        """Ends a step, of which the cut must be final. Its filter decisions are forgotten."""
+        """Counts a step as finished: its groups are taken, though it may still train. Its cut must
+        be final; its filter decisions are forgotten."""
         cut = self.cut(step)
         if step != self.finished + 1 or not cut.final:
             raise ValueError(f"step {step} cannot end after {self.finished} finished ones: {cut}")

@@ -1,11 +1,10 @@
 """Sums whose denominators are known only at the end of an optimizer step.
 
-A step at once knows its counts before its first forward pass, and objectives divide by them. A step
-in partial batches knows them after its last partial batch. There an objective is handed a Divisor
-in the place of each
-denominator: `x / divisor` is a Quotient, which keeps x apart by the divisor's name. All that is
-linear works on quotients as on the numbers that they stand for, so an objective's code is one and
-the same for both.
+A step on a whole batch knows its counts before its first forward pass, and objectives divide by
+them. A step in partial batches knows them after its last partial batch. There an objective is
+handed a Divisor in place of each denominator: `x / divisor` is a Quotient, which keeps x apart by
+the divisor's name. All that is linear works on quotients as on the numbers that they stand for, so
+an objective's code is one and the same for both.
 """
 
 import dataclasses

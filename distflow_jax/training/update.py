@@ -136,10 +136,12 @@ def accumulate_gradients(
     first: jax.Array | None = None,
     updates: int = 1,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """As `divide` of a step with one part.
+    """Gradient of the loss with respect to the trained parameters, and the metrics, of an optimizer
+    step that is one part; as `divide` returns them.
 
-    `first`: whether the step is the first of the batch's `updates`, a bool scalar; None: it is. The
-    micro-batch size changes rounding only.
+    `batch`: all rows of the step, [R, L] and [R, S]; `first`: whether the step is the first of the
+    `updates` that its batch gets, a bool scalar; None: it is. The micro-batch size changes rounding
+    only.
     """
     if objective.preview is not None:
         batch = _previewed(params, batch, temperature, shape, objective.preview, (first, updates))
@@ -166,7 +168,7 @@ def divide(sums: Accumulators, objective: Objective) -> tuple[Any, dict[str, jax
 
 
 def _later(objective: Objective, counts: Any) -> Any:
-    """Divisors in the place of denominators that are known once all parts are."""
+    """A Divisor for each denominator of the loss: the counts of all parts are not known yet."""
     return divisors_of(jax.eval_shape(objective.denominators, counts))
 
 

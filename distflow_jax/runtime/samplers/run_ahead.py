@@ -40,7 +40,10 @@ def make_trainer(
     schedule: StepSchedule,
     evaluates: Callable[[int], bool],
 ) -> TrainerCalls:
-    """The training beside a source; `evaluates` as of make_source."""
+    """The calls by which a source reaches the training loop, its weights and instruments.
+
+    `evaluates(version)`: whether samplers evaluate a version beside the training.
+    """
     phases = instruments.phases
     (policy, *_) = prepared.sampled.values()
 

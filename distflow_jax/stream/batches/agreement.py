@@ -26,7 +26,7 @@ GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
 
 # what has to be true, and the first counter whose group it does not need
 Wait = tuple[Callable[[], bool], int]
-Policy = PartialBatchPlanner | RolloutBudget
+Policy = PartialBatchPlanner | RolloutBudget  # which groups a step takes and when; no model's
 
 
 class Agreement:
@@ -57,10 +57,10 @@ class Agreement:
         self._start = 0  # tokens of this process before the step
         self._told_tokens = 0  # tokens that the others know
 
-    def next(self, drive: Callable[..., None]) -> PartialBatch:
+    def next(self, wait_until: Callable[..., None]) -> PartialBatch:
         """The next partial batch of the step, once it is decided. Collective.
 
-        `drive(until, needs=)`: as of Driver.wait_until. Raises Ended where a process has waited for
+        `wait_until(until, needs=)`: Driver.wait_until. Raises Ended where a process has waited for
         workers in vain.
         """
         waits = self.waits()
@@ -69,7 +69,7 @@ class Agreement:
                 until, needs = next(waits)
             except StopIteration as end:
                 return end.value
-            drive(until, needs=needs)
+            wait_until(until, needs=needs)
 
     def waits(self) -> Generator[Wait, None, PartialBatch]:
         """`next`, for a caller with a way of its own to wait: go on when what it yields is true."""

@@ -87,10 +87,10 @@ class InlineLink(LocalLink):
     It has no exact order: weight updates at boundaries need devices of their own (checks.py).
     """
 
-    def __init__(self, *worker: Any, idle: Callable[[], None], **options: Any):
-        """`worker`, `options`: as of LocalLink. `idle()` is called under the lock where nothing is
-        under way or may begin."""
-        super().__init__(*worker, **options)
+    def __init__(self, *arguments: Any, idle: Callable[[], None], **options: Any):
+        """`arguments`, `options`: as of LocalLink. `idle()` is called under the lock where nothing
+        is under way or may begin."""
+        super().__init__(*arguments, **options)
         self._idle = idle
 
     def advance(self, worker: Worker) -> bool:
@@ -142,7 +142,7 @@ class ThreadLink(LocalLink):
 
     def __init__(
         self,
-        *worker: Any,
+        *arguments: Any,
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
         exact_order: ExactOrder | None,
         evaluations: Evaluations,
@@ -150,12 +150,12 @@ class ThreadLink(LocalLink):
         idle: Callable[[], None] = lambda: None,
         **options: Any,
     ):
-        """`worker`, `options`: as of LocalLink. `arrive(left)`: a block with the weights on the
+        """`arguments`, `options`: as of LocalLink. `arrive(left)`: a block with the weights on the
         worker's devices, of those that have left the trainer. The thread begins at once.
         `evaluations`: those that the order has. `buffers`: weights that have left and lie in the
         memory of the host at a time. `idle()` is called under the lock, without an order, where
         nothing is under way or may begin."""
-        super().__init__(*worker, **options)
+        super().__init__(*arguments, **options)
         self._arrive, self._exact_order, self._evaluations = arrive, exact_order, evaluations
         self._advance = self._newest if exact_order is None else self._in_order
         self._idle = idle
