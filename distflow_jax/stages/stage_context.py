@@ -9,6 +9,7 @@ import optax
 from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import (
     AlgorithmConfig,
+    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
     ValueConfig,
@@ -120,4 +121,5 @@ class TrainContext(ModelContext):
     algorithm: AlgorithmConfig
     value: ValueConfig
     preference: PreferenceConfig
+    kto: KtoConfig
     reward_model: RewardModelConfig

@@ -4,8 +4,8 @@
 On 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for several ranks, and
 where devices share a row.
 
-Nightly: value, preference, reward-model, SFT and token-choosing objectives give the same gradient
-on a mesh as on one device.
+Nightly: value, preference, KTO, reward-model, SFT and token-choosing objectives give the same
+gradient on a mesh as on one device.
 """
 
 import functools
@@ -19,6 +19,7 @@ from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_
 from distflow_jax.batch import RowShape
 from distflow_jax.config.algorithm_config import (
     AlgorithmConfig,
+    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
 )
@@ -26,6 +27,7 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.kto_objective import KtoBatch, kto_objective
 from distflow_jax.training.objectives.pair_objectives import (
     PreferenceBatch,
     RewardModelBatch,
@@ -47,6 +49,8 @@ CHOOSING = {  # losses that choose among all tokens of the step, by the policy a
 OBJECTIVES = {
     **{k: policy_objective(TINY, a, FORWARD, max_response=14) for k, a in CHOOSING.items()},
     "preference": preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "orpo": preference_objective(TINY, PreferenceConfig("orpo", 0.3), FORWARD),
+    "kto": kto_objective(TINY, KtoConfig(0.05, 1.2, 0.7), FORWARD),
     "reward_model": reward_model_objective(SCALAR, RewardModelConfig(0.2, 0.05), FORWARD),
     "sft": sft_objective(TINY, FORWARD),
 }
@@ -64,6 +68,8 @@ def batch_of(name, ranks):
     batches = {
         **dict.fromkeys(CHOOSING, lambda: policy),
         "preference": lambda: PreferenceBatch(rows, ref_logp),
+        "orpo": lambda: PreferenceBatch(rows),
+        "kto": lambda: KtoBatch(rows, ref_logp, (rows.group % 2).astype(jnp.float32)),
         "reward_model": lambda: RewardModelBatch(rows),
         "sft": lambda: SftBatch(rows),
     }
@@ -99,6 +105,9 @@ def gradient_of(name, fsdp, tensor, **axes):
     [
         ("preference", dict(fsdp=2, tensor=2)),
         ("clip_cov", dict(fsdp=2, tensor=2)),
+        ("kto", dict(fsdp=2, tensor=1, data=2)),
+        pytest.param("orpo", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
+        pytest.param("kto", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
         pytest.param("kl_cov", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("kl_cov", dict(fsdp=1, tensor=1, context=4), marks=pytest.mark.slow),
         pytest.param("clip_cov", dict(fsdp=1, tensor=2, pipeline=2), marks=pytest.mark.slow),
