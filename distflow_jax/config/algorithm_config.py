@@ -238,10 +238,10 @@ class KtoConfig(Section, name="kto"):
 
     # strength of the pull towards the reference; smaller lets the policy move on
     beta: float = setting(0.1, above(0))
-    # weights of both kinds. Choose them so that (desirable_weight x desirable rows) /
-    # (undesirable_weight x undesirable rows) is from 1 to 4/3
+    # weight of desirable responses. Choose both weights so that (desirable_weight x desirable rows)
+    # / (undesirable_weight x undesirable rows) is from 1 to 4/3
     desirable_weight: float = setting(1.0, above(0))
-    undesirable_weight: float = setting(1.0, above(0))
+    undesirable_weight: float = setting(1.0, above(0))  # weight of the others
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import yaml
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -76,13 +75,13 @@ def download(spec: str) -> tuple[str, list[Path]]:
     repo = match["repo"]
     at = {"repo_type": "dataset", "revision": match["revision"]}
     try:
-        files, where = _listing(repo, at)
-        configs = _configs(repo, at) if _CARD in files else []
+        files, cached = _listing(repo, at)
+        where = " (in the cache; the hub is not reachable)" if cached else ""
+        configs = _configs(_fetched(repo, [_CARD], cached, at) / _CARD) if _CARD in files else []
         chosen = choose(
             files, configs, match["subset"], match["split"] or "train", f"{spec!r}{where}"
         )
-        patterns = [glob.escape(file) for file in chosen]
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, **at))
+        folder = _fetched(repo, chosen, cached, at)
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
             f"cannot open {spec!r}: it is not in the cache and the hub is not reachable "
@@ -93,27 +92,32 @@ def download(spec: str) -> tuple[str, list[Path]]:
     return repo, [folder / file for file in chosen]
 
 
-def _listing(repo: str, at: Mapping[str, Any]) -> tuple[list[str], str]:
-    """(all files of a repository, ""); without a network those in the cache, and words for that."""
+def _listing(repo: str, at: Mapping[str, Any]) -> tuple[list[str], Path | None]:
+    """(all files of a repository, None); without a network (files in the cache, their folder)."""
     try:
-        return huggingface_hub.HfApi().list_repo_files(repo, **at), ""
+        return huggingface_hub.HfApi().list_repo_files(repo, **at), None
     except _REFUSED:
         raise
     except _UNREACHABLE:
-        folder = Path(
-            huggingface_hub.snapshot_download(repo, local_files_only=True, allow_patterns=[], **at)
-        )
-        found = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-        return found, " (in the cache; the hub is not reachable)"
+        kept = {"local_files_only": True, "allow_patterns": []}
+        folder = Path(huggingface_hub.snapshot_download(repo, **kept, **at))
+    return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()], folder
 
 
-def _configs(repo: str, at: Mapping[str, Any]) -> list[Any]:
+def _fetched(repo: str, files: Iterable[str], cached: Path | None, at: Mapping[str, Any]) -> Path:
+    """The folder that has these files of a repository, which are downloaded unless `cached`."""
+    if cached:
+        return cached
+    patterns = [glob.escape(file) for file in files]
+    return Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns, **at))
+
+
+def _configs(card: Path) -> list[Any]:
     """The subsets that a repository's card lists; none in a card that cannot be read."""
     try:
-        path = huggingface_hub.hf_hub_download(repo, _CARD, **at)
-        header = _HEADER.match(read_text(Path(path), MOST_BYTES, "card"))
+        header = _HEADER.match(read_text(card, MOST_BYTES, "card"))
         found = load_yaml(header[1]) if header else None
-    except (EntryNotFoundError, ValueError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError):
         return []
     configs = found.get("configs") if isinstance(found, dict) else None
     return configs if isinstance(configs, list) else []

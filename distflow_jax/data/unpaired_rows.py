@@ -48,6 +48,8 @@ class UnpairedRows:
         return len(self._dataset) * (2 if self._pairs else 1)
 
     def __getitem__(self, row: int) -> Example:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
         return self._labelled(row, self._dataset[row % len(self._dataset)])
 
     def examples(self, first: int, end: int) -> Iterator[Example]:

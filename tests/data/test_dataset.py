@@ -360,7 +360,11 @@ def test_csv_is_text_as_it_stands_and_booleans(tmp_path):
     )
     one, two = open_dataset(str(path))
     assert one.prompt[0]["content"] == 'What is "1",\nand 2?'
-    assert (one.ground_truth, one.extra_info) == ("007", {"answer": "007", "label": True})
+    assert (one.ground_truth, one.extra_info["label"], "level" in one.extra_info) == (
+        "007",
+        True,
+        False,
+    )
     assert (two.ground_truth, two.extra_info["label"], two.extra_info["level"]) == (
         "1.50",
         False,
