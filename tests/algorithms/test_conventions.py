@@ -623,7 +623,7 @@ def length_of_ipo(row):
 
 @of("`orpo`: likelihood is of, and a mean over")
 def likelihood_of_orpo(row):
-    """The share of the likelihood in a loss of two pairs; prompts have one token, of log-prob -4."""
+    """The share of the likelihood in a loss of two pairs; prompts are a token of log-prob -4."""
     assert (row.trl, row.here) == ("prompts and responses, tokens", "responses, pairs")
     sequences = responses(2, 1, 4, 1, groups=[0, 0, 1, 1])
     logp = [np.float32(x) for x in ([-1, -2], [-3], [-1, -3, -2, -4], [-3])]

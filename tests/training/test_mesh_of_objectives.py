@@ -69,7 +69,7 @@ def batch_of(name, ranks):
         **dict.fromkeys(CHOOSING, lambda: policy),
         "preference": lambda: PreferenceBatch(rows, ref_logp),
         "orpo": lambda: PreferenceBatch(rows),
-        "kto": lambda: KtoBatch(rows, ref_logp, (rows.group % 2).astype(jnp.float32)),
+        "kto": lambda: KtoBatch(rows, ref_logp - 3.0, (rows.group % 2).astype(jnp.float32)),
         "reward_model": lambda: RewardModelBatch(rows),
         "sft": lambda: SftBatch(rows),
     }
