@@ -49,6 +49,7 @@ PARAMS = {
 }
 FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
 KTO = KtoConfig(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+BELOW = [x - np.float32(0.5) for x in REF]  # a reference of KTO's, so that z0 is above 0
 LABEL = np.float32([s.group % 3 == 1 for s in SEQUENCES])  # the same for both of a prompt
 OBJECTIVES = {
     "dpo": pair_objectives.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
@@ -97,7 +98,7 @@ def orpo(flat):
 
 
 def gain(flat, i):
-    return (flat[STARTS[i] : STARTS[i + 1]][SEQUENCES[i].mask] - kept(REF, i)).sum()
+    return (flat[STARTS[i] : STARTS[i + 1]][SEQUENCES[i].mask] - kept(BELOW, i)).sum()
 
 
 OWN = [i for i, s in enumerate(SEQUENCES) if s.sample == 0]
@@ -186,7 +187,7 @@ def batch_of(name, seed, *, shared, poison=0.0):
             "dpo": lambda: pair_objectives.PreferenceBatch(rows, ref),
             "orpo": lambda: pair_objectives.PreferenceBatch(rows),
             "kto": lambda: kto_objective.KtoBatch(
-                rows, ref, packed.per_sequence(LABEL, poison), current
+                rows, packed.tokens(BELOW, poison), packed.per_sequence(LABEL, poison), current
             ),
             "reward_model": lambda: pair_objectives.RewardModelBatch(rows),
             "sft": lambda: sft_objective.SftBatch(rows),
@@ -219,7 +220,6 @@ def test_value_and_gradient_match_the_formulas(name):
     run = compiled(name)
     loss, slope, metrics = run(PARAMS, batch_of(name, 2, shared=False), ALL_ROWS)
     key = "score" if name == "reward_model" else "token"
-    assert baseline() > 0.1
     table = np.float64(PARAMS[key])
     assert_close(loss, REFERENCES[name](table), "loss")
     assert_close(slope.pop(key), formulas.gradient(REFERENCES[name], table), "gradient", rtol=2e-5)
@@ -330,6 +330,7 @@ def test_metrics_of_labelled_responses(labels):
     if labels == "both":
         assert metrics["rewards/margins"] == pytest.approx(margins[0] - margins[1], rel=1e-5)
     assert ("rewards/margins" in metrics) == (labels == "both")
+    assert metrics["kto/kl"] == pytest.approx(baseline(), rel=1e-5) and baseline() > 0.1
     assert np.isfinite(loss) and np.abs(slope["token"]).max() > 0
 
 
@@ -337,7 +338,7 @@ def test_metrics_of_labelled_responses(labels):
 def test_the_baseline_of_kto_is_a_kl_of_at_least_0(shift):
     """The responses of other rows alone make it, and gradients leave it alone."""
     current = [
-        x + np.float32(shift / max(1, s.length)) for x, s in zip(REF, SEQUENCES, strict=True)
+        x + np.float32(shift / max(1, s.length)) for x, s in zip(BELOW, SEQUENCES, strict=True)
     ]
     batch = batch_of("kto", 2, shared=False)
     packed = pack(SEQUENCES, 2, shared=False, together=True)
