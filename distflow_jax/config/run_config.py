@@ -10,7 +10,6 @@ import dataclasses
 
 from distflow_jax.config.algorithm_config import (
     AlgorithmConfig,
-    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
     ValueConfig,
@@ -89,7 +88,6 @@ class Config(Section):
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
-    kto: KtoConfig = dataclasses.field(default_factory=KtoConfig)
     reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)

@@ -220,11 +220,10 @@ class Region:
 class Graph:
     """Nodes that form a DAG: ids are unique, deps exist, and there is no cycle.
 
-    `data` says what a row of the data set is here: a prompt to answer ("prompts"), a prompt with
-    its answer ("demonstrations"), with a better and a worse one ("preferences"), or with one that
-    is labelled desirable or not ("unpaired"); DATA lists the fields that the loader gives.
-    `settings` are config values that belong to the algorithm, e.g. {"algorithm.clip_high": 0.28}:
-    defaults, which config and command line override. `regions` has one entry at most.
+    `data` says what a row of the data set is (DATA): a prompt, or one with its answer, with a
+    better and a worse one, or with a labelled one. `settings` are config values of the algorithm,
+    e.g. {"algorithm.clip_high": 0.28}: defaults, which config and command line override. `regions`
+    has one entry at most.
     """
 
     name: str

@@ -16,7 +16,7 @@ from distflow_jax.data.encoded_rows import (
     TokenLimits,
     rows_in_limit,
 )
-from distflow_jax.data.example import Dataset, Example
+from distflow_jax.data.example import Dataset
 from distflow_jax.data.prompt_assignment import LengthEstimates, deal
 from distflow_jax.images.picture_files import ImageSource
 from distflow_jax.images.placing import SeeingTokenizer, read_images
@@ -226,7 +226,7 @@ class Loader:
         else:
             text, tokens, answers, masks = self._encoded.tokens(row)
         if example.label is not None:
-            answers += self._encoded.answers(self._other_row(counter, example))
+            answers += self._encoded.answers(self._other_row(counter, example.prompt))
         prompt = Prompt(
             counter=counter,
             row=row,
@@ -244,13 +244,13 @@ class Loader:
         )
         return prompt, images
 
-    def _other_row(self, counter: int, example: Example) -> int:
+    def _other_row(self, counter: int, prompt: Any) -> int:
         """The row whose answer an unpaired row of a step is compared with: the next in the step,
         in a circle, that has another prompt; without any the next."""
         count = self._config.prompts_per_step
         first = counter - counter % count
         others = [self.row(first + (counter + i) % count) for i in range(1, count)]
-        different = (row for row in others if self._dataset[row].prompt != example.prompt)
+        different = (row for row in others if self._dataset[row].prompt != prompt)
         return next(different, others[0])
 
 

@@ -31,7 +31,7 @@ class UnpairedRows:
 
     @property
     def fingerprint(self) -> str:
-        """That of the rows as they are in the file, marked as unpaired."""
+        """The fingerprint of the rows of the file, marked as unpaired."""
         return f"{self._dataset.fingerprint}-unpaired"
 
     @property

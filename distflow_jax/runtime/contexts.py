@@ -135,7 +135,6 @@ class ContextFactory:
             algorithm=config.algorithm,
             value=config.critic.loss,
             preference=config.preference,
-            kto=config.kto,
             reward_model=config.reward_model,
         )
 

@@ -9,7 +9,6 @@ import optax
 from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import (
     AlgorithmConfig,
-    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
     ValueConfig,
@@ -121,5 +120,4 @@ class TrainContext(ModelContext):
     algorithm: AlgorithmConfig
     value: ValueConfig
     preference: PreferenceConfig
-    kto: KtoConfig
     reward_model: RewardModelConfig

@@ -179,7 +179,7 @@ def build_preference_update(context: TrainContext) -> UpdateStage:
 
 def build_kto_update(context: TrainContext) -> UpdateStage:
     """rows of labelled responses, ref_logp, label -> metrics of KTO."""
-    objective = kto_objective(context.model, context.kto, context.forward)
+    objective = kto_objective(context.model, context.preference, context.forward)
 
     def batch_of(fields: dict[str, Any]) -> KtoBatch:
         return KtoBatch(routed_rows(fields), fields["ref_logp"], fields["label"])

@@ -322,7 +322,10 @@ GRAPH_CASES = [
     ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
     ("dag={dir}/good.yaml ; algorithm.kl_coef=0.1", "reads no 'ref_logp', but algorithm.kl_coef"),
     ("dag=orpo ; preference.loss=dop", "preference.loss must be one of dpo, ipo, orpo, got 'dop'"),
-    ("dag=kto ; kto.undesirable_weight=0", "kto.undesirable_weight must be positive, got 0"),
+    (
+        "dag=kto ; preference.undesirable_weight=0",
+        "preference.undesirable_weight must be positive, got 0",
+    ),
     ("dag=grpo ; algorithm.advantage=gae", "reads no 'value', but algorithm.advantage='gae' needs"),
     ("dag={dir}/good.yaml ; training.epochs=2", "a batch gets 2 optimizer steps"),
 ]

@@ -19,7 +19,6 @@ from support.tiny_model import TINY, mesh_of, mini_batch, random_params, random_
 from distflow_jax.batch import RowShape
 from distflow_jax.config.algorithm_config import (
     AlgorithmConfig,
-    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
 )
@@ -50,7 +49,7 @@ OBJECTIVES = {
     **{k: policy_objective(TINY, a, FORWARD, max_response=14) for k, a in CHOOSING.items()},
     "preference": preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
     "orpo": preference_objective(TINY, PreferenceConfig("orpo", 0.3), FORWARD),
-    "kto": kto_objective(TINY, KtoConfig(0.05, 1.2, 0.7), FORWARD),
+    "kto": kto_objective(TINY, PreferenceConfig("dpo", 0.05, 1.2, 0.7), FORWARD),
     "reward_model": reward_model_objective(SCALAR, RewardModelConfig(0.2, 0.05), FORWARD),
     "sft": sft_objective(TINY, FORWARD),
 }

@@ -19,7 +19,6 @@ from support.tiny_model import TINY
 
 from distflow_jax.batch import token_field
 from distflow_jax.config.algorithm_config import (
-    KtoConfig,
     PreferenceConfig,
     RewardModelConfig,
     ValueConfig,
@@ -48,7 +47,7 @@ PARAMS = {
     "score": SCORE,
 }
 FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
-KTO = KtoConfig(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+KTO = PreferenceConfig(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
 BELOW = [x - np.float32(0.5) for x in REF]  # a reference of KTO's, so that z0 is above 0
 LABEL = np.float32([s.group % 3 == 1 for s in SEQUENCES])  # the same for both of a prompt
 OBJECTIVES = {

@@ -14,7 +14,7 @@ from distflow_jax.algorithms.masked import masked_sum
 from distflow_jax.algorithms.packed import per_sequence
 from distflow_jax.algorithms.preference import kto
 from distflow_jax.batch import Rows
-from distflow_jax.config.algorithm_config import KtoConfig
+from distflow_jax.config.algorithm_config import PreferenceConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview, at_least_one
@@ -31,7 +31,9 @@ class KtoBatch(NamedTuple):
     baseline: jax.Array | None = None  # [R, S], z0 of the optimizer step, set by `prepare`
 
 
-def kto_objective(model: DecoderConfig, config: KtoConfig, forward: ForwardConfig) -> Objective:
+def kto_objective(
+    model: DecoderConfig, config: PreferenceConfig, forward: ForwardConfig
+) -> Objective:
     """The mean of KTO's loss over the rows' own responses of a step."""
 
     def predict(params, batch, temperature):
@@ -73,7 +75,7 @@ def evaluate(
     temperature: jax.Array,
     *,
     model: DecoderConfig,
-    config: KtoConfig,
+    config: PreferenceConfig,
     forward: ForwardConfig,
 ) -> tuple[jax.Array, Metrics]:
     """Contribution of a micro-batch to the loss, a scalar, and to the metrics, with TRL's names.
