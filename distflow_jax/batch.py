@@ -32,11 +32,12 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     expected_length: float = 0.0  # tokens of a response, as far as known; long ones start first
-    answers: tuple[np.ndarray, ...] = ()  # int32 [T] each: demonstration, or better and worse one
+    answers: tuple[np.ndarray, ...] = ()  # int32 [T] each, as step_columns.ANSWERS says
     answer_masks: tuple[np.ndarray, ...] = ()  # bool [T] of each: what is learned; (): all of it
     expected_spread: float = 0.0  # of the scores of its responses, as far as known
     images: tuple[Image, ...] = ()
     patch: np.ndarray | None = None
+    label: bool | None = None  # of an unpaired row: whether the first answer is desirable
 
 
 @dataclasses.dataclass

@@ -1,32 +1,76 @@
-"""Losses on pairs of a chosen and a rejected response: DPO, IPO and a reward model's ranking loss.
+"""Losses on preferences: of pairs of a chosen and a rejected response (DPO, IPO, ORPO, a reward
+model's ranking loss), and of single responses with a label (KTO).
 
-All return one number per pair, in the shape of their arguments. R rows, S sequences per row.
+All return one number per pair or response, in the shape of their arguments. `chosen` and `rejected`
+are the rewards of both responses: log-prob less that of the reference, summed over the response, or
+the mean log-prob of a token where there is no reference. R rows, S sequences per row.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from distflow_jax.batch import Rows
 
+# least distance of a mean log-prob to 0, where the odds p / (1 - p) are infinite
+_LEAST_SURPRISE = 1e-6
 
-def dpo(delta: jax.Array, *, beta: float) -> jax.Array:
-    """DPO: -log sigmoid(beta Delta), any shape.
 
-    `delta` is Delta = (logp+ - ref+) - (logp- - ref-), log-probs summed over each response.
+class PairLoss(NamedTuple):
+    """The loss of each pair, any shape, and the numbers of a loss that are metrics of their own."""
+
+    loss: jax.Array
+    metrics: dict[str, jax.Array] = {}
+
+
+def dpo(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> PairLoss:
+    """DPO: -log sigmoid(beta Delta), any shape, with Delta = chosen - rejected.
+
     Rafailov et al. 2023 (arxiv.org/abs/2305.18290), eq. 7.
     """
-    return -jax.nn.log_sigmoid(beta * delta)
+    return PairLoss(-jax.nn.log_sigmoid(beta * (chosen - rejected)))
 
 
-def ipo(delta: jax.Array, *, beta: float) -> jax.Array:
-    """IPO: (Delta - 1 / (2 beta))^2, any shape; `delta` as in dpo.
+def ipo(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> PairLoss:
+    """IPO: (Delta - 1 / (2 beta))^2, any shape, with Delta = chosen - rejected.
 
     The margin has a target, whereas under DPO it grows without bound. Azar et al. 2023
     (arxiv.org/abs/2310.12036), eq. 17.
     """
-    return jnp.square(delta - 1.0 / (2.0 * beta))
+    return PairLoss(jnp.square(chosen - rejected - 1.0 / (2.0 * beta)))
+
+
+def orpo(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> PairLoss:
+    """ORPO: -log P+ - beta log sigmoid(log(odds+ / odds-)), any shape, odds = P / (1 - P).
+
+    There is no reference: log P is the mean log-prob of a token, counted as at most -1e-6 in the
+    odds, and -log P+ the loss of supervised fine-tuning. beta is the paper's lambda. Hong et al.
+    2024 (arxiv.org/abs/2403.07691), eqs. 3, 4, 6 and 7.
+    """
+    ratio = _log_odds(chosen) - _log_odds(rejected)
+    loss = -chosen - beta * jax.nn.log_sigmoid(ratio)
+    return PairLoss(loss, {"preference/nll": -chosen, "preference/log_odds_ratio": ratio})
+
+
+def _log_odds(logp: jax.Array) -> jax.Array:
+    """log(P / (1 - P)) of P = exp(logp), any shape."""
+    logp = jnp.minimum(logp, -_LEAST_SURPRISE)
+    return logp - jnp.log(-jnp.expm1(logp))
+
+
+def kto(
+    reward: jax.Array, baseline: jax.Array, weight: jax.Array, desirable: jax.Array, *, beta: float
+) -> jax.Array:
+    """KTO: weight (1 - sigmoid(+-beta (reward - baseline))), any shape, + of desirable responses.
+
+    `reward` is the log-prob less that of the reference, summed over a response; `baseline` the
+    paper's z0; `weight` lambda_D or lambda_U; `desirable` a mask. Ethayarajh et al. 2024
+    (arxiv.org/abs/2402.01306), sec. 4.
+    """
+    sign = jnp.where(desirable, 1.0, -1.0)
+    return weight * jax.nn.sigmoid(-sign * beta * (reward - baseline))
 
 
 def reward_model(
@@ -41,7 +85,7 @@ def reward_model(
     return ranking + center_coef * jnp.square(chosen + rejected)
 
 
-PREFERENCE_LOSSES: dict[str, Callable[..., jax.Array]] = {"dpo": dpo, "ipo": ipo}
+PREFERENCE_LOSSES: dict[str, Callable[..., PairLoss]] = {"dpo": dpo, "ipo": ipo, "orpo": orpo}
 
 
 def pairs(rows: Rows) -> jax.Array:

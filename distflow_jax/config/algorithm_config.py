@@ -15,6 +15,7 @@ from distflow_jax.config.algorithm_tables import (
     CORRECTIONS,
     LOSS_ESTIMATORS,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     PROXIMAL,
     REJECTIONS,
     CorrectionKind,
@@ -218,11 +219,21 @@ class ValueConfig(Section, name="critic.loss"):
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceConfig(Section, name="preference"):
-    """Loss over pairs of a chosen and a rejected response."""
+    """Loss over pairs of a chosen and a rejected response, and over responses with a label."""
 
-    loss: str = setting("dpo", one_of(("dpo", "ipo")))  # loss of a pair
-    # strength of the pull towards the reference; smaller lets the policy move on
+    loss: str = setting("dpo", one_of(PREFERENCE_LOSSES))  # loss of a pair
+    # strength of the pull towards the reference; smaller lets the policy move on. With loss=orpo
+    # weight of the odds ratio beside the loss of the chosen response
     beta: float = setting(0.1, above(0))
+    # weight of desirable responses in graph kto. Choose both weights so that (desirable_weight x
+    # desirable rows) / (undesirable_weight x undesirable rows) is from 1 to 4/3
+    desirable_weight: float = setting(1.0, above(0))
+    undesirable_weight: float = setting(1.0, above(0))  # weight of the others in graph kto
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads the log-probs of a reference."""
+        return PREFERENCE_LOSSES[self.loss]
 
 
 @dataclasses.dataclass(frozen=True)

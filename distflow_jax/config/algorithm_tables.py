@@ -86,6 +86,9 @@ AGGREGATIONS = (
     "fixed-budget",
 )
 
+# losses of preference pairs, and whether each reads the log-probs of a reference
+PREFERENCE_LOSSES = {"dpo": True, "ipo": True, "orpo": False}
+
 LOSS_ESTIMATORS = ("k2", "k3", "k1+", "k3+")  # of the KL, whose gradient is that of a KL
 
 

@@ -12,7 +12,7 @@ from distflow_jax.parsing.setting_checks import Section, setting
 # every column of a file with a meaning; all others go to extra_info
 COLUMNS = (
     "prompt messages question answer solution ground_truth chosen rejected completion reward_model "
-    "data_source ability extra_info tools chat_template_kwargs images image image_urls "
+    "label data_source ability extra_info tools chat_template_kwargs images image image_urls "
     "conversations"
 ).split()
 # rewards that take microseconds for any text, and need no process of their own

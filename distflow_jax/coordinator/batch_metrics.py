@@ -112,6 +112,7 @@ _SHARES = ("age_share", "in_flight_share", "waiting_share")
 _TOKENS = "tokens_of_age"  # as policy_objective.py names them
 _GAP, _ITS_TOKENS = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _OF_AGE = re.compile(r"(.*rollout_corr/)(\w+)/(\d+)")
+_SHARE_OF_LABEL = re.compile(r"(.*)kto/(chosen|rejected)_share")
 
 
 def staleness_metrics(samples: Samples, step: int, max_staleness: int) -> dict[str, float]:
@@ -190,4 +191,23 @@ def means_by_age(metrics: Mapping[str, float]) -> dict[str, float]:
         value, share = found.pop(key), metrics[f"{prefix}{_TOKENS}/{age}"]
         if name != _TOKENS and share:
             found[key] = value / share
+    return found
+
+
+def means_by_label(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, with means over the responses of each label in place of parts of the whole mean.
+
+    KTO's update tells `rewards/LABEL` and `logps/LABEL`, what these responses have of the mean,
+    beside `kto/LABEL_share`. A label that no response has is left out; with both there are margins.
+    """
+    found = dict(metrics)
+    for key in filter(_SHARE_OF_LABEL.fullmatch, metrics):
+        prefix, label = _SHARE_OF_LABEL.fullmatch(key).groups()
+        for name in (f"{prefix}rewards/{label}", f"{prefix}logps/{label}"):
+            value = found.pop(name)
+            if metrics[key]:
+                found[name] = value / metrics[key]
+        chosen, rejected = (found.get(f"{prefix}rewards/{x}") for x in ("chosen", "rejected"))
+        if label == "rejected" and None not in (chosen, rejected):
+            found[f"{prefix}rewards/margins"] = chosen - rejected
     return found

@@ -23,6 +23,7 @@ DATA = {
     "prompts": ("uid", "prompt"),
     "demonstrations": ("uid", "prompt", "response", "response_mask", "finished"),
     "preferences": ("uid", "prompt", "response", "response_mask", "finished"),
+    "unpaired": ("uid", "prompt", "response", "response_mask", "finished", "label"),
 }
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*|[^:]+:[^:]+")
@@ -219,11 +220,10 @@ class Region:
 class Graph:
     """Nodes that form a DAG: ids are unique, deps exist, and there is no cycle.
 
-    `data` says what a row of the data set is here: a prompt to answer ("prompts"), a prompt with
-    its answer ("demonstrations"), or with a better and a worse one ("preferences"); DATA lists the
-    fields that the loader gives. `settings` are config values that belong to the algorithm, e.g.
-    {"algorithm.clip_high": 0.28}: defaults, which config and command line override. `regions` has
-    one entry at most.
+    `data` says what a row of the data set is (DATA): a prompt, or one with its answer, with a
+    better and a worse one, or with a labelled one. `settings` are config values of the algorithm,
+    e.g. {"algorithm.clip_high": 0.28}: defaults, which config and command line override. `regions`
+    has one entry at most.
     """
 
     name: str

@@ -1,22 +1,17 @@
 """Data sets by their name in the config: files, generated tasks, of the hub, of reasoning_gym.
 
-`hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]` and `reasoning_gym:NAME?option=value&...` are opened here.
+`reasoning_gym:NAME?option=value&...` is opened here; hub.py finds the files of `hf:`.
 """
 
-import fnmatch
 import hashlib
 import importlib
 import importlib.metadata
 import json
-import re
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import huggingface_hub
-
-from distflow_jax.data import files, generated_tasks
+from distflow_jax.data import files, generated_tasks, hub
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.generated_tasks import parse_spec
@@ -43,8 +38,8 @@ def open_dataset(
     """Opens and checks a whole data set.
 
     Args:
-      spec: a `.jsonl`, `.json` (lines or one array), `.parquet`, `.arrow` or `.feather` file; a
-        folder or glob pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
+      spec: a `.jsonl`, `.json` (lines or one array), `.csv`, `.parquet`, `.arrow` or `.feather`
+        file; a folder or glob pattern of such files; `hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]`;
         `task:NAME?option=value&...`; `reasoning_gym:NAME?...`.
       system_prompt: system message before every question of question/answer rows and tasks.
       prompt_suffix: text after every such question, e.g. " Answer with just the number."
@@ -73,7 +68,7 @@ def open_dataset(
     if colon and kind == "reasoning_gym":
         return ReasoningGym(spec, **wording)
     if colon and kind == "hf":
-        repo, paths = download(spec)
+        repo, paths = hub.download(spec)
         opened = files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
         return files.check_rows(opened, share)
     near = nearest(kind, SCHEMES)
@@ -87,84 +82,6 @@ def is_generated(spec: str) -> bool:
     """Whether a data set is computed rather than read from files."""
     kind, colon, _ = spec.partition(":")
     return bool(colon) and kind in GENERATED
-
-
-SPEC = re.compile(
-    r"hf:(?P<repo>[^@:]+)(@(?P<revision>[^:]+))?(:((?P<subset>.+)/)?(?P<split>[^/]+))?"
-)
-
-
-def download(spec: str) -> tuple[str, list[Path]]:
-    """(repository, paths of one split's Parquet files in the cache); the default split is "train".
-
-    Only the files of that split are downloaded; without a network the cached files are used.
-    HF_TOKEN gives access to gated data sets.
-
-    Raises:
-      ValueError: a malformed name, or no such repository or revision.
-      FileNotFoundError: no Parquet files of that split, or neither cache nor hub is available.
-    """
-    match = SPEC.fullmatch(spec)
-    if not match:
-        raise ValueError(f"{spec!r} is not of the form hf:ORG/NAME[@REVISION][:[SUBSET/]SPLIT]")
-    repo, revision, subset = match["repo"], match["revision"], match["subset"]
-    split = match["split"] or "train"
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repo,
-            repo_type="dataset",
-            revision=revision,
-            allow_patterns=split_patterns(subset, split),
-        )
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError) as e:
-        raise ValueError(f"cannot open {spec!r}: {str(e).splitlines()[0]}") from e
-    except huggingface_hub.errors.LocalEntryNotFoundError as e:
-        raise FileNotFoundError(
-            f"cannot open {spec!r}: it is not in the cache and the hub is not reachable "
-            f"({str(e).splitlines()[0]})"
-        ) from e
-    files = [p.relative_to(folder).as_posix() for p in Path(folder).rglob("*.parquet")]
-    return repo, [Path(folder) / file for file in split_files(files, subset, split, spec)]
-
-
-def split_patterns(subset: str | None, split: str) -> list[str]:
-    """Patterns of a split's files: `train-00000-of-00001.parquet`, `train/0000.parquet`.
-
-    `*` matches slashes too, as on the hub.
-    """
-    prefixes = [f"{subset}/", f"*/{subset}/"] if subset else ["", "*/"]
-    endings = [f"{split}-*.parquet", f"{split}.parquet", f"{split}/*.parquet"]
-    return [prefix + ending for prefix in prefixes for ending in endings]
-
-
-def split_files(files: list[str], subset: str | None, split: str, spec: str) -> list[str]:
-    """The files of one split, sorted. Raises if there are none, or if several subsets have it.
-
-    >>> split_files(["main/train-0.parquet", "main/test-0.parquet"], None, "train", "hf:a/b")
-    ['main/train-0.parquet']
-    """
-    patterns = split_patterns(subset, split)
-    chosen = sorted(f for f in files if any(fnmatch.fnmatchcase(f, p) for p in patterns))
-    if not chosen:
-        found = sorted({str(PurePosixPath(f).parent) for f in files})
-        raise FileNotFoundError(
-            f"{spec!r} has no Parquet files of split {split!r}"
-            + (f" in subset {subset!r}" if subset else "")
-            + (f"; its cached Parquet files lie in {', '.join(found)}" if found else "")
-            + ". Many data sets in other formats have some at revision refs/convert/parquet"
-        )
-    subsets = sorted({_subset_of(f, split) for f in chosen})
-    if len(subsets) > 1:
-        raise ValueError(
-            f"{spec!r} has several subsets with a split {split!r}: {', '.join(subsets)}; "
-            f"name one, as in {':'.join(spec.split(':')[:2])}:{subsets[0]}/{split}"
-        )
-    return chosen
-
-
-def _subset_of(file: str, split: str) -> str:
-    parent = PurePosixPath(file).parent
-    return str(parent.parent if parent.name == split else parent)
 
 
 class ReasoningGym:

@@ -25,7 +25,8 @@ class Example:
     `prompt` is plain text, or chat messages for the tokenizer's chat template. `ground_truth` is
     passed to the reward function, which decides its type. `extra_info` holds all columns without a
     field of their own. `chosen` and `rejected` are the two answers of a preference pair; a
-    demonstration (TRL's `messages`, `completion`) has only `chosen`. `images` stand in the prompt's
+    demonstration (TRL's `messages`, `completion`) has only `chosen`; so has an unpaired row, whose
+    `label` says whether that answer is desirable (unpaired_rows.py). `images` stand in the prompt's
     parts of type image, in their order; in a prompt that is text, at its `<image>`.
     """
 
@@ -37,6 +38,7 @@ class Example:
     chosen: str | list[Message] | None = None
     rejected: str | list[Message] | None = None
     images: tuple[ImageSource, ...] = ()
+    label: bool | None = None
 
 
 class Dataset(Protocol):

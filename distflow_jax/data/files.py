@@ -1,4 +1,4 @@
-"""Data files with random access to their rows: JSON lines and arrays, Parquet, Arrow."""
+"""Data files with random access to their rows: JSON lines and arrays, CSV, Parquet, Arrow."""
 
 import contextlib
 import glob
@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
 from distflow_jax.data.column_choice import TRAINING, ColumnsKey
 from distflow_jax.data.example import Example
 from distflow_jax.data.file_columns import example_from_row
+from distflow_jax.data.hub import WITHOUT_SCHEME
 from distflow_jax.data.json_files import MOST_ROW_BYTES, TOO_LONG, JsonLinesReader, json_reader
 from distflow_jax.data.message_forms import MESSAGE_COLUMNS, VARIABLES, without_nulls
 from distflow_jax.data.pictures.image_paths import image_folders
@@ -49,12 +51,12 @@ class Reader(Protocol):
 
 
 class TableReader:
-    """A Parquet file (held in memory) or an Arrow file (mapped from disk)."""
+    """A Parquet or CSV file (held in memory) or an Arrow file (mapped from disk)."""
 
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._table = pq.read_table(path) if path.suffix == ".parquet" else _arrow_table(path)
+            self._table = _TABLES.get(path.suffix, _arrow_table)(path)
             # a damaged file has offsets that lead out of its buffers, where reading a row crashes
             self._table.validate(full=True)
         except (*TABLE_ERRORS, OSError) as error:
@@ -98,6 +100,7 @@ class TableReader:
 READERS: dict[str, Callable[[Path], Reader]] = {
     ".jsonl": JsonLinesReader,
     ".json": json_reader,
+    ".csv": TableReader,
     ".parquet": TableReader,
     ".arrow": TableReader,
     ".feather": TableReader,
@@ -252,7 +255,9 @@ def find_files(spec: str) -> list[Path]:
     else:
         with contextlib.suppress(FileNotFoundError):
             checked_path("file", "data file", spec)  # says what else it may be
-        raise FileNotFoundError(f"data file {spec} does not exist{near_file(path)}")
+        of_hub = WITHOUT_SCHEME.fullmatch(spec) and path.suffix not in READERS
+        near = f"; did you mean hf:{spec}?" if of_hub and not path.parent.is_dir() else ""
+        raise FileNotFoundError(f"data file {spec} does not exist{near or near_file(path)}")
     for path in paths:
         if path.suffix not in READERS:
             raise ValueError(f"data file {path} has an unknown ending; known: {', '.join(READERS)}")
@@ -271,3 +276,15 @@ def _arrow_table(path: Path) -> pa.Table:
         is_file_format = file.read(6) == b"ARROW1"  # else the stream format, which has no magic
     source = pa.memory_map(str(path))
     return (pa.ipc.open_file if is_file_format else pa.ipc.open_stream)(source).read_all()
+
+
+def _csv_table(path: Path) -> pa.Table:
+    """Columns are text as it stands in the file, or booleans; an empty cell is null."""
+    layout = pcsv.ParseOptions(newlines_in_values=True)
+    guessed = pcsv.read_csv(path, parse_options=layout).schema
+    texts = {x.name: pa.string() for x in guessed if not pa.types.is_boolean(x.type)}
+    cells = pcsv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
+    return pcsv.read_csv(path, parse_options=layout, convert_options=cells)
+
+
+_TABLES = {".parquet": pq.read_table, ".csv": _csv_table}  # others are Arrow's own

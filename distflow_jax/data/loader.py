@@ -225,6 +225,8 @@ class Loader:
             answers, masks = self._encoded.answers(row), ()
         else:
             text, tokens, answers, masks = self._encoded.tokens(row)
+        if example.label is not None:
+            answers += self._encoded.answers(self._other_row(counter, example.prompt))
         prompt = Prompt(
             counter=counter,
             row=row,
@@ -238,8 +240,18 @@ class Loader:
             answer_masks=tuple(mask[: self._max_answer] for mask in masks),
             expected_spread=expected_spread,
             patch=patch,
+            label=example.label,
         )
         return prompt, images
+
+    def _other_row(self, counter: int, prompt: Any) -> int:
+        """The row whose answer an unpaired row of a step is compared with: the next in the step,
+        in a circle, that has another prompt; without any the next."""
+        count = self._config.prompts_per_step
+        first = counter - counter % count
+        others = [self.row(first + (counter + i) % count) for i in range(1, count)]
+        different = (row for row in others if self._dataset[row].prompt != prompt)
+        return next(different, others[0])
 
 
 def describe_dropped(reasons: Mapping[str, int]) -> str:

@@ -4,22 +4,35 @@ One entry per response, those to one prompt next to each other. N responses, G p
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distflow_jax.batch import Prompt
 
-# graph.data -> answers of a row; None: as many as are sampled
-ANSWERS = {"prompts": None, "demonstrations": 1, "preferences": 2}
+
+class Answers(NamedTuple):
+    """Answers to a prompt of the data set."""
+
+    of_row: int  # read from its row: `chosen`, `rejected`
+    of_step: int | None  # that a step has; None: as many as are sampled
+
+
+# by graph.data. To a prompt of unpaired rows a step also has the answer of another row
+ANSWERS = {
+    "prompts": Answers(0, None),
+    "demonstrations": Answers(1, 1),
+    "preferences": Answers(2, 2),
+    "unpaired": Answers(1, 2),
+}
 
 
 def loader_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Sequence[Any]]:
     """The columns of a step: uid, prompt and, where prompts bring answers, response, response_mask
-    and finished.
+    and finished, and label where these are labelled.
 
     `num_samples` responses will be sampled for a prompt without answers. Of a preference pair the
-    better answer comes first.
+    better answer comes first, of an unpaired row its own.
     """
     if not prompts or not prompts[0].answers:
         return {
@@ -28,13 +41,14 @@ def loader_columns(prompts: Sequence[Prompt], num_samples: int) -> dict[str, Seq
         }
     answers = [answer for p in prompts for answer in p.answers]
     masks = [mask for p in prompts for mask in p.answer_masks]
+    labels = [p.label for p in prompts for _ in p.answers]
     return {
         "uid": uid_column(prompts, len(prompts[0].answers)),
         "prompt": [p for p in prompts for _ in p.answers],
         "response": answers,
         "response_mask": masks or [np.ones(len(answer), bool) for answer in answers],
         "finished": np.ones(len(answers), bool),
-    }
+    } | ({} if None in labels else {"label": np.array(labels, bool)})
 
 
 def uid_column(prompts: Sequence[Prompt], num_samples: int) -> np.ndarray:

@@ -101,11 +101,12 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     updates = config.training.mini_batches * config.training.epochs
     written = {ALPHA: ALPHA in update_reads(config.algorithm), AGE: config.stream.ahead}
     ages = [name for name, asked in written.items() if asked]
+    demands = Demands(config.algorithm, config.preference, updates)
     changes = (  # (whether the run needs it, change of the graph)
         (config.rollout.environment, with_environment_rewards),
         (config.training.router_replay, with_router_replay),
         (True, lambda graph: with_ages(graph, ages)),
-        (True, lambda graph: settle_reads(graph, Demands(config.algorithm, updates))),
+        (True, lambda graph: settle_reads(graph, demands)),
     )
     with _named(config.dag):
         for needed, change in changes:

@@ -17,6 +17,7 @@ from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.row_share import RowShare
 from distflow_jax.data.step_columns import ANSWERS
+from distflow_jax.data.unpaired_rows import UnpairedRows
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.vision.image_layout import image_layout
 from distflow_jax.models.weights.source import ModelSource
@@ -45,6 +46,13 @@ def open_loader(
             f"data.train_on={config.data.train_on} is for demonstrations, but dag {config.dag!r} "
             f"trains on {graph.data}: use data.train_on=answer"
         )
+    unpaired = graph.data == "unpaired"
+    if unpaired and config.data.prompts_per_step < 2:
+        raise ValueError(
+            f"data.prompts_per_step={config.data.prompts_per_step} is too few for dag "
+            f"{config.dag!r}, which compares the answers of a step's rows with those of other "
+            "rows: use at least 2"
+        )
     dataset = dataset or open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
@@ -53,6 +61,7 @@ def open_loader(
         image_root=config.data.image_root,
         share=_row_share(),
     )
+    dataset = UnpairedRows(dataset) if unpaired else dataset
     if calls_rewards(graph):
         _check_truths(config, dataset)
     loader = Loader(
@@ -61,7 +70,7 @@ def open_loader(
         config.data,
         seed=config.seed,
         share=share,
-        answers=ANSWERS[graph.data] or 0,
+        answers=ANSWERS[graph.data].of_row,
         max_answer=config.rollout.max_response_length,
         observed_staleness=observed_staleness,
     )

@@ -523,7 +523,7 @@ def _limits_and_rows(config: Config, graph: Graph | None, prompts: int) -> tuple
     training, prompt = config.training, config.data.max_prompt_length
     response = config.rollout.max_response_length
     pairs = graph is not None and trains_on_pairs(graph)
-    answers = ANSWERS[graph.data] if graph is not None else None
+    answers = ANSWERS[graph.data].of_step if graph is not None else None
     size = 2 if pairs else answers or config.rollout.num_samples
     limits = RowLimits(
         tokens=training.row_tokens,

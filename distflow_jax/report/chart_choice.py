@@ -1,7 +1,7 @@
 """The charts of a run: metrics that share a chart, and the order that its objectives give.
 
 A plan's nodes name what they train (a policy, a value function, preferences, a reward model,
-demonstrations). Each of these has a few metrics that a reader looks at first.
+labelled responses, demonstrations). Each of these has a few metrics that a reader looks at first.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ TOGETHER = ("mean", "max", "min")  # metrics that share a chart
 _OBJECTIVES = {
     "policy": ("actor/pg_loss", "actor/kl_loss", "actor/ppo_kl", "actor/entropy"),
     "preference": ("actor/loss", "rewards/accuracies", "rewards/margins", "logps/"),
+    "kto": ("actor/loss", "rewards/margins", "kto/kl", "logps/"),
     "sft": ("actor/nll", "actor/loss", "actor/entropy"),
     "value": ("critic/vf_loss", "critic/vf_explained_var", "critic/values"),
     "reward_model": ("reward_model/loss", "reward_model/accuracy", "reward_model/score_margin"),

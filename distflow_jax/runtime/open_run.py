@@ -19,6 +19,7 @@ from distflow_jax.coordinator.batch_metrics import (
     gather_table,
     image_metrics,
     means_by_age,
+    means_by_label,
     take_gaps,
 )
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
@@ -100,7 +101,7 @@ def fetched(run: OpenRun, on_devices: Metrics) -> Metrics:
         values = jax.device_get(on_devices)
     arrays = {name: value for name, value in values.items() if name.endswith(OF_GROUP)}
     numbers = {name: value for name, value in values.items() if name not in arrays}
-    return means_by_age(without_empty(numbers)) | arrays
+    return means_by_label(means_by_age(without_empty(numbers))) | arrays
 
 
 def measure(run: OpenRun, metrics: Metrics) -> None:

@@ -66,7 +66,12 @@ def introduce(prepared: PreparedRun, terminal: Terminal) -> None:
     terminal.row("algorithm", f"{prepared.plan.name}, {config.training.steps} steps: {nodes}")
 
 
-_ROWS = {"prompts": "prompts", "demonstrations": "demonstrations", "preferences": "pairs"}
+_ROWS = {
+    "prompts": "prompts",
+    "demonstrations": "demonstrations",
+    "preferences": "pairs",
+    "unpaired": "labelled responses",
+}
 
 
 def _count_responses(prepared: PreparedRun, runtime: Runtime, terminal: Terminal) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig, PreferenceConfig
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
@@ -27,6 +27,7 @@ from distflow_jax.stages.stage_context import (
     TrainContext,
 )
 from distflow_jax.stages.update_model import (
+    build_kto_update,
     build_policy_update,
     build_preference_update,
     build_reward_model_update,
@@ -44,6 +45,7 @@ class Demands:
     """The fields that a run's settings require of its stages, beyond those always read."""
 
     algorithm: AlgorithmConfig
+    preference: PreferenceConfig
     updates: int  # optimizer steps that a batch gets
 
     def of(self, node: Node) -> dict[str, str]:
@@ -56,6 +58,8 @@ class Demands:
             if algorithm.kl_in_reward:
                 why += " with algorithm.kl_in_reward"
             return dict.fromkeys(advantage_reads(algorithm), f"{why} needs it")
+        if kind.build is build_preference_update and self.preference.reads_reference:
+            return {"ref_logp": f"preference.loss={self.preference.loss!r} needs it"}
         if kind.build is not build_policy_update:
             return {}
         wanted = dict.fromkeys(update_reads(algorithm), "what the section algorithm asks for")
@@ -141,7 +145,8 @@ STAGES: dict[tuple[str, str], StageKind] = {
 # of ACTOR MODEL_TRAIN, by options.objective
 OBJECTIVES: dict[str, StageKind] = {
     "policy": STAGES["ACTOR", "MODEL_TRAIN"],
-    "preference": _kind(build_preference_update, TrainContext, "rows ref_logp", ""),
+    "preference": _kind(build_preference_update, TrainContext, "rows", ""),
+    "kto": _kind(build_kto_update, TrainContext, "rows ref_logp label", ""),
     "sft": _kind(build_sft_update, TrainContext, "rows", ""),
 }
 

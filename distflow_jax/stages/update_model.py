@@ -15,6 +15,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.stages.stage_context import TrainContext, require, routed_rows
 from distflow_jax.training.expert_balance import balanced
 from distflow_jax.training.objective import Batch, Objective
+from distflow_jax.training.objectives.kto_objective import KtoBatch, kto_objective
 from distflow_jax.training.objectives.pair_objectives import (
     PreferenceBatch,
     RewardModelBatch,
@@ -165,11 +166,25 @@ def build_policy_update(context: TrainContext) -> UpdateStage:
 
 
 def build_preference_update(context: TrainContext) -> UpdateStage:
-    """rows of pairs, ref_logp, routed_experts where planned -> metrics of DPO or IPO."""
-    objective = preference_objective(context.model, context.preference, context.forward)
-    return UpdateStage(
-        context, objective, lambda fields: PreferenceBatch(routed_rows(fields), fields["ref_logp"])
-    )
+    """rows of pairs, ref_logp and routed_experts where planned -> metrics of DPO, IPO or ORPO."""
+    preference = context.preference
+    objective = preference_objective(context.model, preference, context.forward)
+
+    def batch_of(fields: dict[str, Any]) -> PreferenceBatch:
+        reference = fields["ref_logp"] if preference.reads_reference else None
+        return PreferenceBatch(routed_rows(fields), reference)
+
+    return UpdateStage(context, objective, batch_of)
+
+
+def build_kto_update(context: TrainContext) -> UpdateStage:
+    """rows of labelled responses, ref_logp, label -> metrics of KTO."""
+    objective = kto_objective(context.model, context.preference, context.forward)
+
+    def batch_of(fields: dict[str, Any]) -> KtoBatch:
+        return KtoBatch(routed_rows(fields), fields["ref_logp"], fields["label"])
+
+    return UpdateStage(context, objective, batch_of)
 
 
 def build_sft_update(context: TrainContext) -> UpdateStage:

@@ -34,7 +34,7 @@ from distflow_jax.config.algorithm_tables import (
 )
 from distflow_jax.rewards.function_calls import result_from
 from distflow_jax.training.forward import ForwardConfig
-from distflow_jax.training.objectives import pair_objectives
+from distflow_jax.training.objectives import kto_objective, pair_objectives
 from distflow_jax.training.objectives import policy_objective as policy
 
 HEADER = "| what | verl | TRL | AReaL | here |"
@@ -619,6 +619,42 @@ def length_of_ipo(row):
     sums, means = ([f(x) for x in formulas.wide(logp)] for f in (np.sum, np.mean))
     assert_close(loss, (sums[0] - sums[1] - 5) ** 2)
     assert (means[0] - means[1] - 5) ** 2 == 20.25 != float(loss)
+
+
+@of("`orpo`: likelihood is of, and a mean over")
+def likelihood_of_orpo(row):
+    """The share of the likelihood in a loss of two pairs; prompts are a token of log-prob -4."""
+    assert (row.trl, row.here) == ("prompts and responses, tokens", "responses, pairs")
+    sequences = responses(2, 1, 4, 1, groups=[0, 0, 1, 1])
+    logp = [np.float32(x) for x in ([-1, -2], [-3], [-1, -3, -2, -4], [-3])]
+    packed = pack(sequences, 1, shared=False, together=True)
+    objective = pair_objectives.preference_objective(
+        TINY, PreferenceConfig(loss="orpo", beta=0.1), ForwardConfig()
+    )
+    table = first(packed.tokens(logp))
+    with mock.patch.object(pair_objectives, "response_logp", lambda *_: (table, None)):
+        batch, count = objective.whole(pair_objectives.PreferenceBatch(first(packed.rows)))
+        _, metrics = objective.evaluate({}, batch, count, jnp.float32(1))
+    assert_close(metrics["sum"]["preference/nll"], np.mean([1.5, 2.5]))
+    assert np.mean([4, 1, 2, 4, 1, 3, 2, 4]) == 2.625
+
+
+@of("`kto`: z0 is a mean over")
+def baseline_of_kto(row):
+    """Two mismatched responses, log-ratios 3 and -1: z0 of the step is 1; of each, 3 and 0."""
+    assert (row.trl, row.here) == ("a micro-batch", "an optimizer step")
+    sequences = responses(1, 1, 1, 1, groups=[0, 0, 1, 1])
+    packed = pack(sequences, 1, shared=False, together=True)
+    logp, zeros = ([np.float32([x]) for x in values] for values in ((-2, 3, -2, -1), [0] * 4))
+    batch = kto_objective.KtoBatch(
+        first(packed.rows),
+        first(packed.tokens(zeros)),
+        first(packed.per_sequence(np.ones(4, np.float32))),
+        first(packed.tokens(logp)),
+    )
+    found = kto_objective.prepare(batch)[0].baseline
+    np.testing.assert_array_equal(found, np.ones_like(found))
+    assert [max(0, x) for x in (3, -1)] == [3, 0]
 
 
 @of("`critic.loss.clip`")

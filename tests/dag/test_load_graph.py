@@ -7,7 +7,7 @@ import pytest
 from support.graph_text import read_graph, write_graph
 from support.paths import ROOT
 
-from distflow_jax.config.algorithm_config import AlgorithmConfig
+from distflow_jax.config.algorithm_config import AlgorithmConfig, PreferenceConfig
 from distflow_jax.config.run_config import Config, CriticConfig
 from distflow_jax.config.training_config import TrainingConfig
 from distflow_jax.dag.graph import DATA, Graph
@@ -34,7 +34,7 @@ def ids(graph):
 def test_the_built_in_graphs_are_those_of_the_readme():
     assert set(NAMES) == {
         *("grpo", "ppo", "dapo", "rloo", "reinforce_plus_plus", "remax", "gspo", "cpgd"),
-        *("online_dpo", "dpo", "reward_model", "sft"),
+        *("online_dpo", "dpo", "orpo", "kto", "reward_model", "sft"),
     }
 
 
@@ -67,6 +67,28 @@ def test_what_may_be_read_comes_only_where_it_is_needed(name, changes, extra):
     assert ("ref_logp" in read, "old_logp" in read) == tuple(
         node in extra for node in ("reference", "old_logp")
     )
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "online_dpo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo"])
+def test_a_reference_is_there_where_the_loss_of_pairs_reads_it(name, loss):
+    given = Config(dag=name, preference=PreferenceConfig(loss))
+    config, graph = settle(given, chosen={"preference.loss"})
+    assert config.preference.loss == loss
+    assert ("reference" in ids(graph)) == (loss != "orpo")
+
+
+def test_a_graph_of_pairs_without_the_reference_that_its_loss_reads(tmp_path):
+    text = """
+    name: bare
+    data: preferences
+    nodes:
+    - {id: train, role: ACTOR, type: MODEL_TRAIN, reads: [rows], options: {objective: preference}}
+    """
+    (tmp_path / "bare.yaml").write_text(text)
+    assert ids(settle(Config(dag=f"{tmp_path}/bare.yaml", preference=PreferenceConfig("orpo")))[1])
+    with pytest.raises(ValueError, match="reads no 'ref_logp', but preference.loss='ipo' needs it"):
+        settle(Config(dag=f"{tmp_path}/bare.yaml", preference=PreferenceConfig("ipo")))
 
 
 def test_settings_hold_unless_somebody_chose_otherwise():

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
+from support.fake_hub import COMMIT, hub_of
 
 from distflow_jax.config.data_config import COLUMNS, check_columns
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, TRAINING
@@ -384,8 +385,6 @@ def test_a_row_of_several_files_is_named_by_its_own_file(tmp_path):
 
 # -- the hub --------------------------------------------------------------------------------------
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
@@ -422,8 +421,8 @@ def test_a_split_of_the_hub_is_read_from_its_cache(hub, spec, answer):
     ("spec", "message"),
     [
         ("hf:acme/sums", "several subsets with a split 'train': main, other; "),
-        ("hf:acme/sums:dev", "no Parquet files of split 'dev'; .* lie in main, other"),
-        ("hf:acme/sums:mian/train", "of split 'train' in subset 'mian'"),
+        ("hf:acme/sums:dev", "the hub is not reachable. has no split 'dev'; it has 'main/test', "),
+        ("hf:acme/sums:mian/train", "no split 'train' in subset 'mian'; .* did you mean :main/tr"),
         ("hf:acme/products:train", "not in the cache and the hub is not reachable"),
         ("hf:acme/sums@v9:test", "not in the cache and the hub is not reachable"),
         ("hf:acme/sums/more:test", "cannot open 'hf:acme/sums/more:test'"),
@@ -438,4 +437,63 @@ def test_a_data_set_of_the_hub_that_cannot_be_read(hub, spec, message):
 
 def test_a_row_of_the_hub_is_named_by_its_file(hub):
     with pytest.raises(ValueError, match="test-00000-of-00001.parquet, row 1: none of the columns"):
+        open_dataset("hf:acme/sums:test")
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: rows/*.FORM
+  - split: test
+    path: held.jsonl
+---
+# Sums
+"""
+FORMS = {
+    "jsonl": lambda rows: "".join(json.dumps(row) + "\n" for row in rows).encode(),
+    "json": lambda rows: json.dumps(rows).encode(),
+    "csv": lambda rows: "".join(
+        f"{q},{a}\n" for q, a in [("q", "a"), *map(dict.values, rows)]
+    ).encode(),
+    "arrow": lambda rows: arrow_of(rows),
+}
+
+
+def arrow_of(rows):
+    table, sink = pa.Table.from_pylist(rows), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_split_of_the_hub_is_downloaded_in_every_form(form, tmp_path, monkeypatch):
+    """Only its files are; afterwards it is read without the hub."""
+    rows = [{"q": "1 + 1", "a": "2"}, {"q": "2 + 2", "a": "4"}]
+    one, two = (FORMS[form](rows[i : i + 1]) for i in range(2))
+    files = {f"rows/1.{form}": one, f"rows/2.{form}": two, "held.jsonl": b"{}", "big.bin": b"x"}
+    files["README.md"] = CARD.replace("FORM", form).encode()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    columns = {"question": "q", "answer": "a"}
+    with hub_of({"acme/sums": files}) as (address, fetched):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        where = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", where)
+        dataset = open_dataset("hf:acme/sums", columns=columns)
+        assert sorted(fetched) == ["README.md", f"rows/1.{form}", f"rows/2.{form}"]
+        with pytest.raises(FileNotFoundError, match="no split 'dev'; it has 'main/test', 'main/tr"):
+            open_dataset("hf:acme/sums:dev")
+        with pytest.raises(ValueError, match="cannot open 'hf:acme/product'"):
+            open_dataset("hf:acme/product")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    again = open_dataset("hf:acme/sums:main/train", columns=columns)
+    for found in (dataset, again):
+        assert [example.ground_truth for example in found] == ["2", "4"]
+        assert found[0].prompt[0]["content"] == "1 + 1"
+    with pytest.raises(
+        FileNotFoundError, match="in the cache; the hub is not reachable. has no sp"
+    ):
         open_dataset("hf:acme/sums:test")

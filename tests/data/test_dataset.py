@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distflow_jax.data.dataset import open_dataset, split_files
+from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.generated_tasks import is_held_out, value_of
+from distflow_jax.data.hub import choose
 
 GSM8K = [  # the form of GSM8K's rows
     {
@@ -266,14 +268,108 @@ def test_options_of_a_task_are_decoded_but_keep_their_plus():
     assert dataset[0].prompt[0]["content"] == dataset[0].extra_info["problem"] + " = &!"
 
 
-def test_files_of_a_hub_split():
-    flat = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
-    assert split_files([*flat, "data/test-0-of-1.parquet"], None, "train", "hf:a/b") == flat
-    converted = ["default/test/0000.parquet", "default/train/0000.parquet"]
-    assert split_files(converted, None, "test", "hf:a/b") == converted[:1]
+# files of a repository -> what is asked for, and those that are read; the rest belongs to others
+REPOSITORIES = {
+    "shards": (
+        ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ["data/test-00000-of-00001.parquet", "README.md"],
+        "train",
+    ),
+    "splits of other names": (
+        ["data/train_prefs-00000-of-00001.parquet"],
+        ["data/train_sft-00000-of-00001.parquet"],
+        "train_prefs",
+    ),
+    "folders": (["default/test/0000.parquet"], ["default/train/0000.parquet"], "test"),
+    "saved to disk": (
+        ["train/data-00000-of-00001.arrow"],
+        ["train/state.json", "train/dataset_info.json", "test/data-00000-of-00001.arrow"],
+        "train",
+    ),
+    "a subset": (["main/train.jsonl"], ["socratic/train.jsonl"], "main/train"),
+    "words in names": (["gsm_train_v2.csv"], ["gsm_test_v2.csv", "trainers.csv"], "train"),
+    "no split": (["alpaca_cleaned.json"], ["dataset_infos.json", "alpaca.py"], "train"),
+    "two formats": (["train.parquet"], ["train.csv", "train.json", "test.json"], "train"),
+}
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_files_of_a_split_of_the_hub_are_found_by_their_names(name):
+    wanted, others, split = REPOSITORIES[name]
+    *subset, split = split.rsplit("/", 1)
+    chosen = choose([*others, *wanted], [], subset[0] if subset else None, split, "hf:a/b")
+    assert chosen == wanted
+
+
+CARD = [
+    {"config_name": "main", "data_files": [{"split": "train", "path": "a/one-*"}]},
+    {"config_name": "more", "data_files": {"train": ["b/*.csv"], "held": "**/held.jsonl"}},
+    {"config_name": "whole", "data_dir": "c"},
+    {"config_name": "plain", "data_files": "d/x.json"},
+    {"config_name": "features alone"},
+    "no map",
+]
+
+
+def test_a_card_names_the_files_of_a_split():
+    files = ["a/one-1.json", "a/two-1.json", "b/1.csv", "b/in/2.csv", "b/in/held.jsonl"]
+    files += ["c/test.json", "c/train.json", "d/x.json"]
+
+    def chosen(subset, split):
+        return choose(files, CARD, subset, split, "hf:a/b")
+
+    assert chosen("main", "train") == ["a/one-1.json"]
+    assert chosen("more", "train") == ["b/1.csv"]
+    assert chosen("more", "held") == chosen(None, "held") == ["b/in/held.jsonl"]
+    assert chosen("whole", "test") == ["c/test.json"]
+    assert chosen("plain", "train") == ["d/x.json"]
+    with pytest.raises(ValueError, match="several subsets .*: main, more, plain, whole; name one"):
+        chosen(None, "train")
+    with pytest.raises(FileNotFoundError, match=r"no split 'test' in subset 'mian'; it has 'main/"):
+        chosen("mian", "test")
+    with pytest.raises(FileNotFoundError, match="did you mean :more/held at the end"):
+        chosen("more", "hold")
+
+
+def test_a_split_of_the_hub_that_is_not_there():
     two = ["main/train-0.parquet", "socratic/train-0.parquet"]
-    assert split_files(two, "main", "train", "hf:a/b") == two[:1]
     with pytest.raises(ValueError, match="several subsets .*: main, socratic; name one"):
-        split_files(two, None, "train", "hf:a/b")
-    with pytest.raises(FileNotFoundError, match="no Parquet files of split 'dev'.* in main, socr"):
-        split_files(two, None, "dev", "hf:a/b")
+        choose(two, [], None, "train", "hf:a/b")
+    with pytest.raises(FileNotFoundError, match="no split 'dev'; it has 'main/train', 'socratic/t"):
+        choose(two, [], None, "dev", "hf:a/b")
+    with pytest.raises(FileNotFoundError, match="nor any other that is read .* found '.gz', '.py'"):
+        choose(["train.jsonl.gz", "load.py", "README.md"], [], None, "train", "hf:a/b")
+
+
+def test_a_name_of_the_hub_without_its_scheme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for spec in ("openai/gsm8k", "openai/gsm8k:main/train", "a-b/c_d.v1@refs/pr/1"):
+        with pytest.raises(FileNotFoundError, match=re.escape(f"did you mean hf:{spec}?")):
+            open_dataset(spec)
+    for spec in ("data/gsm8k", "rows/train.jsonl", "gsm8k", "/openai/gsm8k"):
+        with pytest.raises(FileNotFoundError) as caught:
+            open_dataset(spec)
+        assert "hf:" not in str(caught.value)
+
+
+def test_csv_is_text_as_it_stands_and_booleans(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        'question,answer,label,level\n"What is ""1"",\nand 2?",007,true,\nWhat?,1.50,false,3\n'
+    )
+    one, two = open_dataset(str(path))
+    assert one.prompt[0]["content"] == 'What is "1",\nand 2?'
+    assert (one.ground_truth, one.extra_info["label"], "level" in one.extra_info) == (
+        "007",
+        True,
+        False,
+    )
+    assert (two.ground_truth, two.extra_info["label"], two.extra_info["level"]) == (
+        "1.50",
+        False,
+        "3",
+    )
+    path.write_text("question,answer\nWhat?,1,2\n")
+    with pytest.raises(ValueError, match="rows.csv: not a readable .csv file"):
+        open_dataset(str(path))

@@ -10,6 +10,7 @@ from distflow_jax.config.data_config import DataConfig
 from distflow_jax.data.dataset import open_dataset
 from distflow_jax.data.loader import Loader, SamplerShare
 from distflow_jax.data.step_columns import loader_columns
+from distflow_jax.data.unpaired_rows import UnpairedRows
 
 
 class ByteTokenizer:
@@ -284,3 +285,104 @@ def test_answers_beyond_the_limit_are_told_or_dropped(tmp_path):
 def test_rows_without_the_answers_that_are_wanted_are_named(tmp_path):
     with pytest.raises(ValueError, match="row 1: has no 'rejected' answer, which this dag trains"):
         answers_of(pairs_of(tmp_path, rejected=None), 2, overlong="drop")
+
+
+def unpaired(tmp_path, rows, **columns):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return UnpairedRows(open_dataset(str(path), **columns))
+
+
+def labelled(count, **columns):
+    row = [
+        {"prompt": f"p{i}", "completion": f"c{i}", "label": i % 3 == 0} | columns
+        for i in range(count)
+    ]
+    return [{k: v for k, v in one.items() if v is not None} for one in row]
+
+
+def texts_of(prompt):
+    return [bytes(a.astype(np.uint8)).decode() for a in prompt.answers]
+
+
+@pytest.mark.parametrize("samplers", [1, 2])
+def test_unpaired_rows_have_their_answer_and_that_of_another_row(tmp_path, samplers):
+    """The next row of the step, in a circle, whichever process reads it."""
+    dataset = unpaired(tmp_path, labelled(6))
+    config = DataConfig(prompts_per_step=4, shuffle=False)
+    found = []
+    for index in range(samplers):
+        share = SamplerShare(index, samplers)
+        loader = Loader(
+            dataset, ByteTokenizer(), config, seed=0, share=share, answers=1, max_answer=8
+        )
+        found += next(loader) + next(loader)
+    found.sort(key=lambda prompt: prompt.counter)
+    rows = [0, 1, 2, 3, 4, 5, 0, 1]
+    others = [1, 2, 3, 0, 5, 0, 1, 4]
+    assert [texts_of(p) for p in found] == [
+        [f"c{i}.", f"c{j}."] for i, j in zip(rows, others, strict=True)
+    ]
+    assert [p.label for p in found] == [row % 3 == 0 for row in rows]
+    columns = loader_columns(found, 8)
+    assert columns["uid"][:4].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    np.testing.assert_array_equal(columns["label"], np.repeat([p.label for p in found], 2))
+
+
+def test_the_other_answer_is_to_another_prompt_where_a_step_has_one(tmp_path):
+    rows = [{"prompt": p, "completion": c, "label": True} for p, c in ("aw", "ax", "ay", "bz")]
+    for count, expected in ((4, "z z z w"), (2, "x w z y")):
+        loader = Loader(
+            unpaired(tmp_path, rows),
+            ByteTokenizer(),
+            DataConfig(prompts_per_step=count, shuffle=False),
+            seed=0,
+            answers=1,
+            max_answer=8,
+        )
+        found = [prompt for _ in range(4 // count) for prompt in next(loader)]
+        assert " ".join(texts_of(prompt)[1][0] for prompt in found) == expected
+
+
+def test_pairs_become_unpaired_rows_the_chosen_ones_first(tmp_path):
+    pairs = pairs_of(tmp_path, rows=3)
+    dataset = UnpairedRows(pairs)
+    found = list(dataset)
+    assert [(x.prompt, x.chosen, x.label) for x in found] == [
+        *((f"p{i}", "yes" * (1 + i), True) for i in range(3)),
+        *((f"p{i}", f"no{i}", False) for i in range(3)),
+    ]
+    assert all(x.rejected is None for x in found)
+    for first, end in ((0, 6), (1, 2), (2, 5), (4, 6), (3, 3)):
+        assert list(dataset.examples(first, end)) == found[first:end]
+    assert dataset.place(4).endswith("row 2")
+    assert dataset.fingerprint != pairs.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (labelled(3, label=None), r"row 1: has no column 'label', true for a desirable"),
+        (labelled(3, label=None, labl=True), r"data.columns=\{'label': 'labl'\} reads 'labl'"),
+        (labelled(3, label=1), "row 1, column 'label': expected true .desirable. or false, got 1"),
+        (labelled(3, label="true"), "got 'true': write a boolean"),
+        (labelled(3, completion=None), "row 1: has no 'chosen' answer, which this dag trains on"),
+        (labelled(1), "has one row, and answers are compared with those of other rows: give at"),
+        (
+            [*labelled(2), {"prompt": "p", "chosen": "a", "rejected": "b"}],
+            "row 3: the first row has a single answer, and this one has not",
+        ),
+        (
+            [{"prompt": "p", "chosen": "a", "rejected": "b"}, *labelled(1)],
+            "row 2: the first row has a pair, and this one has not",
+        ),
+    ],
+)
+def test_unpaired_rows_that_cannot_be_read(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        answers_of(unpaired(tmp_path, rows), 1)
+
+
+def test_a_label_of_another_name(tmp_path):
+    rows = labelled(2, label=None, liked=False)
+    assert not unpaired(tmp_path, rows, columns={"label": "liked"})[1].label

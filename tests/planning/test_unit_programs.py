@@ -245,7 +245,9 @@ def slow_unless(names):
         yield pytest.param(name, marks=[] if name in names else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("name", list(slow_unless({"ppo", "remax", "dpo", "reward_model", "sft"})))
+@pytest.mark.parametrize(
+    "name", list(slow_unless({"ppo", "remax", "dpo", "kto", "reward_model", "sft"}))
+)
 def test_every_built_in_graph_can_be_traced(name):
     made = planned(dag=name)
     programs = trace(made)

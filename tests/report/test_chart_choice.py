@@ -33,6 +33,7 @@ ROLLOUT = ("ROLLOUT", "MODEL_INFERENCE", None)
 REFERENCE = ("REFERENCE", "MODEL_INFERENCE", None)
 PLANS = {
     "dpo": plan(REFERENCE, ("ACTOR", "MODEL_TRAIN", "preference")),
+    "kto": plan(REFERENCE, ("ACTOR", "MODEL_TRAIN", "kto")),
     "online dpo": plan(ROLLOUT, REFERENCE, ("ACTOR", "MODEL_TRAIN", "preference")),
     "sft": plan(("ACTOR", "MODEL_TRAIN", "sft")),
     "grpo": plan(ROLLOUT, ("ACTOR", "MODEL_TRAIN", None)),
@@ -41,6 +42,7 @@ PLANS = {
 }
 EXPECTED = {
     "dpo": ["actor/loss", "rewards/accuracies", "rewards/margins", "val-core/x/reward/mean@1"],
+    "kto": ["actor/loss", "rewards/margins", "val-core/x/reward/mean@1", "actor/grad_norm"],
     "online dpo": ["critic/score", "val-core/x/reward/mean@1", "actor/loss"],
     "sft": ["actor/nll", "actor/loss", "actor/entropy", "val-core/x/reward/mean@1"],
     "grpo": ["critic/score", "val-core/x/reward/mean@1", "actor/pg_loss", "actor/entropy"],

@@ -25,7 +25,7 @@ STEPS = 20
 # least
 EXPECTED = {
     **dict.fromkeys(built_in(), ("critic/score/mean", 1, 0.05)),
-    "dpo": ("rewards/margins", 1, 0.05),
+    **dict.fromkeys(("dpo", "orpo", "kto"), ("rewards/margins", 1, 0.05)),
     "reward_model": ("reward_model/accuracy", 1, 0.1),
     "sft": ("actor/nll", -1, 1.0),
     "configs/examples/brevity.yaml": ("critic/score/mean", 1, 0.05),
@@ -48,7 +48,7 @@ def write_pairs(path: pathlib.Path) -> None:
 def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
     """Settings that differ from configs/tiny.py."""
     changed = {"dag": name, "training.steps": STEPS, "eval.dataset": "", "checkpoint.every": STEPS}
-    if name in ("dpo", "reward_model"):
+    if name in ("dpo", "orpo", "kto", "reward_model"):
         write_pairs(folder / "pairs.jsonl")
         changed["data.train"] = folder / "pairs.jsonl"
     elif name != "sft":

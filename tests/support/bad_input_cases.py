@@ -321,11 +321,24 @@ GRAPH_CASES = [
     ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
     ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
     ("dag={dir}/good.yaml ; algorithm.kl_coef=0.1", "reads no 'ref_logp', but algorithm.kl_coef"),
+    ("dag=orpo ; preference.loss=dop", "preference.loss must be one of dpo, ipo, orpo, got 'dop'"),
+    (
+        "dag=kto ; preference.undesirable_weight=0",
+        "preference.undesirable_weight must be positive, got 0",
+    ),
     ("dag=grpo ; algorithm.advantage=gae", "reads no 'value', but algorithm.advantage='gae' needs"),
     ("dag={dir}/good.yaml ; training.epochs=2", "a batch gets 2 optimizer steps"),
 ]
 
 DATA_CASES = [
+    (
+        "dag=kto ; data.train={dir}/good.jsonl",
+        "good.jsonl, row 1: has no column 'label', true for a desirable completion and false for",
+    ),
+    (
+        "dag=kto ; data.train={dir}/good.jsonl ; data.prompts_per_step=1",
+        "data.prompts_per_step=1 is too few for dag 'kto', which compares the answers of a step's",
+    ),
     ("dag=dpo ; data.train={dir}/good.jsonl", "good.jsonl, row 1: has no 'chosen' answer, which"),
     (
         "data.train={dir}/good.jsonl ; data.columns={'prompt': 'qestion'}",

@@ -2,10 +2,10 @@
 (test_forward.py), and for losses that choose among all tokens of a step.
 
 On 1 device, on fsdp 2 x tensor 2 and data 2 x fsdp 2, where rows are packed for several ranks, and
-where devices share a row.
+where devices share a row. Micro-batches of other sizes change nothing either.
 
-Nightly: value, preference, reward-model, SFT and token-choosing objectives give the same gradient
-on a mesh as on one device.
+Nightly: value, preference, KTO, reward-model, SFT and token-choosing objectives give the same
+gradient on a mesh as on one device.
 """
 
 import functools
@@ -26,6 +26,7 @@ from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.training.forward import ForwardConfig
+from distflow_jax.training.objectives.kto_objective import KtoBatch, kto_objective
 from distflow_jax.training.objectives.pair_objectives import (
     PreferenceBatch,
     RewardModelBatch,
@@ -47,6 +48,8 @@ CHOOSING = {  # losses that choose among all tokens of the step, by the policy a
 OBJECTIVES = {
     **{k: policy_objective(TINY, a, FORWARD, max_response=14) for k, a in CHOOSING.items()},
     "preference": preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
+    "orpo": preference_objective(TINY, PreferenceConfig("orpo", 0.3), FORWARD),
+    "kto": kto_objective(TINY, PreferenceConfig("dpo", 0.05, 1.2, 0.7), FORWARD),
     "reward_model": reward_model_objective(SCALAR, RewardModelConfig(0.2, 0.05), FORWARD),
     "sft": sft_objective(TINY, FORWARD),
 }
@@ -64,6 +67,8 @@ def batch_of(name, ranks):
     batches = {
         **dict.fromkeys(CHOOSING, lambda: policy),
         "preference": lambda: PreferenceBatch(rows, ref_logp),
+        "orpo": lambda: PreferenceBatch(rows),
+        "kto": lambda: KtoBatch(rows, ref_logp - 3.0, (rows.group % 2).astype(jnp.float32)),
         "reward_model": lambda: RewardModelBatch(rows),
         "sft": lambda: SftBatch(rows),
     }
@@ -71,12 +76,12 @@ def batch_of(name, ranks):
 
 
 @functools.cache
-def gradient_of(name, fsdp, tensor, **axes):
-    """(gradient, metrics with the loss among them) on the host."""
+def gradient_of(name, fsdp, tensor, micro=1, **axes):
+    """(gradient, metrics with the loss among them) on the host; `micro`: rows of a micro-batch."""
     objective, mesh = OBJECTIVES[name], mesh_of(fsdp, tensor, **axes)
     network = objective.model
     params = jax.device_put(random_params(network), param_shardings(network, mesh))
-    shape = UpdateShape(mesh, mesh.shape.get("pipeline", 1), 14)
+    shape = UpdateShape(mesh, micro * mesh.shape.get("pipeline", 1), 14)
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(params, batch):
@@ -99,6 +104,11 @@ def gradient_of(name, fsdp, tensor, **axes):
     [
         ("preference", dict(fsdp=2, tensor=2)),
         ("clip_cov", dict(fsdp=2, tensor=2)),
+        ("kto", dict(fsdp=2, tensor=1, data=2)),
+        pytest.param("orpo", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
+        pytest.param("kto", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
+        pytest.param("kto", dict(fsdp=1, tensor=1, micro=4), marks=pytest.mark.slow),
+        pytest.param("orpo", dict(fsdp=1, tensor=1, micro=2), marks=pytest.mark.slow),
         pytest.param("kl_cov", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("kl_cov", dict(fsdp=1, tensor=1, context=4), marks=pytest.mark.slow),
         pytest.param("clip_cov", dict(fsdp=1, tensor=2, pipeline=2), marks=pytest.mark.slow),
@@ -115,4 +125,5 @@ def gradient_of(name, fsdp, tensor, **axes):
 def test_one_device_and_a_mesh_give_the_same_gradient(name, axes):
     one = gradient_of(name, 1, 1)
     assert abs(one[1][f"{OBJECTIVES[name].name}/loss"]) > 0
+    assert one[1].get("kto/kl", 1) > 0
     assert_same(gradient_of(name, **axes), one)

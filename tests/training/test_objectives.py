@@ -1,4 +1,4 @@
-"""Preference, reward-model, SFT and critic objectives against float64 NumPy over plain lists.
+"""Preference, KTO, reward-model, SFT and critic objectives against float64 NumPy over plain lists.
 
 As in test_policy_objective.py the network is a table: one log-prob, value or score for each token
 or sequence, so that a gradient has one entry for each wherever it lies.
@@ -18,11 +18,17 @@ from support.ragged import QUICK, SHAPE, assert_close, draw, first, pack, random
 from support.tiny_model import TINY
 
 from distflow_jax.batch import token_field
-from distflow_jax.config.algorithm_config import PreferenceConfig, RewardModelConfig, ValueConfig
+from distflow_jax.config.algorithm_config import (
+    PreferenceConfig,
+    RewardModelConfig,
+    ValueConfig,
+)
+from distflow_jax.coordinator.batch_metrics import means_by_label
 from distflow_jax.models.decoder_config import scalar_model
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.objective import at_least_one
 from distflow_jax.training.objectives import (
+    kto_objective,
     pair_objectives,
     sft_objective,
     value_objective,
@@ -41,9 +47,14 @@ PARAMS = {
     "score": SCORE,
 }
 FORWARD, SCALAR = ForwardConfig(), scalar_model(TINY)
+KTO = PreferenceConfig(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+BELOW = [x - np.float32(0.5) for x in REF]  # a reference of KTO's, so that z0 is above 0
+LABEL = np.float32([s.group % 3 == 1 for s in SEQUENCES])  # the same for both of a prompt
 OBJECTIVES = {
     "dpo": pair_objectives.preference_objective(TINY, PreferenceConfig("dpo", 0.3), FORWARD),
     "ipo": pair_objectives.preference_objective(TINY, PreferenceConfig("ipo", 0.3), FORWARD),
+    "orpo": pair_objectives.preference_objective(TINY, PreferenceConfig("orpo", 0.3), FORWARD),
+    "kto": kto_objective.kto_objective(TINY, KTO, FORWARD),
     "reward_model": pair_objectives.reward_model_objective(
         SCALAR, RewardModelConfig(margin=0.2, center_coef=0.05), FORWARD
     ),
@@ -72,6 +83,41 @@ def deltas(flat):
     return np.array(out)
 
 
+def means_and_odds(flat):
+    """Of all sequences; a mean log-prob of no tokens is 0, whose odds are bounded."""
+    tokens = [flat[STARTS[i] : STARTS[i + 1]][SEQUENCES[i].mask] for i in range(COUNT)]
+    means = np.array([x.mean() if len(x) else 0.0 for x in tokens])
+    p = np.exp(np.minimum(means, -1e-6))
+    return means, p / (1 - p)
+
+
+def orpo(flat):
+    means, odds = means_and_odds(flat)
+    return np.mean([-means[a] + 0.3 * np.log1p(odds[b] / odds[a]) for a, b in PAIRS])
+
+
+def gain(flat, i):
+    return (flat[STARTS[i] : STARTS[i + 1]][SEQUENCES[i].mask] - kept(BELOW, i)).sum()
+
+
+OWN = [i for i, s in enumerate(SEQUENCES) if s.sample == 0]
+OTHERS = [i for i, s in enumerate(SEQUENCES) if s.sample == 1]
+
+
+def baseline():
+    """z0 of the policy before the step, which no gradient goes through."""
+    return max(0.0, np.mean([gain(np.float64(PARAMS["token"]), i) for i in OTHERS]))
+
+
+def kto_losses(flat):
+    found = []
+    for i in OWN:
+        sign, weight = (1, 1.2) if LABEL[i] else (-1, 0.7)
+        value = weight / (1 + np.exp(-sign * 0.3 * (gain(flat, i) - baseline())))
+        found.append(weight - value)
+    return np.array(found)
+
+
 def critic_losses(flat):
     out = []
     for i, s in enumerate(SEQUENCES):
@@ -90,6 +136,8 @@ MASK = np.concatenate([s.mask for s in SEQUENCES])
 REFERENCES = {  # of the table that the objective reads
     "dpo": lambda x: np.log1p(np.exp(-0.3 * deltas(x))).mean(),
     "ipo": lambda x: ((deltas(x) - 1 / 0.6) ** 2).mean(),
+    "orpo": orpo,
+    "kto": lambda x: kto_losses(x).mean(),
     "reward_model": ranking,
     "sft": lambda x: -x[MASK].mean(),
     "value": lambda x: formulas.aggregate("token-mean", SEQUENCES, critic_losses(x)),
@@ -107,7 +155,7 @@ def no_network(monkeypatch):
     def on_tokens(table, rows):
         return jnp.where(rows.response_mask, table[rows.tokens], 0.0)
 
-    for module in (pair_objectives, sft_objective):
+    for module in (kto_objective, pair_objectives, sft_objective):
         monkeypatch.setattr(module, "response_logp", logp)
     monkeypatch.setattr(
         value_objective,
@@ -131,10 +179,15 @@ def batch_of(name, seed, *, shared, poison=0.0):
     ids = [np.arange(a, b) for a, b in zip(STARTS[:-1], STARTS[1:], strict=True)]
     rows = packed.rows
     rows.tokens = jnp.asarray(token_field(packed.table, packed.placement, ids), jnp.int32)
+    current = packed.tokens(LOGP, poison)  # what the preview of an objective finds
     ref, old, returns = (packed.tokens(x, poison) for x in (REF, OLD, RETURNS))
     return first(
         {
             "dpo": lambda: pair_objectives.PreferenceBatch(rows, ref),
+            "orpo": lambda: pair_objectives.PreferenceBatch(rows),
+            "kto": lambda: kto_objective.KtoBatch(
+                rows, packed.tokens(BELOW, poison), packed.per_sequence(LABEL, poison), current
+            ),
             "reward_model": lambda: pair_objectives.RewardModelBatch(rows),
             "sft": lambda: sft_objective.SftBatch(rows),
             "value": lambda: value_objective.ValueBatch(rows, returns, old),
@@ -185,7 +238,7 @@ def test_value_and_gradient_match_the_formulas(name):
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((loss, slope, metrics)))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name, x in OBJECTIVES.items() if not x.waits])
 def test_a_step_in_partial_batches_is_the_step_at_once(name):
     """Cut at random, some partial batches empty: gradient and metrics are the step's, in the same
     rows and in others, with poison outside the mask."""
@@ -241,10 +294,59 @@ def test_metrics_of_pairs():
     assert_close(metrics["rewards/chosen"], 0.3 * np.mean(chosen))
     assert_close(metrics["logps/rejected"], np.mean([kept(LOGP, i).sum() for _, i in PAIRS]))
     assert_close(metrics["preference/unpaired_fraction"], 1 / COUNT)
+    metrics = compiled("orpo")(PARAMS, batch_of("orpo", 2, shared=True), ALL_ROWS)[2]
+    means, odds = means_and_odds(np.float64(PARAMS["token"]))
+    assert_close(metrics["preference/nll"], -np.mean([means[a] for a, _ in PAIRS]))
+    ratios = [np.log(odds[a] / odds[b]) for a, b in PAIRS]
+    assert_close(metrics["preference/log_odds_ratio"], np.mean(ratios))
+    assert_close(metrics["rewards/rejected"], 0.3 * np.mean([means[b] for _, b in PAIRS]))
+    assert_close(metrics["rewards/accuracies"], np.mean([means[a] > means[b] for a, b in PAIRS]))
     metrics = compiled("reward_model")(PARAMS, batch_of("reward_model", 2, shared=True), ALL_ROWS)
     margin = np.float64([SCORE[a] - SCORE[b] for a, b in PAIRS])
     assert_close(metrics[2]["reward_model/accuracy"], (margin > 0).mean())
     assert_close(metrics[2]["reward_model/score_margin"], margin.mean())
+
+
+@pytest.mark.parametrize("labels", ["both", "desirable", "undesirable"])
+def test_metrics_of_labelled_responses(labels):
+    """Means over the responses of each label; one that no response has is left out."""
+    batch = batch_of("kto", 2, shared=True)
+    if labels != "both":
+        batch = batch._replace(label=jnp.full_like(batch.label, labels == "desirable"))
+    loss, slope, sums = compiled("kto")(PARAMS, batch, ALL_ROWS)
+    metrics = means_by_label({name: float(x) for name, x in sums.items()})
+    label = {"both": LABEL, "desirable": np.ones(COUNT), "undesirable": np.zeros(COUNT)}[labels]
+    flat, margins = np.float64(PARAMS["token"]), []
+    for name, is_it in (("chosen", 1), ("rejected", 0)):
+        which = [i for i in OWN if label[i] == is_it]
+        assert metrics[f"kto/{name}_share"] == pytest.approx(len(which) / len(OWN))
+        assert (f"rewards/{name}" in metrics) == (f"logps/{name}" in metrics) == bool(which)
+        if which:
+            margins.append(0.3 * np.mean([gain(flat, i) for i in which]))
+            assert metrics[f"rewards/{name}"] == pytest.approx(margins[-1], rel=1e-5)
+            wanted = np.mean([kept(LOGP, i).sum() for i in which])
+            assert metrics[f"logps/{name}"] == pytest.approx(wanted, rel=1e-5)
+    if labels == "both":
+        assert metrics["rewards/margins"] == pytest.approx(margins[0] - margins[1], rel=1e-5)
+    assert ("rewards/margins" in metrics) == (labels == "both")
+    assert metrics["kto/kl"] == pytest.approx(baseline(), rel=1e-5) and baseline() > 0.1
+    assert np.isfinite(loss) and np.abs(slope["token"]).max() > 0
+
+
+@pytest.mark.parametrize("shift", [-2.0, 2.0])
+def test_the_baseline_of_kto_is_a_kl_of_at_least_0(shift):
+    """The responses of other rows alone make it, and gradients leave it alone."""
+    current = [
+        x + np.float32(shift / max(1, s.length)) for x, s in zip(BELOW, SEQUENCES, strict=True)
+    ]
+    batch = batch_of("kto", 2, shared=False)
+    packed = pack(SEQUENCES, 2, shared=False, together=True)
+    batch, count = OBJECTIVES["kto"].prepare(
+        batch._replace(current_logp=first(packed.tokens(current)))
+    )
+    expected = max(0.0, np.mean([shift * bool(SEQUENCES[i].length) for i in OTHERS]))
+    np.testing.assert_allclose(batch.baseline, expected, rtol=1e-5)
+    assert count == len(OWN)
 
 
 def test_metrics_of_the_critic():

@@ -1,5 +1,5 @@
-"""Objectives over pairs of responses: DPO and IPO against a frozen reference, and reward models,
-which should score the chosen response above the rejected one.
+"""Objectives over pairs of responses: DPO and IPO against a frozen reference, ORPO without one, and
+reward models, which should score the chosen response above the rejected one.
 
 A pair is a group with sample 0 as the chosen and sample 1 as the rejected response, both in one
 row. R rows, L tokens per row, S sequences per row.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.algorithms.masked import masked_sum
-from distflow_jax.algorithms.packed import per_sequence
+from distflow_jax.algorithms.packed import per_sequence, sequence_mean
 from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, pairs, partner, reward_model
 from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import PreferenceConfig, RewardModelConfig
@@ -25,7 +25,7 @@ class PreferenceBatch(NamedTuple):
     """Fields of the preference loss; those of rows are [R, L] and [R, S]."""
 
     rows: Rows
-    ref_logp: jax.Array  # [R, L], of the reference model
+    ref_logp: jax.Array | None = None  # [R, L], of the reference; None: the loss reads none
 
 
 class PairCount(NamedTuple):
@@ -68,21 +68,23 @@ def evaluate_preference(
     rows = batch.rows
     token_logp, _ = response_logp(params, model, rows, temperature, forward)
     logp = per_sequence(token_logp, rows)
-    gain = logp - per_sequence(batch.ref_logp, rows)
+    if batch.ref_logp is None:
+        reward = sequence_mean(token_logp, rows)
+    else:
+        reward = logp - per_sequence(batch.ref_logp, rows)
     paired = pairs(rows)
-    has_partner = paired.any(axis=-1)
-    delta = gain - partner(gain, paired)
-    loss_per_pair = PREFERENCE_LOSSES[config.loss](delta, beta=config.beta)
+    has_partner, other = paired.any(axis=-1), partner(reward, paired)
+    of_pairs = PREFERENCE_LOSSES[config.loss](reward, other, beta=config.beta)
 
     def mean(x):
         return masked_sum(x, has_partner) / count.pairs
 
-    loss = mean(loss_per_pair)
-    sums = {
-        "rewards/chosen": config.beta * mean(gain),
-        "rewards/rejected": config.beta * mean(partner(gain, paired)),
-        "rewards/margins": config.beta * mean(delta),
-        "rewards/accuracies": mean((delta > 0).astype(jnp.float32)),
+    loss = mean(of_pairs.loss)
+    sums = {name: mean(x) for name, x in of_pairs.metrics.items()} | {
+        "rewards/chosen": config.beta * mean(reward),
+        "rewards/rejected": config.beta * mean(other),
+        "rewards/margins": config.beta * mean(reward - other),
+        "rewards/accuracies": mean((reward > other).astype(jnp.float32)),
         "logps/chosen": mean(logp),
         "logps/rejected": mean(partner(logp, paired)),
         "preference/unpaired_fraction": unpaired(paired, rows) / count.sequences,
