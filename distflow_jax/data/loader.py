@@ -238,6 +238,7 @@ class Loader:
             answer_masks=tuple(mask[: self._max_answer] for mask in masks),
             expected_spread=expected_spread,
             patch=patch,
+            messages=None if isinstance(example.prompt, str) else [*example.prompt],
         )
         return prompt, images
 
