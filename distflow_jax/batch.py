@@ -21,7 +21,8 @@ class Prompt:
     `counter` is the place in the global order of the run, the first half of the uids of all
     responses. `row` is the place in the data set. `tokens` int32 [P]. `patch` int32 [P] says where
     images stand: which feature of the prompt's images is at a position, numbered over all of them
-    in their order, and -1 for text. It is None exactly where there are no images.
+    in their order, and -1 for text. It is None exactly where there are no images. `messages` is the
+    row's prompt if that is a conversation, as reward functions of TRL and verifiers take it.
     """
 
     counter: int
@@ -38,6 +39,7 @@ class Prompt:
     images: tuple[Image, ...] = ()
     patch: np.ndarray | None = None
     label: bool | None = None  # of an unpaired row: whether the first answer is desirable
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclasses.dataclass

@@ -205,8 +205,8 @@ def try_reward(config: RunConfig, examples: Iterable[Mapping[str, Any]]) -> Tabl
 
     Args:
       config: its section `reward` names the function, its kwargs and its deadline.
-      examples: {"response": text} each, with `ground_truth`, `prompt`, `data_source`, `extra_info`
-        as the function needs them.
+      examples: {"response": text} each, with `ground_truth`, `prompt` (text or messages),
+        `data_source`, `extra_info` as the function needs them.
 
     Returns:
       A row per example: `score`, `error` ("" without one), the function's other numbers, and the
@@ -239,12 +239,14 @@ def _request(number: int, example: Mapping[str, Any]) -> RewardRequest:
         raise ValueError(
             f"example {number}: 'response' must be a string, got {example.get('response')!r}"
         )
+    prompt = example.get("prompt", "")
     return RewardRequest(
         data_source=example.get("data_source", ""),
         solution=example["response"],
         ground_truth=example.get("ground_truth"),
         extra_info=dict(example.get("extra_info") or {}),
-        prompt=example.get("prompt", ""),
+        prompt=prompt if isinstance(prompt, str) else "",
+        messages=None if isinstance(prompt, str) else prompt,
     )
 
 

@@ -34,24 +34,36 @@ def shipped_folder() -> pathlib.Path:
 def load_function(spec: str, what: str) -> Callable[..., Any]:
     """Loads the function `spec`; `what` is its purpose, the first words of error messages.
 
-    The name after the colon may be dotted ("module:Class.method").
-
-    Raises:
-      FileNotFoundError: no such file; the message names the nearest.
-      ValueError: no such module or function (the message names the nearest), not callable, or
-        importing it raised (the message has the error, file and line).
+    The name after the colon may be dotted ("module:Class.method"). Raises what load_objects does,
+    and ValueError for what cannot be called.
     """
-    place, _, attribute = spec.rpartition(":")
-    if not place or not attribute:
-        raise ValueError(f"{what} {spec!r} must be module:function or path/to/file.py:function")
-    found: Any = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{what} {spec!r}: {place} has no {part!r}{_nearest(part, found)}")
-        found = getattr(found, part)
+    (found,) = load_objects(spec, what).values()
     if not callable(found):
         raise ValueError(f"{what} {spec!r} is {found!r}, which cannot be called")
     return found
+
+
+def load_objects(spec: str, what: str) -> dict[str, Any]:
+    """{name: object} of "module:name" or "path/to/file.py:name,other"; loads the place once.
+
+    Raises:
+      FileNotFoundError: no such file; the message names the nearest.
+      ValueError: no such module or name in it (the message names the nearest), or importing it
+        raised (the message has the error, file and line).
+    """
+    place, _, names = spec.rpartition(":")
+    if not place or not names:
+        raise ValueError(f"{what} {spec!r} must be module:function or path/to/file.py:function")
+    loaded: Any = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
+    objects = {}
+    for name in names.split(","):
+        found = loaded
+        for part in name.strip().split("."):
+            if not hasattr(found, part):
+                raise ValueError(f"{what} {spec!r}: {place} has no {part!r}{_nearest(part, found)}")
+            found = getattr(found, part)
+        objects[name.strip()] = found
+    return objects
 
 
 def load_named(

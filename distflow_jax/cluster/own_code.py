@@ -11,14 +11,15 @@ from distflow_jax.parsing.paths import named_path
 
 
 def hashes_of(functions: Iterable[str]) -> dict[str, str]:
-    """{file: hash of its content} of functions, as load_function takes them; others are left out.
+    """{file: hash of its content} of functions, as load_objects takes them; others are left out.
 
     A file has the name by which it was given, whatever folder that is in on this host. A module
     counts with all of the package that it belongs to.
     """
     table: dict[str, str] = {}
     parts = [text.rpartition(":") for text in functions]
-    for place in sorted({place for place, _, name in parts if place and _is_dotted(name)}):
+    named = {place for place, _, names in parts if place and all(map(_is_dotted, names.split(",")))}
+    for place in sorted(named):
         if not place.endswith(".py"):
             table |= _module_hashes(place)
         elif (file := named_path("file", place)).is_file():

@@ -64,11 +64,14 @@ class RewardConfig(Section, name="reward"):
 
     # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
     # format, pattern, reasoning_gym, zero (all rewards come from rollout.environment),
-    # my_module:my_function or file.py:function
+    # my_module:my_function or file.py:function; file.py:format,accuracy adds the scores of several,
+    # and so does the name of a list of functions or of a Rubric of verifiers
     function: str = "gsm8k"
     # keyword arguments of the function
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # whether a function of batches gets prompts and completions as lists of one message, TRL's form
+    # weights of several functions, in their order; (): 1 each, or those of the Rubric
+    weights: tuple[float, ...] = ()
+    # whether a function of batches gets prompts and completions as lists of messages, TRL's form
     # for chat prompts; otherwise they are text
     conversational: bool = False
     timeout_seconds: float = setting(10.0, above(0))  # deadline of one call of the function

@@ -241,6 +241,7 @@ class Loader:
             expected_spread=expected_spread,
             patch=patch,
             label=example.label,
+            messages=None if isinstance(example.prompt, str) else [*example.prompt],
         )
         return prompt, images
 

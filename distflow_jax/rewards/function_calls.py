@@ -1,4 +1,4 @@
-"""Reward functions: loading by name, checks of the signature, calls, and checks of results."""
+"""Calls of reward functions, and checks of their results."""
 
 import asyncio
 import dataclasses
@@ -10,114 +10,87 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from distflow_jax import user_functions
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.rewards import call_forms, reward_function
+from distflow_jax.rewards.call_forms import BATCH
 from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
-from distflow_jax.rewards.registry import ANSWERS, REWARDS, same_answers
-
-ROW_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-OPTIONAL_ROW_PARAMETERS = ("prompt", "response_length")  # passed to functions that name them
-BATCH_PARAMETERS = ("prompts", "completions")
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Loads `gsm8k` (built in), `my_module:my_function` or `path/to/file.py:function`.
-
-    Raises:
-      ValueError, FileNotFoundError: no such function (the message names the nearest), or importing
-        its module raised.
-    """
-    return user_functions.load_named(
-        name,
-        REWARDS,
-        "reward function",
-        setting="reward function",
-        example="my_module:my_function or path/to/file.py:my_function",
-    )
-
-
-def is_batch(function: Callable[..., Any]) -> bool:
-    """Whether the function has TRL's signature (prompts, completions, **columns)."""
-    parameters = inspect.signature(function).parameters
-    return any(name in parameters for name in BATCH_PARAMETERS)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling the function returns a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  an instance with an async __call__
-    )
-
-
-def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the function takes verl's or TRL's arguments and these kwargs."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    shown = f"{name}{inspect.signature(function)}"
-    own = [*BATCH_PARAMETERS] if is_batch(function) else [*ROW_PARAMETERS]
-    for key in kwargs:
-        if key in (*own, *OPTIONAL_ROW_PARAMETERS):
-            raise ValueError(
-                f"reward.kwargs: {key!r} is an argument that the run itself passes; take it out"
-            )
-        if key not in names and not takes_any:
-            near = nearest(key, names)
-            hint = f"did you mean {near!r}?" if near else "take it out of reward.kwargs"
-            raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
-    if is_batch(function):
-        return  # any other parameter may be a column of the data
-    required = {
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    }
-    positional_only = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
-    unknown = required - {*ROW_PARAMETERS, *OPTIONAL_ROW_PARAMETERS, *kwargs} | positional_only
-    if unknown or not ({"solution_str"} & set(names) or takes_any):
-        raise ValueError(
-            f"reward function {shown} must take ({', '.join(ROW_PARAMETERS)}=None) as verl's do, "
-            "or (prompts, completions, **columns) as TRL's do"
-            + (f"; there is no value for {', '.join(sorted(unknown))}" if unknown else "")
-        )
-
+from distflow_jax.rewards.registry import ANSWERS, same_answers
+from distflow_jax.rewards.reward_function import Part, RewardFunction
 
 NOT_SCORED = RewardResult(math.nan)
 
 
 def score_requests(
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
+    reward: RewardFunction,
     requests: Sequence[RewardRequest | VoteRequest],
     *,
     timeout_seconds: float,
     on_error: float,
     conversational: bool = False,
 ) -> list[RewardResult]:
-    """Scores requests; returns one result each, in order. The function's exceptions are results.
+    """Scores requests; returns one result each, in order. The functions' exceptions are results.
 
-    A batch function is called once, a coroutine function concurrently for all requests (each with
+    A batch function is called once, coroutine functions concurrently for all requests (each with
     the deadline), any other function row by row without a deadline: RewardPool ends hanging calls.
     `conversational`: a batch function gets prompts and completions as lists of messages.
     """
     if requests and isinstance(requests[0], VoteRequest):
+        function = reward.parts[0].function
         votes = (same_answers(function, request.answers) for request in requests)
         return [RewardResult(on_error, votes=found) for found in votes]
-    if is_batch(function):
-        call = functools.partial(_call_batch, function, kwargs, requests, conversational)
-        return _guarded_many(call, len(requests), timeout_seconds, on_error, conversational)
-    calls = [functools.partial(function, **_row_arguments(function, r), **kwargs) for r in requests]
-    if is_async(function):
-        return asyncio.run(_gather(calls, timeout_seconds, on_error))
-    results = [_guarded(call, on_error) for call in calls]
-    if function not in ANSWERS:
+    waiting = [part for part in reward.parts if part.is_async and part.form is not BATCH]
+    found = {}
+    if waiting:
+        calls = [functools.partial(part.call, r) for part in waiting for r in requests]
+        results = iter(asyncio.run(_gather(calls, timeout_seconds, on_error)))
+        found = {id(part): [next(results) for _ in requests] for part in waiting}
+    for part in reward.parts:
+        if part.form is BATCH:
+            call = functools.partial(_guarded_many, part, requests, conversational)
+            found[id(part)] = call(timeout_seconds, on_error)
+        elif not part.is_async:
+            found[id(part)] = _score_rows(part, requests, on_error)
+    columns = [found[id(part)] for part in reward.parts]
+    if len(reward.parts) == 1 and reward.parts[0].weight == 1:
+        return columns[0]
+    return [_weighted(reward, results, on_error) for results in zip(*columns, strict=True)]
+
+
+def _score_rows(
+    part: Part, requests: Sequence[RewardRequest], on_error: float
+) -> list[RewardResult]:
+    results = [_guarded(functools.partial(part.call, r), on_error) for r in requests]
+    if part.function not in ANSWERS:
         return results
-    own = {key: value for key, value in kwargs.items() if key != "prompt"}
-    answers = [ANSWERS[function](r.solution, r.prompt, **own) for r in requests]
+    own = {key: value for key, value in part.kwargs.items() if key != "prompt"}
+    answers = [ANSWERS[part.function](r.solution, r.prompt, **own) for r in requests]
     return [
         dataclasses.replace(result, answer=answer)
         for result, answer in zip(results, answers, strict=True)
     ]
+
+
+def _weighted(
+    reward: RewardFunction, results: Sequence[RewardResult], on_error: float
+) -> RewardResult:
+    """The weighted sum of the parts' results for one response, which logs each part's score.
+
+    A part that did not score the response is left out, as in TRL. A part that failed is the
+    failure of the whole.
+    """
+    for result in results:
+        if result.error is not None:
+            return RewardResult(on_error, error=result.error)
+    scored = [
+        (part, result)
+        for part, result in zip(reward.parts, results, strict=True)
+        if not math.isnan(result.score)
+    ]
+    logged = {name: value for result in results for name, value in result.logged.items()}
+    if len(reward.parts) > 1:
+        logged |= {part.name: result.score for part, result in scored}
+    total = sum(part.weight * result.score for part, result in scored) if scored else math.nan
+    answers = (result.answer for result in results if result.answer is not None)
+    return RewardResult(total, logged, answer=next(answers, None))
 
 
 def result_from(value: Any) -> RewardResult:
@@ -142,15 +115,14 @@ def result_from(value: Any) -> RewardResult:
     if not abs(score) <= MOST_SCORE and not not_scored:  # nan, too
         wrong = f"a score of {score}, outside ±{MOST_SCORE:g}"
         raise ValueError(f"the reward function returned {wrong}")
-    numbers = {k: _number(entry) for k, entry in entries.items() if k not in ("score", "answer")}
     answer = str(entries["answer"] or "") if "answer" in entries else None
-    logged = {str(k): v for k, v in numbers.items() if v is not None}
-    return RewardResult(score, logged, answer=answer)
+    others = {k: entry for k, entry in entries.items() if k not in ("score", "answer")}
+    return RewardResult(score, _numbers(others), answer=answer)
 
 
 def error_result(error: BaseException, on_error: float, hint: str = "") -> RewardResult:
     """An exception of the user's function as a result, with its file, line and traceback."""
-    trace = _beyond_this_file(error.__traceback__)
+    trace = _beyond_this_package(error.__traceback__)
     summary = "".join(traceback.format_exception_only(error)).strip() + hint
     if trace is not None:
         frame = traceback.extract_tb(trace)[-1]
@@ -159,61 +131,16 @@ def error_result(error: BaseException, on_error: float, hint: str = "") -> Rewar
     return RewardResult(on_error, error=f"exception: {summary}\n{text}")
 
 
-def _row_arguments(function: Callable[..., Any], request: RewardRequest) -> dict[str, Any]:
-    available = {
-        "data_source": request.data_source,
-        "solution_str": request.solution,
-        "ground_truth": request.ground_truth,
-        "extra_info": request.extra_info,
-        "prompt": request.prompt,
-        "response_length": request.response_length,
-    }
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        key: value
-        for key, value in available.items()
-        if key in parameters or (takes_any and key in ROW_PARAMETERS)
-    }
-
-
-def _call_batch(
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
+def _guarded_many(
+    part: Part,
     requests: Sequence[RewardRequest],
     conversational: bool,
-) -> Any:
-    columns: dict[str, list[Any]] = {
-        key: [r.extra_info.get(key) for r in requests]
-        for key in dict.fromkeys(key for r in requests for key in r.extra_info)
-    }
-    prompts, completions = [r.prompt for r in requests], [r.solution for r in requests]
-    columns |= {
-        "prompts": _messages("user", prompts) if conversational else prompts,
-        "completions": _messages("assistant", completions) if conversational else completions,
-        "ground_truth": [r.ground_truth for r in requests],
-        "data_source": [r.data_source for r in requests],
-    }
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        columns = {key: column for key, column in columns.items() if key in parameters}
-    return function(**columns | dict(kwargs))
-
-
-def _messages(role: str, texts: Sequence[str]) -> list[list[dict[str, str]]]:
-    """Each text as TRL's conversation of one message."""
-    return [[{"role": role, "content": text}] for text in texts]
-
-
-def _guarded_many(
-    call: Callable[[], Any],
-    count: int,
     timeout_seconds: float,
     on_error: float,
-    conversational: bool,
 ) -> list[RewardResult]:
+    count, logged = len(requests), [{} for _ in requests]
     try:
-        values = call()
+        values = part.call_batch(requests, logged, conversational=conversational)
         if inspect.isawaitable(values):
             values = asyncio.run(asyncio.wait_for(values, timeout_seconds))
         if not hasattr(values, "__len__") or isinstance(values, str | Mapping):
@@ -229,7 +156,7 @@ def _guarded_many(
     except (Exception, SystemExit) as error:  # user code may raise anything
         text = not conversational and any(sign in str(error) for sign in _INDEXED_TEXT)
         return [error_result(error, on_error, _TEXT_HINT if text else "")] * count
-    return [_item(value, on_error) for value in values]
+    return [_item(value, on_error, own) for value, own in zip(values, logged, strict=True)]
 
 
 # messages of Python where text is taken for a list of messages
@@ -239,12 +166,16 @@ _TEXT_HINT = (
 )
 
 
-def _item(value: Any, on_error: float) -> RewardResult:
-    """The result of one item of a batch; what is wrong with it concerns no other item."""
+def _item(value: Any, on_error: float, logged: Mapping[str, Any]) -> RewardResult:
+    """The result of one item of a batch; what is wrong with it concerns no other item.
+
+    `logged`: values that the function logged for it, of which numbers are kept.
+    """
     try:
-        return NOT_SCORED if value is None else result_from(value)
+        result = NOT_SCORED if value is None else result_from(value)
     except (TypeError, ValueError) as error:
         return error_result(error, on_error)
+    return dataclasses.replace(result, logged=_numbers(logged) | result.logged)
 
 
 def _guarded(call: Callable[[], Any], on_error: float) -> RewardResult:
@@ -272,11 +203,20 @@ async def _gather(
     return await asyncio.gather(*map(one, calls))
 
 
-def _beyond_this_file(trace: TracebackType | None) -> TracebackType | None:
-    # the frames of this file do not help to find the error in the user's function
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+_OWN_FILES = {__file__, reward_function.__file__, call_forms.__file__}
+
+
+def _beyond_this_package(trace: TracebackType | None) -> TracebackType | None:
+    # the frames of these files do not help to find the error in the user's function
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
         trace = trace.tb_next
     return trace
+
+
+def _numbers(entries: Mapping[Any, Any]) -> dict[str, float]:
+    """The numbers among some values, by name."""
+    found = {str(name): _number(value) for name, value in entries.items()}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def _number(value: Any) -> float | None:

@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from distflow_jax.config.data_config import QUICK, RewardConfig
-from distflow_jax.rewards.function_calls import check_signature, load_function, score_requests
+from distflow_jax.rewards.function_calls import score_requests
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import MATHEMATICAL, same_answers
+from distflow_jax.rewards.reward_function import load_reward
 from distflow_jax.rewards.worker_process import (
     CallTimeout,
     WorkerDied,
@@ -109,8 +110,7 @@ class RewardPool:
         self._num_workers = num_workers
         self._function = None
         if not num_workers:
-            self._function = load_function(config.function)
-            check_signature(config.function, self._function, config.kwargs)
+            self._function = load_reward(config.function, config.kwargs, config.weights)
         job = WorkerSettings(
             function=config.function,
             kwargs=dict(config.kwargs),
@@ -118,6 +118,7 @@ class RewardPool:
             start_seconds=config.start_seconds,
             on_error=config.on_error,
             conversational=config.conversational,
+            weights=tuple(config.weights),
         )
         self._looked = False  # at a step's answers, whether there are any
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
@@ -269,7 +270,6 @@ class RewardPool:
             config = self._config
             results = score_requests(
                 self._function,
-                config.kwargs,
                 requests,
                 timeout_seconds=config.timeout_seconds,
                 on_error=config.on_error,

@@ -3,22 +3,33 @@
 Not in records.py, which the workers import: `Prompt` would import JAX there.
 """
 
+import array
+
+import numpy as np
+
 from distflow_jax.batch import Prompt
 from distflow_jax.rewards.records import RewardRequest
 
 
-def request_for(prompt: Prompt, solution: str, response_length: int) -> RewardRequest:
-    """The request that scores `solution`, the text of a response of `response_length` tokens."""
+def request_for(
+    prompt: Prompt, solution: str, tokens: np.ndarray | list[int], step: int = 0
+) -> RewardRequest:
+    """The request that scores `solution`, the text of a response of `tokens`, int32 [T].
+
+    `step`: steps before the one that the prompt belongs to; 0 in evaluation.
+    """
     return RewardRequest(
         data_source=prompt.data_source,
         solution=solution,
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         prompt=prompt.text,
-        response_length=response_length,
+        messages=prompt.messages,
+        tokens=array.array("i", np.asarray(tokens, np.int32).tobytes()),
+        step=step,
     )
 
 
 def trial_request(prompt: Prompt) -> RewardRequest:
     """The request that checks a reward function before step 1."""
-    return request_for(prompt, str(prompt.ground_truth), 1)
+    return request_for(prompt, str(prompt.ground_truth), [0])

@@ -1,5 +1,6 @@
 """Requests to a reward worker, and its results."""
 
+import array
 import dataclasses
 from typing import Any
 
@@ -15,7 +16,14 @@ class RewardRequest:
     ground_truth: Any
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
     prompt: str = ""  # the text that the model was given, with its chat template
-    response_length: int = 0  # tokens
+    messages: list[dict[str, Any]] | None = None  # the prompt of the row, if it is a conversation
+    tokens: array.array = dataclasses.field(default_factory=lambda: array.array("i"))  # [T]
+    step: int = 0  # steps before the one that the prompt belongs to
+
+    @property
+    def response_length(self) -> int:
+        """T, tokens of the response, the end token included."""
+        return len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)

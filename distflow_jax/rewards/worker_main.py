@@ -1,4 +1,4 @@
-"""A reward worker process: loads one function and scores requests until its pool closes.
+"""A reward worker process: loads a reward function and scores requests until its pool closes.
 
 Started as `python -m distflow_jax.rewards.worker_main SOCKET_FD PARENT_PID`. Not through
 multiprocessing, whose spawn imports the parent's main script again, and all of JAX with it.
@@ -11,14 +11,9 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from distflow_jax.rewards.function_calls import (
-    check_signature,
-    is_async,
-    is_batch,
-    load_function,
-    score_requests,
-)
+from distflow_jax.rewards.function_calls import score_requests
 from distflow_jax.rewards.registry import LOAD
+from distflow_jax.rewards.reward_function import load_reward
 
 PARENT_CHECK_SECONDS = 0.5
 
@@ -26,26 +21,24 @@ PARENT_CHECK_SECONDS = 0.5
 def main(connection: Connection) -> None:
     """Serves a connection until it closes.
 
-    The first message is (name, kwargs, options of `score_requests`); the answer is ("ready", kind)
-    with kind "row", "async" or "batch", or ("error", exception). Each further message is a list of
-    RewardRequest or VoteRequest; the answer is a list of RewardResult.
+    The first message is (arguments of `load_reward`, options of `score_requests`); the answer is
+    ("ready", kind) with kind "row", "async" or "batch", or ("error", exception). Each further
+    message is a list of RewardRequest or VoteRequest; the answer is a list of RewardResult.
     """
-    name, kwargs, options = connection.recv()
+    named, options = connection.recv()
     try:
-        LOAD.get(name, lambda: None)()
-        function = load_function(name)
-        check_signature(name, function, kwargs)
+        LOAD.get(named[0], lambda: None)()
+        reward = load_reward(*named)
     except (ValueError, FileNotFoundError) as error:
         connection.send(("error", type(error)(str(error))))
         return
-    kind = "batch" if is_batch(function) else "async" if is_async(function) else "row"
-    connection.send(("ready", kind))
+    connection.send(("ready", reward.kind))
     while True:
         try:
             requests = connection.recv()
         except EOFError:
             return
-        connection.send(score_requests(function, kwargs, requests, **options))
+        connection.send(score_requests(reward, requests, **options))
 
 
 def end_with_parent(parent: int) -> None:

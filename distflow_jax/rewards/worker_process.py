@@ -37,6 +37,7 @@ class WorkerSettings:
     start_seconds: float  # for the start of Python and the import of the function's module
     on_error: float  # score of a response whose call fails
     conversational: bool = False  # a batch function gets lists of messages
+    weights: tuple[float, ...] = ()  # of several functions
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class WorkerProcess:
         self._connection = Connection(ours.detach())
         self._kind = None
         job = self._job
-        self._connection.send((job.function, job.kwargs, job.options))
+        self._connection.send(((job.function, job.kwargs, job.weights), job.options))
 
     def kind(self) -> str:
         """The function's kind, "row", "async" or "batch"; waits for the process to be ready.

@@ -97,7 +97,7 @@ class Evaluation:
         texts = [self.tokenizer.decode(e.response.tokens) for e in episodes]
         results = self.rewards.score(
             [
-                request_for(e.response.prompt, text, len(e.response.tokens))
+                request_for(e.response.prompt, text, e.response.tokens)
                 for e, text in zip(episodes, texts, strict=True)
             ]
         )

@@ -40,7 +40,8 @@ def build_reward(context: RewardContext) -> Stage:
     early: dict[tuple[int, int], Future[RewardResult]] = {}
 
     def request(prompt: Prompt, tokens: np.ndarray) -> RewardRequest:
-        return request_for(prompt, context.tokenizer.decode(tokens), len(tokens))
+        step = prompt.counter // context.prompts_per_step
+        return request_for(prompt, context.tokenizer.decode(tokens), tokens, step)
 
     def begin(response: Response) -> None:
         ended = context.waiting("score")

@@ -52,6 +52,13 @@ def flat(steps):
     return [row for step in steps for row in step]
 
 
+def test_a_prompt_has_the_messages_of_its_row_for_reward_functions(tmp_path):
+    path, asked = tmp_path / "data.jsonl", [{"role": "user", "content": "6 * 7?"}]
+    path.write_text(json.dumps({"prompt": asked}) + '\n{"prompt": "6 * 7 ="}\n')
+    loader = loader_of(open_dataset(str(path)), prompts_per_step=2, shuffle=False)
+    assert [prompt.messages for prompt in next(loader)] == [asked, None]
+
+
 def test_every_prompt_once_per_epoch_in_a_new_order(tmp_path):
     steps = rows_of(loader_of(data_of(tmp_path)), 18)
     epochs = [flat(steps[i : i + 6]) for i in (0, 6, 12)]

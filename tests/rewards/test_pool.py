@@ -1,5 +1,6 @@
 """The pool keeps its deadlines and its order, whatever the functions do."""
 
+import array
 import os
 import queue
 import random
@@ -149,7 +150,7 @@ def test_kwargs_and_logged_numbers():
     assert scores(results) == [1, 0]
     assert [result.logged for result in results] == [{"length": 2.0}, {"length": 1.0}]
     with pool_of("by_length", kwargs={"scale": 0.5}, num_workers=1) as pool:
-        assert pool.check(request("", response_length=3)).score == 1.5
+        assert pool.check(request("", tokens=array.array("i", [5, 6, 7]))).score == 1.5
 
 
 def test_batch_function_sees_columns_and_contiguous_parts():

@@ -44,6 +44,7 @@ def scores_of(config, responses, *, early=False):
                 rewards=pool,
                 tokenizer=TOKENIZER,
                 max_response_length=10,
+                prompts_per_step=1,
                 early_rewards=early,
                 on_response=listener,
                 waiting=lambda name: lambda: None,

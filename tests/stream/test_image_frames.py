@@ -64,15 +64,18 @@ def test_environments_get_the_row_of_a_prompt_and_previews_and_samplers_alone_do
         data_source="games",
         ground_truth=("left", 2),
         extra_info={"board": np.arange(4)},
+        messages=[{"role": "user", "content": "What?"}],
     )
     work = [((0, "gen"), GroupRequest(prompt, SamplingParams(2, 16)), Progress())]
     (whole,) = received(work_frame({}, work, rows=True))
     assert (whole.text, whole.data_source, whole.ground_truth) == ("What?", "games", ("left", 2))
     np.testing.assert_array_equal(whole.extra_info["board"], np.arange(4))
+    assert whole.messages == prompt.messages
     for sent, got in zip(prompt.images, whole.images, strict=True):
         np.testing.assert_array_equal(sent.pixels, got.pixels)
     (bare,) = received(work_frame({}, work))
     assert (bare.text, bare.ground_truth, dict(bare.extra_info)) == ("", None, {})
+    assert bare.messages is None
     assert not any(image.pixels.size for image in bare.images)
     odd = dataclasses.replace(prompt, extra_info={"board": object()})
     with pytest.raises(ValueError, match="extra_info of row .* type object, which cannot be sent"):

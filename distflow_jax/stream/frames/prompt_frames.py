@@ -36,13 +36,16 @@ def prompt_facts(prompt: Prompt) -> dict[str, Any]:
         "data_source": prompt.data_source,
         "ground_truth": to_plain(prompt.ground_truth, f"the ground truth of {row}"),
         "extra_info": to_plain(dict(prompt.extra_info), f"extra_info of {row}"),
+        "messages": to_plain(prompt.messages, f"the messages of {row}"),
         "expected": [prompt.expected_length, prompt.expected_spread],
     }
 
 
 def without_row(prompt: Prompt) -> Prompt:
     """A prompt with what a sampler reads of it alone."""
-    return dataclasses.replace(prompt, text="", data_source="", ground_truth=None, extra_info={})
+    return dataclasses.replace(
+        prompt, text="", data_source="", ground_truth=None, extra_info={}, messages=None
+    )
 
 
 def request_bytes(prompt: Prompt, *, rows: bool) -> int:
@@ -80,6 +83,7 @@ def prompt_of(
         expected_spread=float(spread),
         images=own,
         patch=patch_of(place, len(tokens), own, arrays),
+        messages=of_plain(facts["messages"]),
     )
 
 

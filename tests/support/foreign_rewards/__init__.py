@@ -1,0 +1,1 @@
+"""Reward functions in the forms of other projects, which tests load by their paths."""
