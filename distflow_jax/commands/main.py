@@ -25,6 +25,8 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.paths import KINDS, checked_path
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
+JAX = "jax>=0.10,<0.13"  # as in pyproject.toml
+_PLATFORMS = "https://docs.jax.dev/en/latest/installation.html"
 _CONFIG = ("--config", "-config")
 _HELP = ("--help", "-help", "-h", "--helpshort", "-?")
 
@@ -80,15 +82,32 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
             _define(flag, program)
         module = importlib.import_module(f"{MODULE}.{command.module}")
         argv = [program, *_with_config_files(arguments)]
-    except (ImportError, ValueError, FileNotFoundError) as error:
-        if isinstance(error, ImportError) and error.name != "jetstream":
-            raise
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(user_error(str(error)))
+    except (ImportError, RuntimeError):
+        if problem := _jax_problem():
+            sys.exit(user_error(problem))
+        raise
     run_main(
         lambda rest: module.main(_options(command, rest)),
         argv,
         takes_arguments=bool(command.arguments),
     )
+
+
+def _jax_problem() -> str:
+    """Why jax cannot be imported, and what to do; "" where it can.
+
+    jaxlib is missing, is of another release (RuntimeError), or does not load on this system.
+    """
+    try:
+        importlib.import_module("jax")
+    except (ImportError, RuntimeError) as error:
+        return (
+            f"jax cannot be imported: {str(error).rstrip('.')}. Install one for this platform: "
+            f'pip install --force-reinstall "{JAX}"; platforms with a jaxlib: {_PLATFORMS}'
+        )
+    return ""
 
 
 def _define(flag: Flag, module: str) -> None:

@@ -33,7 +33,6 @@ from distflow_jax.rollout.engine_interface import (
     INSTALL,
     INSTALLED,
     Engine,
-    TokenizerParameters,
 )
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
@@ -203,11 +202,11 @@ class ServiceEngine(Engine):
         """As the engine's."""
         return self._engine.get_prefix_destination_sharding()
 
-    def get_tokenizer(self) -> TokenizerParameters:
+    def get_tokenizer(self) -> Any:
         """As the engine's."""
         return self._engine.get_tokenizer()
 
-    def build_tokenizer(self, metadata: TokenizerParameters) -> ServiceTokenizer:
+    def build_tokenizer(self, metadata: Any) -> ServiceTokenizer:
         """The model's own tokenizer."""
         return ServiceTokenizer(self._tokenizer, self._engine.stop_ids)
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from support.paths import ROOT
@@ -13,6 +14,7 @@ from support.programs import finished
 from support.waiting import HANG
 
 from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
+from distflow_jax.commands.main import JAX
 from distflow_jax.commands.subcommands import LAUNCHERS, SUBCOMMANDS, python_arguments
 from distflow_jax.config import key_reference
 from distflow_jax.config.config_dict import from_config_dict
@@ -75,6 +77,26 @@ def test_help_imports_no_jax(arguments):
     )
     done = finished("-c", code)
     assert done.stdout.count("\n") > 5
+
+
+@pytest.mark.parametrize(
+    "jaxlib, reason",
+    [("None", "jax requires jaxlib"), ("sys.modules['version']", "newer than and incompatible")],
+)
+def test_a_jax_that_does_not_load_is_one_line_with_the_command(jaxlib, reason):
+    """None is installed, or one of another release."""
+    code = (
+        "import sys, types; sys.modules['version'] = other = types.ModuleType('jaxlib')\n"
+        "sys.modules['jaxlib.version'] = other.version = types.ModuleType('jaxlib.version')\n"
+        f"other.version.__version__ = '99.0.0'; sys.modules['jaxlib'] = {jaxlib}\n"
+        "sys.argv = ['distflow', 'train', '--config=tiny']\n"
+        "from distflow_jax.commands.main import main; main()"
+    )
+    done = finished("-c", code, codes=(2,))
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: jax cannot be imported: {reason}") or reason in done.stderr
+    bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert JAX in bounds and f'pip install --force-reinstall "{JAX}"' in done.stderr
 
 
 @pytest.mark.parametrize(
