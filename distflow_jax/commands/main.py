@@ -6,9 +6,11 @@ A subcommand's module is imported once its flags are known, so that --help needs
 import importlib
 import math
 import os
+import pathlib
 import pydoc
 import signal
 import sys
+import traceback
 import types
 
 from absl import flags
@@ -84,10 +86,10 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
         argv = [program, *_with_config_files(arguments)]
     except (ValueError, FileNotFoundError) as error:
         sys.exit(user_error(str(error)))
-    except (ImportError, RuntimeError):
-        if problem := _jax_problem():
-            sys.exit(user_error(problem))
-        raise
+    except (ImportError, RuntimeError) as error:
+        if not (problem := _jax_problem(error)):
+            raise
+        sys.exit(user_error(problem))
     run_main(
         lambda rest: module.main(_options(command, rest)),
         argv,
@@ -95,19 +97,19 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
     )
 
 
-def _jax_problem() -> str:
-    """Why jax cannot be imported, and what to do; "" where it can.
+def _jax_problem(error: Exception) -> str:
+    """What to do about an error of `import jax`; "" for any other error.
 
-    jaxlib is missing, is of another release (RuntimeError), or does not load on this system.
+    jax or jaxlib is missing, they are of different releases, or jaxlib does not load here.
     """
-    try:
-        importlib.import_module("jax")
-    except (ImportError, RuntimeError) as error:
-        return (
-            f"jax cannot be imported: {str(error).rstrip('.')}. Install one for this platform: "
-            f'pip install --force-reinstall "{JAX}"; platforms with a jaxlib: {_PLATFORMS}'
-        )
-    return ""
+    files = [pathlib.PurePath(x.filename) for x in traceback.extract_tb(error.__traceback__)]
+    within = any(file.parts[-2:] == ("jax", "__init__.py") for file in files)
+    if not within and getattr(error, "name", "") != "jax":
+        return ""
+    return (
+        f"jax cannot be imported: {str(error).rstrip('.')}. Install one for this platform: "
+        f'pip install --force-reinstall "{JAX}"; platforms with a jaxlib: {_PLATFORMS}'
+    )
 
 
 def _define(flag: Flag, module: str) -> None:
