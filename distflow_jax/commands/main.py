@@ -98,7 +98,7 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
 
 
 def _jax_problem(error: Exception) -> str:
-    """What to do about an error of `import jax`; "" for any other error.
+    """The remedy for an error of `import jax`; "" for any other error.
 
     jax or jaxlib is missing, they are of different releases, or jaxlib does not load here.
     """
