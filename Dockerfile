@@ -12,6 +12,7 @@
 # a folder that does not exist as root, hence the mkdir. Without --user it is user and group 1000.
 # GPUs need the host's driver and --gpus=all: CUDA comes with jax. The process gets SIGTERM itself, so
 # that a stopped container leaves a checkpoint.
+# JetStream is for its protocol in `distflow serve`.
 ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build

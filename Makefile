@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DURATIONS := --durations=40 --durations-min=5
 INPUTS := requirements.txt pyproject.toml
-# without its dependencies: it asks for seqio, and seqio for TensorFlow
+# for its protocol in `serve`; without its dependencies: it asks for seqio, and seqio for TensorFlow
 JETSTREAM := google-jetstream==0.2.2
 
 .PHONY: train test test-nightly test-soak lint docs reference lock dist clean setup setup-dev setup-torch

@@ -86,8 +86,8 @@ INNER_FLOORS = {
         {"prefill"},
         {"sampler_program", "cache_sizing"},
         {"decode_state", "response_checks"},
-        {"kv_cache", "requests", "jetstream_api"},
-        {"occupancy"},
+        {"kv_cache", "requests", "engine_interface"},
+        {"occupancy", "engine_stand_ins"},
     ],
 }
 OWNERS = {  # which rooms may import a package

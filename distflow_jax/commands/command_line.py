@@ -56,6 +56,12 @@ def define_config(meaning: str) -> None:
     config_flags.DEFINE_config_file("config", None, meaning)
 
 
+def config_name() -> str:
+    """The name of the file of --config, without its folder and argument, once flags are parsed."""
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    return pathlib.Path(file.partition(":")[0]).stem
+
+
 def chosen_keys() -> set[str]:
     """The keys that --config.KEY=VALUE gave, once the flags are parsed."""
     return set(config_flags.get_override_values(flags.FLAGS["config"]))

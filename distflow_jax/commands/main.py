@@ -6,9 +6,11 @@ A subcommand's module is imported once its flags are known, so that --help needs
 import importlib
 import math
 import os
+import pathlib
 import pydoc
 import signal
 import sys
+import traceback
 import types
 
 from absl import flags
@@ -25,6 +27,8 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.paths import KINDS, checked_path
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
+JAX = "jax>=0.10,<0.13"  # as in pyproject.toml
+_PLATFORMS = "https://docs.jax.dev/en/latest/installation.html"
 _CONFIG = ("--config", "-config")
 _HELP = ("--help", "-help", "-h", "--helpshort", "-?")
 
@@ -80,14 +84,31 @@ def run_subcommand(name: str, arguments: list[str], program: str) -> None:
             _define(flag, program)
         module = importlib.import_module(f"{MODULE}.{command.module}")
         argv = [program, *_with_config_files(arguments)]
-    except (ImportError, ValueError, FileNotFoundError) as error:
-        if isinstance(error, ImportError) and error.name != "jetstream":
-            raise
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(user_error(str(error)))
+    except (ImportError, RuntimeError) as error:
+        if not (problem := _jax_problem(error)):
+            raise
+        sys.exit(user_error(problem))
     run_main(
         lambda rest: module.main(_options(command, rest)),
         argv,
         takes_arguments=bool(command.arguments),
+    )
+
+
+def _jax_problem(error: Exception) -> str:
+    """The remedy for an error of `import jax`; "" for any other error.
+
+    jax or jaxlib is missing, they are of different releases, or jaxlib does not load here.
+    """
+    files = [pathlib.PurePath(x.filename) for x in traceback.extract_tb(error.__traceback__)]
+    within = any(file.parts[-2:] == ("jax", "__init__.py") for file in files)
+    if not within and getattr(error, "name", "") != "jax":
+        return ""
+    return (
+        f"jax cannot be imported: {str(error).rstrip('.')}. Install one for this platform: "
+        f'pip install --force-reinstall "{JAX}"; platforms with a jaxlib: {_PLATFORMS}'
     )
 
 

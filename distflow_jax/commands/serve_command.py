@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 from distflow_jax.config.config_dict import from_config_dict
@@ -17,14 +18,24 @@ from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.runtime.make_sampler import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes, read_weights
 from distflow_jax.serving.access import Access, read_access
-from distflow_jax.serving.jetstream import GREEDY, prepare, service_config
+from distflow_jax.serving.messages import SERVICE
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig, check_addresses, serve_until_signal
+
+try:
+    from distflow_jax.serving import jetstream
+
+    NO_JETSTREAM = ""
+except ImportError as missing:
+    if missing.name != "jetstream":
+        raise
+    NO_JETSTREAM = str(missing)
+
+log = logging.getLogger("distflow_jax")
 
 
 def main(options: SimpleNamespace) -> int:
     """Loads the model and serves requests until a signal."""
-    prepare()  # before jax logs its first line
     if options.top_p == 0:
         raise ValueError("--top_p must be above 0, got 0; use 1 for all tokens")
     config = served_config(options)
@@ -38,30 +49,38 @@ def main(options: SimpleNamespace) -> int:
         max_samples=options.max_samples,
         grace_seconds=options.grace_seconds,
         access=_access(options),
-        jetstream=dataclasses.replace(GREEDY, temperature=options.temperature, top_p=options.top_p),
     )
     check_addresses(served)  # before the model is loaded
     source = open_configured(config)
     with kept_programs(config.compilation_cache):
-        code = _serve(served, config, source, options.run)
+        code = _serve(served, config, source, options)
     print("stopped", flush=True)
     return code
 
 
-def _serve(served: ServerConfig, config: Config, source: ModelSource, run: str) -> int:
-    params, step = read_weights(config, source, run)
+def _serve(
+    served: ServerConfig, config: Config, source: ModelSource, options: SimpleNamespace
+) -> int:
+    params, step = read_weights(config, source, options.run)
     weights = Weights(params, step)
     engine = make_engine(source, config, answer_sizes(config, source, resumable))
-    jetstream_engine = make_engine(source, config, answer_sizes(config, source, service_config))
+    others = []
+    if NO_JETSTREAM:
+        log.warning("JetStream's protocol is not served: %s", NO_JETSTREAM)
+    else:
+        sizes = answer_sizes(config, source, jetstream.service_config)
+        sampling = dataclasses.replace(
+            jetstream.GREEDY, temperature=options.temperature, top_p=options.top_p
+        )
+        beside = make_engine(source, config, sizes)
+        others = [jetstream.JetStreamProtocol(beside, weights, source.tokenizer, sampling)]
 
     def load(path: str):
         return read_weights(config, source, path, weights.turns)
 
     encoder = prompt_encoder(source, config.data.image_tokens)
     seeing = encoder if isinstance(encoder, SeeingTokenizer) else None
-    server = Server(
-        served, engine, jetstream_engine, weights, source.tokenizer, load, seeing=seeing
-    )
+    server = Server(served, engine, weights, source.tokenizer, load, others=others, seeing=seeing)
     return asyncio.run(serve_until_signal(server, print_ready))
 
 
@@ -98,9 +117,10 @@ def print_ready(server: Server) -> None:
     """Prints that the server is ready, with its model, address, sizes and memory."""
     config, sizes = server.config, server.engine.config
     metrics = f", metrics on http://{config.host}:{config.metrics_port}/metrics"
+    of = "each of two protocols" if server.others else SERVICE
     print(
         f"ready: {config.model} (version {server.version}) on {config.host}:{server.port},\n"
-        f"  {sizes.slots} slots for each of two protocols, prompt {sizes.max_prompt} + response "
+        f"  {sizes.slots} slots for {of}, prompt {sizes.max_prompt} + response "
         f"{sizes.max_response} tokens,\n  peak memory {format_bytes(peak_memory_gb() * GIB)}"
         f"{metrics if config.metrics_port else ''}",
         flush=True,

@@ -43,7 +43,12 @@ TRAIN = Subcommand(
     "Trains a model by reinforcement learning, or resumes a run.",
     (
         CONFIG,
-        Flag("workdir", "new_folder", None, "Folder of the run; an existing run is resumed.", True),
+        Flag(
+            "workdir",
+            "new_folder",
+            "",
+            "Folder of the run; an existing run is resumed. Empty: runs/NAME, for a config NAME.",
+        ),
         string(
             "profile_steps",
             None,
@@ -58,6 +63,7 @@ TRAIN = Subcommand(
         *JOB,
     ),
     (
+        "--config=tiny",
         "--config=grpo_smollm2 --workdir=runs/first --config.training.optimizer.lr=2e-6",
         "--config=tiny --workdir=runs/tiny --config.dag=dapo",
     ),

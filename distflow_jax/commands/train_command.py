@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from distflow_jax import run
 from distflow_jax.cluster import processes
+from distflow_jax.commands.command_line import config_name
 from distflow_jax.commands.join_job import join_job
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
@@ -21,7 +22,7 @@ def main(options: SimpleNamespace) -> int:
         job = join_job(options, watched_next=True)
         code = run.train(
             config,
-            options.workdir,
+            options.workdir or f"runs/{config_name()}",
             job,
             chosen=options.chosen,
             stop=stop,

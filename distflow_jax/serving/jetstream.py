@@ -23,18 +23,22 @@ import grpc
 import jax
 import numpy as np
 from flax import struct
-from jetstream.core.proto import jetstream_pb2
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import DecodeState, EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.result_tokens import JetStreamTokenizer, RolloutTokens
 from distflow_jax.rollout.engine.slot_updates import SlotRequest
-from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_pb2
+from distflow_jax.rollout.engine_interface import (
+    INSTALL,
+    INSTALLED,
+    Engine,
+)
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.messages import (
     MAX_UID,
+    STOPPING,
     Limits,
     prompt_length_error,
     sentence,
@@ -44,11 +48,31 @@ from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.text_stream import TextStream
 
-# isort: split
-# after rollout.jetstream_api, which has imported its engine interface without seqio
-from jetstream.core import orchestrator
+if not INSTALLED:
+    raise ImportError(f"google-jetstream is not installed: {INSTALL}", name="jetstream")
 
-STOPPING = "the server is stopping; ask again later"
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Restores the root logger, which the import sets to DEBUG with a handler on stdout.
+
+    That handler would print every line that jax and asyncio log.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+# after engine_interface.py, which has imported JetStream's interface without seqio
+with _root_logger_kept():
+    from jetstream.core import orchestrator
+    from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
+    from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+
 # the lengths that JetStream pads to
 _PADDED_LENGTHS = tuple(1 << n for n in range(4, 16))
 # JetStream's protocol has no fields for it; the limit is that of each question
@@ -56,15 +80,8 @@ GREEDY = SamplingParams(num_samples=1, limit=1, temperature=0.0)
 
 
 def prepare() -> None:
-    """Makes the imported orchestrator run on today's jax, and quiet. To be called before a Driver.
-
-    Its import sets the root logger to DEBUG and adds a handler on stdout, which would print every
-    line that jax and asyncio log: both are taken back. Changes nothing the second time.
-    """
+    """Makes the imported orchestrator run on today's jax. To be called before a Driver."""
     orchestrator.delete_pytree = delete_arrays
-    if orchestrator.handler in orchestrator.root.handlers:
-        orchestrator.root.removeHandler(orchestrator.handler)
-        orchestrator.root.setLevel(logging.WARNING)
 
 
 def delete_arrays(tree: Any) -> None:
@@ -116,7 +133,7 @@ class ServiceTokenizer(JetStreamTokenizer):
         return super().encode(s, **kwargs)
 
 
-class ServiceEngine(engine_api.Engine):
+class ServiceEngine(Engine):
     """An engine that takes the weights served at each call, and takes turns with other threads.
 
     The engine has the sizes of `service_config`. Params are a `Weights`. A call returns when its
@@ -185,11 +202,11 @@ class ServiceEngine(engine_api.Engine):
         """As the engine's."""
         return self._engine.get_prefix_destination_sharding()
 
-    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+    def get_tokenizer(self) -> Any:
         """As the engine's."""
         return self._engine.get_tokenizer()
 
-    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> ServiceTokenizer:
+    def build_tokenizer(self, metadata: Any) -> ServiceTokenizer:
         """The model's own tokenizer."""
         return ServiceTokenizer(self._tokenizer, self._engine.stop_ids)
 
@@ -256,6 +273,43 @@ class ServedDriver(orchestrator.Driver):
                     raise
 
 
+@dataclasses.dataclass(frozen=True)
+class JetStreamProtocol:
+    """JetStream's protocol for a server: an engine of its own, and how it samples.
+
+    The engine has the sizes of `service_config`, and shares the weights with the server's.
+    """
+
+    engine: RolloutEngine
+    weights: Weights
+    tokenizer: Tokenizer
+    sampling: SamplingParams = GREEDY
+
+    def compile(self) -> None:
+        """Compiles every program of the engine."""
+        self.engine.compile(self.weights.params)
+
+    def serve(
+        self,
+        server: grpc.aio.Server,
+        prompts: PromptReader,
+        limits: Limits,
+        *,
+        max_waiting: int,
+        metrics: bool,
+    ) -> "JetStreamServicer":
+        """Starts the Driver's threads and adds the servicer to a server that has not started."""
+        prepare()
+        driver = ServedDriver(
+            ServiceEngine(self.engine, self.weights, self.tokenizer, self.sampling),
+            max_waiting=max_waiting,
+            metrics_collector=JetstreamMetricsCollector() if metrics else None,
+        )
+        servicer = JetStreamServicer(driver, self.tokenizer, limits, prompts, max_waiting)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+        return servicer
+
+
 class JetStreamServicer(orchestrator.LLMOrchestrator):
     """JetStream's servicer, which refuses what its Driver could not read, and frees slots.
 
@@ -287,6 +341,10 @@ class JetStreamServicer(orchestrator.LLMOrchestrator):
         for question in self._questions.values():
             if question.active is not None:
                 question.active.return_channel.set_exception(_StopChannel())
+
+    def stop(self) -> None:
+        """Ends the Driver's threads."""
+        self._driver.stop()
 
     async def Decode(
         self, request: jetstream_pb2.DecodeRequest, context: grpc.aio.ServicerContext

@@ -17,6 +17,7 @@ from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.serving.prompts import PromptReader, ReadPrompt, take_images
 
 SERVICE = "distflow.Sampler"
+STOPPING = "the server is stopping; ask again later"
 MAX_STOPS = 16
 MAX_STOP_TEXT = 1024  # characters of a stop string
 MAX_SENTENCE = 500  # characters of an error; gRPC drops what does not fit its headers

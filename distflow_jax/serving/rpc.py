@@ -16,10 +16,10 @@ import grpc
 import jax
 
 from distflow_jax.serving.access import Access
-from distflow_jax.serving.jetstream import STOPPING
 from distflow_jax.serving.messages import (
     MAX_UID,
     SERVICE,
+    STOPPING,
     Limits,
     LoadRequest,
     encode,
@@ -74,6 +74,10 @@ class SamplerRpc:
         """Ends the calls that run, with UNAVAILABLE."""
         for call in self._calls:
             call.deliver(_Stopping())
+
+    def stop(self) -> None:
+        """Ends the sampler's thread."""
+        self._service.stop()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""

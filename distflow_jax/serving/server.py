@@ -1,17 +1,15 @@
-"""One gRPC server with two services, JetStream's and ours, over one set of weights."""
+"""One gRPC server over one set of weights: distflow.Sampler, and JetStream's protocol beside it."""
 
 import asyncio
 import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 import prometheus_client
-from jetstream.core.metrics.prometheus import JetstreamMetricsCollector
-from jetstream.core.proto import jetstream_pb2_grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -19,15 +17,7 @@ from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.parsing.addresses import listen
 from distflow_jax.rollout.engine.engine import RolloutEngine
-from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.access import Access
-from distflow_jax.serving.jetstream import (
-    GREEDY,
-    JetStreamServicer,
-    ServedDriver,
-    ServiceEngine,
-    prepare,
-)
 from distflow_jax.serving.messages import Limits, most_bytes
 from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import LoadParams, SamplerRpc
@@ -57,31 +47,30 @@ class ServerConfig:
     max_samples: int = 64  # responses to one request at most
     max_waiting: int = 1024  # requests to each service; those beyond are refused
     grace_seconds: float = 10.0  # for requests that run when the server is stopped
-    jetstream: SamplingParams = GREEDY  # how JetStream's service samples
     access: Access = Access()
 
 
 class Server:
-    """Both services, from `start` to `stop`, in the event loop that calls them.
+    """All services, from `start` to `stop`, in the event loop that calls them.
 
-    Each service has an engine, hence slots and a cache, of its own: `jetstream_engine` with the
-    sizes of `serve_jetstream.service_config`. They share the weights, and take turns. `seeing`: the
-    tokenizer with the layout of images, of a model with a tower.
+    `others`: protocols beside distflow.Sampler, each as jetstream.py's JetStreamProtocol. Each has
+    an engine, hence slots and a cache, of its own. All share the weights, and take turns. `seeing`:
+    the tokenizer with the layout of images, of a model with a tower.
     """
 
     def __init__(
         self,
         config: ServerConfig,
         engine: RolloutEngine,
-        jetstream_engine: RolloutEngine,
         weights: Weights,
         tokenizer: Tokenizer,
         load: LoadParams,
         *,
+        others: Sequence[Any] = (),
         seeing: SeeingTokenizer | None = None,
     ):
         self.config, self.engine, self._weights = config, engine, weights
-        self._jetstream_engine = jetstream_engine
+        self.others = others
         self._tokenizer, self._load, self._seeing = tokenizer, load, seeing
         self.port = 0  # that in use, once it has started
         sizes = engine.config
@@ -109,9 +98,9 @@ class Server:
             self._metrics = prometheus_client.start_http_server(
                 config.metrics_port, addr=config.host.strip("[]")
             )
-        prepare()
-        for engine in (self.engine, self._jetstream_engine):
-            engine.compile(weights.params)
+        self.engine.compile(weights.params)
+        for other in self.others:
+            other.compile()
         self.sampler = SamplerService(self.engine, weights, self._tokenizer)
         facts = {
             "model": config.model,
@@ -122,7 +111,7 @@ class Server:
             "image_bytes": self._prompts.image_bytes,
             **dataclasses.asdict(self._limits),
         }
-        self._rpc = SamplerRpc(
+        rpc = SamplerRpc(
             self.sampler,
             weights,
             self._prompts,
@@ -132,16 +121,12 @@ class Server:
             facts=facts,
             max_calls=config.max_waiting,
         )
-        self._driver = ServedDriver(
-            ServiceEngine(self._jetstream_engine, weights, self._tokenizer, config.jetstream),
-            max_waiting=config.max_waiting,
-            metrics_collector=JetstreamMetricsCollector() if config.metrics_port else None,
-        )
-        self._jetstream = JetStreamServicer(
-            self._driver, self._tokenizer, self._limits, self._prompts, config.max_waiting
-        )
-        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(self._jetstream, self._grpc)
-        self._grpc.add_generic_rpc_handlers((self._rpc.handler(),))
+        self._grpc.add_generic_rpc_handlers((rpc.handler(),))
+        how = {"max_waiting": config.max_waiting, "metrics": bool(config.metrics_port)}
+        self._services = [
+            *(x.serve(self._grpc, self._prompts, self._limits, **how) for x in self.others),
+            rpc,
+        ]
         self.sampler.start()
         await self._grpc.start()
         if self._metrics is not None:
@@ -163,8 +148,8 @@ class Server:
 
     @property
     def running(self) -> int:
-        """Requests that have not ended, of both services."""
-        return self._rpc.running + self._jetstream.running
+        """Requests that have not ended, of all services."""
+        return sum(service.running for service in self._services)
 
     @property
     def version(self) -> int:
@@ -181,21 +166,20 @@ class Server:
 
         New requests are refused from now on.
         """
-        services = (self._rpc, self._jetstream)
-        for service in services:
+        for service in self._services:
             service.stopping = True
         clock = asyncio.get_running_loop().time
         end = clock() + self.config.grace_seconds
         while self.running and clock() < end and not (hurry and hurry.is_set()):
             await asyncio.sleep(_LOOK_SECONDS)
-        for service in services:
+        for service in self._services:
             service.refuse()
         await self._grpc.stop(grace=1.0)
         self._prompts.close()
-        # threads of both services hand their last tokens to this loop: it goes on until they have
+        # threads of all services hand their last tokens to this loop: it goes on until they have
         # ended
-        await asyncio.to_thread(self._driver.stop)
-        await asyncio.to_thread(self.sampler.stop)
+        for service in self._services:
+            await asyncio.to_thread(service.stop)
         self._stop_metrics()
 
     def _stop_metrics(self) -> None:

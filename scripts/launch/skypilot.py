@@ -1,8 +1,7 @@
 """Starts a run as a managed job of SkyPilot, one process per node.
 
     python scripts/launch/skypilot.py --name=first --gpu=H100 --nodes=2 --volume=shared:/shared \\
-        --setup='pip install -e .[gpu]' \\
-        --setup='pip install --no-deps google-jetstream==0.2.2' -- \\
+        --setup='pip install -e .[gpu]' -- \\
         train --config=grpo_smollm2 --workdir=/shared/runs/first
 
 In a checkout the same as `distflow launch skypilot`; --help shows the flags.

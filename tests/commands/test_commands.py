@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from support.paths import ROOT
@@ -13,6 +14,7 @@ from support.programs import finished
 from support.waiting import HANG
 
 from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
+from distflow_jax.commands.main import JAX
 from distflow_jax.commands.subcommands import LAUNCHERS, SUBCOMMANDS, python_arguments
 from distflow_jax.config import key_reference
 from distflow_jax.config.config_dict import from_config_dict
@@ -75,6 +77,33 @@ def test_help_imports_no_jax(arguments):
     )
     done = finished("-c", code)
     assert done.stdout.count("\n") > 5
+
+
+NO_JAX = "sys.modules['jax'] = None"
+NO_JAXLIB = "sys.modules['jaxlib'] = None"
+OTHER_JAXLIB = """
+sys.modules["jaxlib"] = jaxlib = types.ModuleType("jaxlib")
+sys.modules["jaxlib.version"] = jaxlib.version = types.ModuleType("jaxlib.version")
+jaxlib.version.__version__ = "99.0.0"
+"""
+
+
+@pytest.mark.parametrize("broken", [NO_JAX, NO_JAXLIB, OTHER_JAXLIB], ids=["jax", "lib", "other"])
+def test_a_jax_that_does_not_load_is_one_line_with_the_command(broken):
+    code = (
+        f"import sys, types\n{broken}\nsys.argv = ['distflow', 'train', '--config=tiny']\n"
+        "from distflow_jax.commands.main import main; main()"
+    )
+    done = finished("-c", code, codes=(2,))
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: jax cannot be imported: ")
+    reason = {NO_JAX: "import of jax", NO_JAXLIB: "requires jaxlib"}.get(broken, "99.0.0 is newer")
+    bounds = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert (
+        reason in done.stderr
+        and JAX in bounds
+        and f'pip install --force-reinstall "{JAX}"' in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,7 @@ def test_it_is_stored_with_its_output_and_without_traces_of_a_machine(name):
 @pytest.mark.parametrize("name", BOOKS)
 def test_it_says_how_to_install_and_opens_in_colab(name):
     head = " ".join(nbformat.read(BOOKS[name], as_version=4).cells[0].source.split())
-    jetstream = re.search(r"^JETSTREAM := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
     assert "`%pip install -r requirements.txt`" in head
-    assert f"`%pip install --no-deps {jetstream}`" in head
     address = re.search(r'^Homepage = "https://(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     colab = f"research.google.com/{address[1]}".replace("github.com", "github")
     assert f"https://colab.{colab}/blob/main/notebooks/{name}.ipynb)" in head

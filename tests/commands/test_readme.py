@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from support.doc_blocks import blocks
@@ -23,21 +24,25 @@ HOURS = 3600
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_commands_of_the_readme_do_what_it_says(tmp_path):
-    """All shell blocks, as one script, then its graph and its Python: nothing is replaced."""
-    clone = tmp_path / "distflow_jax"
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    shown = blocks(README)
+    """All shell blocks, as one script, then its graph and its Python: nothing is replaced.
+
+    git finds this checkout at the repository's address.
+    """
+    clone, shown = tmp_path / "distflow_jax", blocks(README)
     script = "set -e\n" + "".join(block.text for block in shown if block.language == "bash")
-    for block in shown:
-        if block.title:
-            (clone / block.title).write_text(block.text)
+    script += "".join(
+        f"cat > {block.title} <<'END'\n{block.text}END\n" for block in shown if block.title
+    )
     script += "".join(
         f"python - <<'END'\n{block.text}END\n" for block in shown if block.language == "python"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "PYTHON"))}
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    env |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf"}
+    env["GIT_CONFIG_VALUE_0"] = address
     done = subprocess.run(
         ["bash", "-c", script],
-        cwd=clone,
+        cwd=tmp_path,
         env=env | {"JAX_PLATFORMS": "cpu", "PYTHON": sys.executable},
         capture_output=True,
         text=True,

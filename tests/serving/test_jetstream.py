@@ -44,7 +44,7 @@ from support.tiny_model import TINY, random_params
 from support.waiting import HANG, until
 
 from distflow_jax.commands.serve_command import resumable
-from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
+from distflow_jax.rollout.engine_interface import Engine, EngineTokenizer, ResultTokens
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.jetstream import (
     GREEDY,
@@ -66,12 +66,12 @@ def engines():
 @pytest.mark.parametrize("which", [0, 1], ids=["engine", "as served"])
 def test_every_abstract_member(which):
     subject, params = engines()[which]
-    assert isinstance(subject, engine_api.Engine)
-    members = {n for n, m in inspect.getmembers(engine_api.Engine) if not n.startswith("_")}
-    assert engine_api.Engine.__abstractmethods__ <= members
+    assert isinstance(subject, Engine)
+    members = {n for n, m in inspect.getmembers(Engine) if not n.startswith("_")}
+    assert Engine.__abstractmethods__ <= members
     state = subject.init_decode_state()
     tokenizer = subject.build_tokenizer(subject.get_tokenizer())
-    assert isinstance(tokenizer, tokenizer_api.Tokenizer)
+    assert isinstance(tokenizer, EngineTokenizer)
     ids, length = tokenizer.encode(
         PROMPT, is_bos=True, max_prefill_length=subject.max_prefill_length, jax_padding=True
     )
@@ -82,7 +82,7 @@ def test_every_abstract_member(which):
     state, result = subject.generate(params, state)
     result.copy_to_host_async()
     result = result.convert_to_numpy()
-    assert isinstance(result, engine_api.ResultTokens)
+    assert isinstance(result, ResultTokens)
     slot = result.get_result_at_slot(3)
     assert slot.tokens.shape == slot.valid.shape == (subject.samples_per_slot, 4)
     assert slot.valid.all() and slot.lengths.tolist() == [4]
@@ -162,7 +162,7 @@ def stub(serving):
 
 def free_slots(serving):
     # one may be in the hand of the thread that waits for a request to put into it
-    return serving.server._driver._generate_slots[0].qsize()
+    return serving.jetstream._driver._generate_slots[0].qsize()
 
 
 def test_health(stub):
@@ -277,7 +277,7 @@ def test_both_doors_at_once_and_weights_for_both(serving, stub):
 
 def test_temperature_of_the_service():
     """Request n is sampled with uid (n, 0)."""
-    with Serving(jetstream=dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9)) as other:
+    with Serving(sampling=dataclasses.replace(GREEDY, temperature=1.0, top_p=0.9)) as other:
         with grpc.insecure_channel(other.address) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             for uid in range(3):
@@ -294,7 +294,7 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, ends):
     prompt = long_greedy_prompt()
     wanted = len(without_end(expected(prompt, temperature=0.0)[0]))
     with Serving(grace_seconds=grace) as other:
-        servicer, arrived = other.server._jetstream, []
+        servicer, arrived = other.jetstream, []
         read = servicer._question
         servicer._question = lambda request: arrived.append(request) or read(request)
         with grpc.insecure_channel(other.address) as channel:
@@ -314,7 +314,7 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, ends):
             if ends:
                 assert list(map(num_streamed, calls)) == [wanted] * 12
             stopped.result(HANG)
-            assert not any(t.is_alive() for t in other.server._driver._all_threads)
+            assert not any(t.is_alive() for t in other.jetstream._driver._all_threads)
 
 
 def test_the_last_response_may_end_between_two_looks_at_the_slots():

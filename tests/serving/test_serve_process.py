@@ -1,7 +1,7 @@
 """scripts/serve.py as a process: what it answers is what generate.py writes; how it ends.
 
 Nightly: 64 concurrent clients get what `generate.py` writes; token, certificate and folders of a
-server by its flags.
+server by its flags; without JetStream it serves distflow.Sampler.
 """
 
 import concurrent.futures
@@ -45,8 +45,8 @@ def start(*arguments):
 class Served:
     """A running serve.py: its ready line, address, and later its end."""
 
-    def __init__(self, *arguments):
-        self.process = start("scripts/serve.py", *SMALL, "--port=0", *arguments)
+    def __init__(self, *arguments, program=("scripts/serve.py",)):
+        self.process = start(*program, *SMALL, "--port=0", *arguments)
         self.lines = []
         ready = threading.Event()
 
@@ -71,8 +71,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*arguments):
-    running = Served(*arguments)
+def served(*arguments, **program):
+    running = Served(*arguments, **program)
     try:
         yield running
     finally:
@@ -158,6 +158,39 @@ def test_token_certificate_and_folders_by_flags(tmp_path):
                 client.status()
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert running.end()[0] == 0
+
+
+WITHOUT_JETSTREAM = """
+import sys
+sys.modules["jetstream"] = None
+from distflow_jax.commands.main import run_script
+run_script("serve")
+"""
+
+
+@pytest.mark.slow
+def test_without_jetstream_it_warns_and_serves_the_sampler(tmp_path):
+    greedy = generated(tmp_path)
+    with served(program=("-c", WITHOUT_JETSTREAM)) as running:
+        assert (
+            running.lines[1] == "  32 slots for distflow.Sampler, prompt 96 + response 24 tokens,"
+        )
+        with SamplerClient(running.address) as client:
+            turns = [{"role": "user", "content": QUESTIONS[0]}]
+            (answer,) = client.responses(messages=turns, temperature=0)
+        assert answer["text"] == greedy[0]
+        with grpc.insecure_channel(running.address) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+                stub.HealthCheck(jetstream_pb2.HealthCheckRequest())
+            assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        code, lines, errors = running.end()
+    assert (code, lines[3:]) == (0, ["stopped"])
+    (warning,) = errors.splitlines()
+    assert warning.endswith(
+        "warning: JetStream's protocol is not served: google-jetstream is not installed: "
+        "pip install --no-deps google-jetstream==0.2.2"
+    )
 
 
 @pytest.mark.slow

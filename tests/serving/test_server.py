@@ -394,7 +394,7 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, hurry, ends):
             assert sum("end" in e for e in events) == 16
         stopped.result(HANG)
         assert not other.server.sampler._thread.is_alive()
-        assert not any(t.is_alive() for t in other.server._driver._all_threads)
+        assert not any(t.is_alive() for t in other.jetstream._driver._all_threads)
 
 
 def test_weights_that_come_after_the_end_are_refused():

@@ -12,13 +12,13 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import run_requests
 from distflow_jax.serving.access import Access
-from distflow_jax.serving.jetstream import prepare, service_config
+from distflow_jax.serving.jetstream import GREEDY, JetStreamProtocol, prepare, service_config
 from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import Server, ServerConfig
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
-prepare()  # the import of JetStream's orchestrator has set the root logger to DEBUG
+prepare()  # for JetStream's own Driver
 TOKENIZER = Tokenizer.byte_level(TINY.vocab_size)
 STOP_IDS = (258, *range(4))  # a response ends after some sixty tokens
 CONFIG = EngineConfig(
@@ -78,13 +78,18 @@ def expected_all(asked):
 class Serving:
     """A server in a thread of its own, until the `with` block ends."""
 
-    def __init__(self, engines=None, load=None, tokenizer=TOKENIZER, seeing=None, **changes):
+    def __init__(
+        self, engines=None, load=None, tokenizer=TOKENIZER, seeing=None, sampling=GREEDY, **changes
+    ):
         changes = {"access": Access(load_folders=(".",))} | changes
         config = ServerConfig(model="tiny", seed=3, port=0, **changes)
         first, second = engines or (engine(), service())
         load = load or self.load
         self.weights = Weights(load("2")[0], 2)
-        self.server = Server(*(config, first, second, self.weights, tokenizer, load), seeing=seeing)
+        others = [JetStreamProtocol(second, self.weights, tokenizer, sampling)]
+        self.server = Server(
+            config, first, self.weights, tokenizer, load, others=others, seeing=seeing
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._stopped = False
@@ -126,6 +131,11 @@ class Serving:
         if hurry:
             event.set()
         return asyncio.run_coroutine_threadsafe(self.server.stop(event), self._loop)
+
+    @property
+    def jetstream(self):
+        """JetStream's servicer."""
+        return self.server._services[0]
 
     @property
     def address(self):

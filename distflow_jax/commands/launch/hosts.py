@@ -195,7 +195,13 @@ def volumes(given: Sequence[str], kind: str) -> dict[str, str]:
 
 
 def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
-    """Raises ValueError for a --workdir outside the shared volumes, local to each host."""
+    """Raises ValueError for a --workdir outside the shared volumes, local to each host.
+
+    A training run must name one: its default is local too.
+    """
+    remedy = "give --volume=NAME:PATH and a --workdir below PATH"
+    if (found := train_flags(command)) and not found[2]:
+        raise ValueError(f"--workdir is missing: {remedy}")
     named = [
         argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
     ]
@@ -203,7 +209,7 @@ def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
         if not any(folder.is_relative_to(path) for path in mounts.values()):
             raise ValueError(
                 f"--workdir={folder} is on no volume: each host would write its own, and lose it; "
-                "give --volume=NAME:PATH and a --workdir below PATH"
+                f"{remedy}"
             )
 
 

@@ -33,7 +33,7 @@ from distflow_jax.rollout.engine.slot_updates import (
     insert_columns,
     prompt_end,
 )
-from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api, tokenizer_pb2
+from distflow_jax.rollout.engine_interface import Engine, EngineTokenizer, TokenizerParameters
 from distflow_jax.rollout.prefill.image_programs import PromptSight
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
@@ -46,7 +46,7 @@ def weight_layout(model: DecoderConfig, config: EngineConfig, mesh: Mesh) -> Sam
     return SamplerLayout(model, platform, config.weights, config.weights_dtype)
 
 
-class RolloutEngine(engine_api.Engine):
+class RolloutEngine(Engine):
     """Prefill, insert and generate over the devices of one sampler.
 
     `mesh` has axes ("data", "tensor"): slots are divided over data, heads over tensor. It lies
@@ -172,13 +172,11 @@ class RolloutEngine(engine_api.Engine):
         """A prefix is whole on every device of the mesh."""
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+    def get_tokenizer(self) -> TokenizerParameters:
         """JetStream's descriptor; the vocabulary itself comes with the model (build_tokenizer)."""
-        return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
+        return TokenizerParameters(path="", extra_ids=0)
 
-    def build_tokenizer(
-        self, metadata: tokenizer_pb2.TokenizerParameters
-    ) -> tokenizer_api.Tokenizer:
+    def build_tokenizer(self, metadata: TokenizerParameters) -> EngineTokenizer:
         """The model's own tokenizer, as JetStream calls it. ValueError if the engine got none."""
         if self._tokenizer is None:
             raise ValueError("this engine was made without a tokenizer: pass tokenizer=...")

@@ -9,11 +9,11 @@ from flax import struct
 
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.decode_state import EngineConfig, result_tokens
-from distflow_jax.rollout.jetstream_api import engine_api, tokenizer_api
+from distflow_jax.rollout.engine_interface import EngineTokenizer, ResultTokens
 
 
 @struct.dataclass
-class RolloutTokens(engine_api.ResultTokens):
+class RolloutTokens(ResultTokens):
     """ResultTokens whose data also carries log-probs, margins (as float bits) and the counters."""
 
     logp_idx: tuple[int, int] = struct.field(pytree_node=False, default=(0, 0))
@@ -71,7 +71,7 @@ class RolloutTokens(engine_api.ResultTokens):
         return self.data[:, -1]
 
 
-class JetStreamTokenizer(tokenizer_api.Tokenizer):
+class JetStreamTokenizer(EngineTokenizer):
     """Text to ids and back. `stop_ids` are the engine's, so that both end alike."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: tuple[int, ...]):

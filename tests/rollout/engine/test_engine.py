@@ -25,8 +25,11 @@ from support.tiny_sampler import (
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.slot_updates import SlotRequest
-from distflow_jax.rollout.jetstream_api import engine_api, token_utils, tokenizer_api
+from distflow_jax.rollout.engine_interface import Engine, EngineTokenizer, ResultTokens
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+
+# isort: split
+from jetstream.engine import token_utils  # after engine_interface: without seqio
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,12 @@ def responses(sampler):
 
 def test_is_a_jetstream_engine(sampler):
     engine = sampler.engine
-    assert isinstance(engine, engine_api.Engine)
+    assert isinstance(engine, Engine)
     assert engine.max_concurrent_decodes == 8 and engine.samples_per_slot == 1
     assert engine.max_prefill_length == 32 and engine.colocated_cpus is None
     assert engine.mesh.axis_names == ("data", "tensor")
     tokenizer = engine.build_tokenizer(engine.get_tokenizer())
-    assert isinstance(tokenizer, tokenizer_api.Tokenizer)
+    assert isinstance(tokenizer, EngineTokenizer)
     assert tokenizer.stop_tokens == set(STOP_IDS) and tokenizer.eos_id == STOP_IDS[0]
     ids, length = tokenizer.encode("1 + 2", is_bos=True, max_prefill_length=32, jax_padding=True)
     assert tokenizer.decode(ids.tolist()) == "1 + 2" and length == 5
@@ -79,7 +82,7 @@ def test_driven_as_by_jetstreams_orchestrator(sampler, padding):
             output[slot], complete[slot] = [], np.zeros((engine.samples_per_slot,), np.bool_)
         state, result = engine.generate(sampler.params, state)
         result.copy_to_host_async()
-        assert isinstance(result, engine_api.ResultTokens)
+        assert isinstance(result, ResultTokens)
         result = result.convert_to_numpy()
         for slot in output:
             if complete[slot].all():

@@ -1,12 +1,11 @@
-"""JetStream's engine interface, imported without seqio, TensorFlow and tiktoken.
+"""The interface of an engine: JetStream's where it is installed, else engine_stand_ins.py.
 
-JetStream 0.2.2 imports seqio, and so TensorFlow, and tiktoken for tokenizers of its own that this
-package does not use. While its modules are imported here, modules with the names that they look up
-stand in for both packages. Afterwards the process finds the installed ones again, if there are any.
+Generation is written against the names of `__all__`. JetStream 0.2.2 imports seqio, and so
+TensorFlow, and tiktoken for tokenizers of its own that this package does not use. While its modules
+are imported here, modules with the names that they look up stand in for both packages. Afterwards
+the process finds the installed ones again, if there are any.
 
-pip cannot leave out a dependency's dependencies, so JetStream is no dependency of this package:
-
-    pip install --no-deps google-jetstream==0.2.2
+pip cannot leave out a dependency's dependencies, so JetStream is no dependency of this package.
 """
 
 import contextlib
@@ -57,10 +56,21 @@ def _without_tokenizers() -> Iterator[None]:
 
 try:
     with _without_tokenizers():
-        from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
+        from jetstream.engine.engine_api import Engine, ResultTokens, SlotData
+        from jetstream.engine.tokenizer_api import Tokenizer as EngineTokenizer
+        from jetstream.engine.tokenizer_pb2 import TokenizerParameters
+    INSTALLED = True
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "jetstream":
         raise
-    raise ImportError(f"google-jetstream is not installed: {INSTALL}", name="jetstream") from None
+    from distflow_jax.rollout.engine_stand_ins import (
+        Engine,
+        EngineTokenizer,
+        ResultTokens,
+        SlotData,
+        TokenizerParameters,
+    )
 
-__all__ = ["engine_api", "token_utils", "tokenizer_api", "tokenizer_pb2"]
+    INSTALLED = False
+
+__all__ = ["Engine", "EngineTokenizer", "ResultTokens", "SlotData", "TokenizerParameters"]
