@@ -116,7 +116,7 @@ def test_a_plan_shows_itself():
 
 def test_a_plan_that_cannot_be_is_refused():
     config = df.load_config("tiny", {"dag": "grppo"})
-    with pytest.raises(ValueError, match="unknown pipeline 'grppo'"):
+    with pytest.raises(ValueError, match="unknown graph 'grppo'"):
         df.make_plan(config)
     with pytest.raises(ValueError, match="devices must not be negative, got -1"):
         df.make_plan(df.load_config("tiny"), devices=-1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from distflow_jax.programs.units import format_seconds
 from distflow_jax.report.charts import format_value
+from distflow_jax.report.progress import EVALUATION
 from distflow_jax.report.read_run import RunFolder
 
 # {metric that should be 0: label}
@@ -39,7 +40,7 @@ def status(run: RunFolder) -> tuple[str, str]:
 
 
 def tiles(run: RunFolder) -> list[Tile]:
-    """Tiles of reward or objective, validation, length, speed, time, and of all that went wrong."""
+    """Tiles of reward or objective, evaluation, length, speed, time, and of all that went wrong."""
     rows = run.rows
     found = []
     for name, label in (
@@ -59,7 +60,7 @@ def tiles(run: RunFolder) -> list[Tile]:
         if points:
             last, best = points[max(points)], max(points.values())
             more = f"from {format_value(points[min(points)])}, best {format_value(best)}"
-            label = name.removeprefix("val-core/").replace("/reward/", " ")
+            label = f"{EVALUATION} {name.removeprefix('val-core/').replace('/reward/', ' ')}"
             found.append(Tile(label, format_value(last), more))
     speed = sorted(series(rows, "perf/throughput").values())
     if speed:
