@@ -254,7 +254,5 @@ def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
     takes_config = "config" in inspect.signature(make).parameters
     graph = make(config=config) if takes_config else make()
     if not isinstance(graph, Graph):
-        raise ValueError(
-            f"graph {name_or_path!r} must return a Graph, got {type(graph).__name__}"
-        )
+        raise ValueError(f"graph {name_or_path!r} must return a Graph, got {type(graph).__name__}")
     return OpenedGraph(graph.settings, lambda config: graph)

@@ -185,7 +185,8 @@ def evaluation_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     found = {m[1]: metrics[name] for name in metrics if (m := _EVALUATED.fullmatch(name))}
     several = len(found) > 1
     return [
-        (f"{EVALUATION} {name}" if several else EVALUATION, f"{value:.3f}") for name, value in found.items()
+        (f"{EVALUATION} {name}" if several else EVALUATION, f"{value:.3f}")
+        for name, value in found.items()
     ]
 
 

@@ -206,9 +206,9 @@ def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
     labels = ["model", "devices", "data", "algorithm", "memory", "run"]
     assert [line.split()[0] for line in lines[:6]] == labels
     assert lines[5] == "run       runs/terminal (new; plan.txt has the plan)"
-    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3}  evaluation \d\.\d{3} .*left 0s", lines[6]), lines[
-        6
-    ]
+    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3}  evaluation \d\.\d{3} .*left 0s", lines[6]), (
+        lines[6]
+    )
     # the line of each step, and the words of a wait, have stood in the same place
     drawn = re.findall(r"step (\d)/3 ", written)
     assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)

@@ -73,7 +73,9 @@ def test_the_first_charts_are_of_what_the_plan_trains(tmp_path, graph):
 
 
 def test_charts_without_variation_come_last(tmp_path):
-    rows = [ROW | {"step": step, "actor/entropy": step, "perf/cpu_seconds": step} for step in (1, 2)]
+    rows = [
+        ROW | {"step": step, "actor/entropy": step, "perf/cpu_seconds": step} for step in (1, 2)
+    ]
     rows[1] |= {"actor/grad_norm": float("nan"), "val-core/y/reward/mean@1": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json_line(row) + "\n" for row in rows))
     (tmp_path / "plan.json").write_text(PLANS["grpo"])

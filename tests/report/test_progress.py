@@ -119,7 +119,10 @@ def test_a_terminal_shows_one_line():
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(terminal))
     assert "step 5/20" in text and "reward 0.250" in text and "[eval] accuracy 0.5" in text
     # the last state stays, with the last evaluation
-    assert text.splitlines()[-1].startswith("step 6/20") and "evaluation 0.125" in text.splitlines()[-1]
+    assert (
+        text.splitlines()[-1].startswith("step 6/20")
+        and "evaluation 0.125" in text.splitlines()[-1]
+    )
 
 
 def test_other_processes_are_silent():

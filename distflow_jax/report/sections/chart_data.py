@@ -18,7 +18,7 @@ _AXES = {"seconds": "timing_s/step", "tokens": "perf/total_num_tokens"}
 
 
 def chart_data(run: RunFolder) -> dict[str, Any]:
-    """JSON values: the run's charts in their order, flat ones last, and the points of their metrics.
+    """JSON values: the run's charts, flat ones last, and the points of their metrics.
 
     {"name", "total": planned steps or None, "last": last step, "more": charts left out,
      "charts": [{"title", "lines": [[word, metric]], "main", "about": [meaning, bad value]}],
