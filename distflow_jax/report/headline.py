@@ -34,9 +34,19 @@ def status(run: RunFolder) -> tuple[str, str]:
     total = run.config.get("training.steps")
     if not last:
         return "none", "no step yet"
+    made = f"step {last} of {total}" if isinstance(total, int) else f"step {last}"
+    if reason := _stop_reason(run):
+        return "stopped", f"{reason}: {made}"
     if not isinstance(total, int):
-        return "open", f"step {last}"
-    return ("done", f"done: {last} steps") if last >= total else ("open", f"step {last} of {total}")
+        return "open", made
+    return ("done", f"done: {last} steps") if last >= total else ("open", made)
+
+
+def _stop_reason(run: RunFolder) -> str:
+    """Why the last start of the run stopped before its end: "stopped by a signal"; "" if it did
+    not, or runs."""
+    last = [event for event in run.events if event.get("event") in ("start", "stop")][-1:]
+    return str(last[0].get("reason", "stopped")) if last and last[0].get("unfinished") else ""
 
 
 def tiles(run: RunFolder) -> list[Tile]:
