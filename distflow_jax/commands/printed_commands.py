@@ -6,7 +6,6 @@ One that would end with a user error is left out.
 """
 
 import dataclasses
-import itertools
 import os
 import pathlib
 import re
@@ -118,7 +117,9 @@ def _launched(words: Sequence[str]) -> list[str]:
         command = local.parse_arguments(list(words[start:])).command
     except SystemExit:  # argparse has printed why
         raise ValueError(f"wrong flags of a launcher: {shlex.join(words)}") from None
-    return ["distflow", *itertools.islice(command, 3, None)] if MODULE in command else command
+    if MODULE in command:
+        return ["distflow", *command[command.index(MODULE) + 1 :]]
+    return ["python", *command]
 
 
 def _config_flags(arguments: Sequence[str]) -> list[str]:

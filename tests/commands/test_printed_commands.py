@@ -72,10 +72,13 @@ def test_a_stopped_run_is_resumed_by_what_started_it(place):
     found = printed([*SCRIPT, *FLAGS], stopped=True)
     assert list(found) == ["resume"]
     assert shlex.split(found["resume"]) == ["python", *SCRIPT, *FLAGS]
-    launched = f"distflow launch local --processes=2 -- {shlex.join(['train', *DPO])}"
-    assert printed([*MODULE, *DPO], stopped=True, environment={job.LAUNCHED: launched}) == {
-        "resume": launched
-    }
+    for launched, train in (
+        ("distflow launch local --processes=2", "train"),
+        ("python scripts/launch_local.py", "scripts/train.py"),
+    ):
+        launched += f" -- {shlex.join([train, *DPO])}"
+        found = printed([*MODULE, *DPO], stopped=True, environment={job.LAUNCHED: launched})
+        assert found == {"resume": launched}
 
 
 @pytest.mark.parametrize(
