@@ -35,7 +35,7 @@ from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.run import loop, one_step, open_run
 from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.watchdog.controller import Watchdog
-from distflow_jax.watchdog.supervision import stop_on_sigterm
+from distflow_jax.watchdog.supervision import stop_on_signals
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 WARM_STEPS = 4  # programs compile, packages are imported, databases are made
@@ -73,7 +73,7 @@ def measure(config: Config, folder: pathlib.Path) -> list[float]:
     """Seconds from the start of each step to that of the next, from step 1 on."""
     check_trackers(NAMES)
     with (
-        stop_on_sigterm() as stop,
+        stop_on_signals(signal.SIGTERM) as stop,
         contextlib.closing(Checkpointer(folder / "checkpoints", config.checkpoint)) as saved,
     ):
         prepared = prepare(config)

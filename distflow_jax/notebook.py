@@ -272,7 +272,7 @@ def train(config: RunConfig, workdir: str | os.PathLike) -> "Results":
         raise error.with_traceback(None) from None
     if code == EXIT_PREEMPTED:
         raise RuntimeError(
-            f"stopped by SIGTERM; call train with workdir {str(workdir)!r} again to resume"
+            f"stopped by a signal; call train with workdir {str(workdir)!r} again to resume"
         )
     return load_run(workdir)
 

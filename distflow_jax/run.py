@@ -25,7 +25,7 @@ remaining nodes run now, and `offer` publishes the weights that they trained.
 import contextlib
 import os
 import pathlib
-import sys
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -38,7 +38,7 @@ from distflow_jax.data.example import Dataset
 from distflow_jax.layout import Metrics
 from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.planning.step_schedule import StepSchedule
-from distflow_jax.report import log_lines
+from distflow_jax.report import log_lines, run_end
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.runtime import open_run as actions
 from distflow_jax.runtime.build import Runtime, build
@@ -56,7 +56,7 @@ from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import make_steps
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
-from distflow_jax.watchdog.supervision import StopSignal, stop_on_sigterm, watched
+from distflow_jax.watchdog.supervision import StopSignal, stop_on_signals, watched
 
 
 def train(
@@ -67,24 +67,26 @@ def train(
     chosen: Collection[str] = (),
     stop: StopSignal | None = None,
     replay: str | os.PathLike = "",
+    commands: run_end.Commands = run_end.no_commands,
 ) -> int:
     """Runs a training run, or resumes it; returns the exit code. Collective.
 
-    `job` is the job that this process has joined, see cluster/job.py. `stop` is set by SIGTERM, if
-    the caller handles the signal. `chosen` lists the config keys given on the command line, which
+    `job` is the job that this process has joined, see cluster/job.py. `stop` is set by signals, if
+    the caller handles these. `chosen` lists the config keys given on the command line, which
     override the settings of the graph. `replay` is the folder of a run whose recorded training is
-    repeated without a sampler; "": none. A watchdog process supervises this process.
+    repeated without a sampler; "": none. `commands` are printed at the end. A watchdog process
+    supervises this process.
 
     Raises ValueError or FileNotFoundError for user errors, before any device work.
     """
     with contextlib.ExitStack() as files:
-        stop = stop or files.enter_context(stop_on_sigterm())
+        stop = stop or files.enter_context(stop_on_signals(signal.SIGTERM))
         stop.leave_at_once()
         watchdog = files.enter_context(watched(config.health, job))
         stop.before_leaving.append(watchdog.stopped)
         if processes.process_index():
             log_lines.only_errors()
-        code = train_here(config, workdir, watchdog, stop, sys.argv, chosen=chosen, replay=replay)
+        code = train_here(config, workdir, watchdog, stop, commands, chosen=chosen, replay=replay)
         processes.barrier("end of the run")
         watchdog.close(code)
     return code
@@ -95,7 +97,7 @@ def train_here(
     workdir: str | os.PathLike,
     watchdog: Watchdog | None = None,
     stop: StopSignal | None = None,
-    argv: Sequence[str] = (),
+    commands: run_end.Commands = run_end.no_commands,
     *,
     chosen: Collection[str] = (),
     replay: str | os.PathLike = "",
@@ -103,11 +105,11 @@ def train_here(
 ) -> int:
     """Runs `train` without ending the interpreter, for notebooks and tests.
 
-    Without `watchdog`, which would end the interpreter after an error. `argv` is the command that
-    started the run. `dataset` replaces data.train.
+    Without `watchdog`, which would end the interpreter after an error. `dataset` replaces
+    data.train.
     """
     with contextlib.ExitStack() as files:
-        stop = stop or files.enter_context(stop_on_sigterm())
+        stop = stop or files.enter_context(stop_on_signals(signal.SIGTERM))
         folder, terminal, saved = files.enter_context(open_folder(config, workdir, stop))
         done = saved.latest() or 0
         if done >= config.training.steps:
@@ -121,8 +123,7 @@ def train_here(
         watchdog = watchdog or Watchdog(config.health, 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)
-    if code == EXIT_DONE:
-        describe_end(prepared, terminal, folder, run.state.step, argv)
+    describe_end(prepared, terminal, folder, run.state.step, commands, stopped=code != EXIT_DONE)
     return code
 
 

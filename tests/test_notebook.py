@@ -116,7 +116,7 @@ def test_a_plan_shows_itself():
 
 def test_a_plan_that_cannot_be_is_refused():
     config = df.load_config("tiny", {"dag": "grppo"})
-    with pytest.raises(ValueError, match="unknown pipeline 'grppo'"):
+    with pytest.raises(ValueError, match="unknown graph 'grppo'"):
         df.make_plan(config)
     with pytest.raises(ValueError, match="devices must not be negative, got -1"):
         df.make_plan(df.load_config("tiny"), devices=-1)
@@ -279,7 +279,7 @@ def test_no_watchdog_looks_after_a_kernel(tmp_path, monkeypatch):
 
 def test_a_stop_by_sigterm_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "train_here", lambda *_, **__: EXIT_PREEMPTED)
-    with pytest.raises(RuntimeError, match="stopped by SIGTERM; call train with workdir"):
+    with pytest.raises(RuntimeError, match="stopped by a signal; call train with workdir"):
         df.train(df.load_config("tiny"), tmp_path)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +18,7 @@ from distflow_jax.planning.plan_run import prepare
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.run import loop, open_run
 from distflow_jax.watchdog.controller import Watchdog
-from distflow_jax.watchdog.supervision import stop_on_sigterm
+from distflow_jax.watchdog.supervision import stop_on_signals
 
 Cell = SimulatedCell | RealCell
 KINDS = {kind.__name__: kind for kind in (SimulatedCell, FarCell, RealCell)}
@@ -31,7 +32,7 @@ def run_cells(cells: Sequence[Cell], folder: pathlib.Path) -> None:
         os.sched_setaffinity(0, {cores[found.process_id % len(cores)]})
     processes.initialize(found)
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    with stop_on_sigterm() as stop:
+    with stop_on_signals(signal.SIGTERM) as stop:
         for cell in cells:
             config = load_config(cell.config, cell.settings()).config
             place = folder / cell.name

@@ -36,6 +36,7 @@ DISTRIBUTED = "DISTFLOW_DISTRIBUTED"  # auto, off
 POD_INDEX = "JOB_COMPLETION_INDEX"
 PORT = "JAX_COORDINATOR_PORT"
 GRACE = "DISTFLOW_GRACE_SECONDS"  # between SIGTERM and SIGKILL
+LAUNCHED = "DISTFLOW_LAUNCHED"  # the command that started all processes of a job
 TOKEN = "DISTFLOW_JOB_TOKEN"  # a secret that the processes of one job have in common
 VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 FLAGS = ("--coordinator", "--num_processes", "--process_id")

@@ -51,9 +51,15 @@ def run_main(
     app.run(functools.partial(_call, main), argv=argv, flags_parser=parse)
 
 
-def define_config(meaning: str) -> None:
-    """Defines the flag --config, and with it --config.KEY=VALUE."""
-    config_flags.DEFINE_config_file("config", None, meaning)
+def define_config(
+    meaning: str, values: flags.FlagValues, argv: Sequence[str] | None = None
+) -> None:
+    """Defines the flag --config among `values`, and with it --config.KEY=VALUE.
+
+    `argv` is what they parse; None: sys.argv.
+    """
+    given = None if argv is None else list(argv)
+    config_flags.DEFINE_config_file("config", None, meaning, values, sys_argv=given)
 
 
 def config_name() -> str:
@@ -62,34 +68,53 @@ def config_name() -> str:
     return pathlib.Path(file.partition(":")[0]).stem
 
 
-def chosen_keys() -> set[str]:
+def chosen_keys(values: flags.FlagValues) -> set[str]:
     """The keys that --config.KEY=VALUE gave, once the flags are parsed."""
-    return set(config_flags.get_override_values(flags.FLAGS["config"]))
+    return set(config_flags.get_override_values(values["config"]))
+
+
+class WrongFlag(ValueError):
+    """One line on a flag that cannot be parsed."""
 
 
 def parse_flags(argv: list[str], *, takes_arguments: bool = False) -> list[str]:
-    """Calls FLAGS(argv); a wrong flag ends the program with one line and exit code 2."""
+    """Parses the process's flags; a wrong one ends the program with one line and exit code 2."""
     try:
-        if path := (_config_source(argv) or "").partition(":")[0]:
-            source_file(_CONFIG_FILE, path)
-        with errors_of_file(path or None, _CONFIG_FILE), _only_errors():
-            rest = flags.FLAGS(argv)
-        if "config" in flags.FLAGS:
-            # raises here if the config file could not be loaded
-            getattr(flags.FLAGS["config"].value, "lock", None)
-        if rest[1:] and not takes_arguments:
-            raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+        return read_flags(argv, flags.FLAGS, takes_arguments=takes_arguments)
     except SystemExit:
         # absl exits with 1 after --help, which a caller would take for a failure
         names = [argument.lstrip("-").split("=")[0] for argument in argv[1:]]
         if set(names) & set(_HELP_FLAGS):
             sys.exit(0)
         raise
-    except (OSError, *FLAG_ERRORS) as error:
-        message = _explain(error, argv)
-        if message is None or "--debug" in argv:
+    except WrongFlag as error:
+        if "--debug" in argv:
             raise
-        sys.exit(user_error(message))
+        sys.exit(user_error(str(error)))
+
+
+def read_flags(
+    argv: list[str], values: flags.FlagValues, *, takes_arguments: bool = False
+) -> list[str]:
+    """Parses `argv` into `values`; returns the program and the arguments that are no flags.
+
+    Raises WrongFlag.
+    """
+    try:
+        if path := (_config_source(argv) or "").partition(":")[0]:
+            source_file(_CONFIG_FILE, path)
+        with errors_of_file(path or None, _CONFIG_FILE), _only_errors():
+            rest = values(argv)
+        if "config" in values:
+            # raises here if the config file could not be loaded
+            getattr(values["config"].value, "lock", None)
+        if rest[1:] and not takes_arguments:
+            raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+    except (OSError, *FLAG_ERRORS) as error:
+        message = _explain(error, argv, values)
+        if message is None:
+            raise
+        raise WrongFlag(message) from error
     return rest
 
 
@@ -131,16 +156,16 @@ def _config_source(argv: Sequence[str]) -> str | None:
     return given[-1] if given else None
 
 
-def _explain(error: Exception, argv: list[str]) -> str | None:
+def _explain(error: Exception, argv: list[str], values: flags.FlagValues) -> str | None:
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
         if required[1] == "config" and (named := _config_source(argv)):
             return f"config file {named!r}: get_config() returned None: let it return the config"
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
         return str(error)
-    if "config" not in flags.FLAGS:
+    if "config" not in values:
         return str(error) if isinstance(error, flags.Error) else None
-    flag = flags.FLAGS["config"]
+    flag = values["config"]
     source = _config_source(argv) or flag.default
     if isinstance(error, OSError):
         return f"config file {source!r}: {error.__cause__ or error}"

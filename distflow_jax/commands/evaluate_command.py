@@ -30,11 +30,17 @@ from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 from distflow_jax.stages.evaluate import Evaluation, validation_metrics
 
 
-def main(options: SimpleNamespace) -> int:
-    """Samples responses, scores them, prints and writes the metrics."""
+def checked(options: SimpleNamespace) -> Config:
+    """The config. Raises ValueError or FileNotFoundError for flags that do not fit."""
     config = settled_config(from_config_dict(Config, options.config), options.chosen)
     if not config.eval.dataset:
         raise ValueError("config.eval.dataset is empty: name a data set, such as a .jsonl file")
+    return config
+
+
+def main(options: SimpleNamespace) -> int:
+    """Samples responses, scores them, prints and writes the metrics."""
+    config = checked(options)
     join_job(options)
     source = open_configured(config)
     machine = Machine.current()

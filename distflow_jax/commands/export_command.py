@@ -7,18 +7,31 @@ from types import SimpleNamespace
 import jax
 
 from distflow_jax.checkpoint.export import RunExport, run_export, source_export
+from distflow_jax.models.weights.atomic_folder import check_new_folder
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
-from distflow_jax.models.weights.peft_folder import write_peft_folder
+from distflow_jax.models.weights.peft_folder import CONFIG_FILE, write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import parse_size
 from distflow_jax.programs.text_table import text_table
 from distflow_jax.programs.units import format_bytes, format_decimal, format_seconds
+
+
+def checked(options: SimpleNamespace) -> int:
+    """Bytes of the largest file. Raises ValueError for flags that do not fit, or if the folder of
+    --out cannot be made."""
+    if not options.workdir and not options.source:
+        raise ValueError("give --workdir, the folder of a run, or --source, a model source")
+    if not options.workdir and (options.step is not None or options.model or options.adapter):
+        raise ValueError("--step, --model and --adapter need a run: give its --workdir")
+    mark = CONFIG_FILE if options.adapter else "config.json"
+    check_new_folder(pathlib.Path(options.out), overwrite=options.overwrite, needed=0, mark=mark)
+    return parse_size(options.max_shard_size)
 
 
 def main(options: SimpleNamespace) -> int:
     """Finds the model, writes it, prints a summary."""
     start = time.monotonic()
     jax.config.update("jax_platforms", "cpu")  # accelerators may be in use by other processes
-    max_shard_bytes = parse_size(options.max_shard_size)
+    max_shard_bytes = checked(options)
     out = pathlib.Path(options.out)
     if options.workdir:
         found = run_export(
@@ -31,10 +44,6 @@ def main(options: SimpleNamespace) -> int:
         if options.adapter:
             _write_adapters(options, found, what, start)
             return 0
-    elif not options.source:
-        raise ValueError("give --workdir, the folder of a run, or --source, a model source")
-    elif options.step is not None or options.model or options.adapter:
-        raise ValueError("--step, --model and --adapter need a run: give its --workdir")
     else:
         export, what = source_export(options.source), options.source
     written = write_hf_folder(

@@ -26,8 +26,8 @@ from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.runtime.samplers.standalone_sampler import open_answerer
 
 
-def main(options: SimpleNamespace) -> int:
-    """Reads the prompts, samples responses, prints them."""
+def checked(options: SimpleNamespace) -> tuple[Config, list[str]]:
+    """(config, prompts). Raises ValueError or FileNotFoundError for flags that do not fit."""
     config = settled_config(from_config_dict(Config, options.config), options.chosen)
     texts = _prompts(options)
     if config.rollout.num_samples < options.samples:
@@ -35,6 +35,12 @@ def main(options: SimpleNamespace) -> int:
             f"--samples={options.samples} is above config.rollout.num_samples="
             f"{config.rollout.num_samples}; raise that too"
         )
+    return config, texts
+
+
+def main(options: SimpleNamespace) -> int:
+    """Reads the prompts, samples responses, prints them."""
+    config, texts = checked(options)
     source = open_configured(config)
     prompts = []
     for i, text in enumerate(texts):

@@ -68,8 +68,9 @@ TRAIN = Subcommand(
         "--config=tiny --workdir=runs/tiny --config.dag=dapo",
     ),
     """\
-Exit code 0: done. 75: stopped by SIGTERM with a checkpoint; the same command
-resumes the run. 2: a user error; the one-line message names the fix.""",
+Exit code 0: done. 75: stopped by SIGTERM or Ctrl-C with a checkpoint; the same
+command resumes the run. A second Ctrl-C ends it at once, with exit code 130. 2: a
+user error; the one-line message names the fix.""",
     "train_command",
 )
 

@@ -1,5 +1,6 @@
 """The subcommand worker."""
 
+import signal
 from types import SimpleNamespace
 
 from distflow_jax.config.config_dict import from_config_dict
@@ -9,7 +10,7 @@ from distflow_jax.runtime.samplers.foreign_engines import read_engine
 from distflow_jax.runtime.samplers.run_worker import WorkerFailed, run_worker
 from distflow_jax.stream.links.buffer_links import NobodyAnswers, Patience
 from distflow_jax.watchdog.exit_codes import EXIT_FAILED, EXIT_PREEMPTED
-from distflow_jax.watchdog.supervision import stop_on_sigterm
+from distflow_jax.watchdog.supervision import stop_on_signals
 
 
 def main(options: SimpleNamespace) -> int:
@@ -17,7 +18,7 @@ def main(options: SimpleNamespace) -> int:
     config = from_config_dict(Config, options.config)
     foreign = read_engine(options.engine, options.engine_settings)
     try:
-        with stop_on_sigterm() as stop:
+        with stop_on_signals(signal.SIGTERM, signal.SIGINT) as stop:
             return run_worker(
                 config,
                 options.join,

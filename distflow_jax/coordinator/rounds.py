@@ -40,7 +40,7 @@ def informative(columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
 
 UNTIL: dict[str, Until] = {"informative": informative}
 
-DATA_ENDED, PREEMPTED, NO_WORKERS = "the data ended", "stopped by SIGTERM", "no worker was there"
+DATA_ENDED, PREEMPTED, NO_WORKERS = "the data ended", "stopped by a signal", "no worker was there"
 _GO_ON = {DATA_ENDED: "raise data.epochs for more", PREEMPTED: "start again to go on"}
 
 

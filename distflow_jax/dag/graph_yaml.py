@@ -247,14 +247,12 @@ def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
     place, _, function = name_or_path.rpartition(":")
     if not place or not function:
         raise ValueError(
-            f"dag: unknown pipeline {name_or_path!r} ({hint(name_or_path, known)}); or give a "
+            f"dag: unknown graph {name_or_path!r} ({hint(name_or_path, known)}); or give a "
             ".yaml file, module:function, or file.py:function"
         )
-    make = load_function(name_or_path, "pipeline")
+    make = load_function(name_or_path, "graph")
     takes_config = "config" in inspect.signature(make).parameters
     graph = make(config=config) if takes_config else make()
     if not isinstance(graph, Graph):
-        raise ValueError(
-            f"pipeline {name_or_path!r} must return a Graph, got {type(graph).__name__}"
-        )
+        raise ValueError(f"graph {name_or_path!r} must return a Graph, got {type(graph).__name__}")
     return OpenedGraph(graph.settings, lambda config: graph)

@@ -13,7 +13,9 @@ a time, so its state may be plain attributes.
 What a method raises is no answer to the model: it means that something failed that the model has
 not to do with. A turn that is wrong gets a Turn that says so. The call is then made again: on a new
 object that is reset and given the turns so far, and must answer them alike. With the attribute
-`repeatable = True` the same object is asked again, which no failed call may have changed.
+`repeatable = True` the same object is asked again, which no failed call may have changed. The
+attribute `counts`, of a class, has the names of numbers that every response logs: 0 where no turn
+does.
 """
 
 import dataclasses
@@ -56,7 +58,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """See the head of this file. `close` and `repeatable` are optional."""
+    """See the head of this file. `close`, `repeatable` and `counts` are optional."""
 
     def reset(self, prompt: Prompt) -> Any:
         """Begins anew. What it returns, ids, text or Shown, the model reads after the prompt.

@@ -213,7 +213,8 @@ class TurnDriver:
 
     def _reset(self, group: _Group, sample: int, draws: int = 0) -> _Conversation:
         handle = EnvironmentHandle(self._environments, group.request.prompt, self._answers)
-        conversation = _Conversation(group, sample, handle, draws, key=sample)
+        counts = dict.fromkeys(self._environments.counts, 0.0)
+        conversation = _Conversation(group, sample, handle, draws, key=sample, logged=counts)
         group.conversations[sample] = self._by_handle[handle.number] = conversation
         handle.reset()
         return conversation

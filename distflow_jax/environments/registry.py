@@ -84,6 +84,8 @@ class Environments:
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)
+        # what is 0 in a response none of whose turns logs it
+        self.counts = tuple(getattr(getattr(self._make, "func", self._make), "counts", ()))
         self.failures = Failures(name, calls.max_infra_rate)
         self._loop: EventLoop | None = None
 

@@ -5,6 +5,7 @@ that name. All calls of a turn are answered, `<result>84</result>` each, in the 
 of a user where the model has one. A turn without a call ends the response.
 """
 
+import functools
 import inspect
 import json
 import re
@@ -41,6 +42,7 @@ class Tools:
     """
 
     repeatable = True  # a turn leaves no trace here
+    counts = ("tool_calls", "tool_errors")
 
     def __init__(
         self,
@@ -120,9 +122,8 @@ def find_calls(text: str) -> list[tuple[str, str]]:
     return calls
 
 
-def calculator(tokenizer: Tokenizer, **kwargs: Any) -> Tools:
-    """Tools with the calculator alone; `kwargs` as there."""
-    return Tools(tokenizer, tools={"calculator": "calculator"}, **kwargs)
+# the environment of the calculator alone
+calculator = functools.partial(Tools, tools={"calculator": "calculator"})
 
 
 def _load_tool(where: str) -> Callable[[str], Any]:

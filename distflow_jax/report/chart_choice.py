@@ -4,7 +4,8 @@ A plan's nodes name what they train (a policy, a value function, preferences, a 
 labelled responses, demonstrations). Each of these has a few metrics that a reader looks at first.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from distflow_jax.report.read_run import RunFolder
 
@@ -44,13 +45,25 @@ def charts_of(rows: Mapping[int, Mapping[str, float]]) -> dict[str, list[str]]:
 
 
 def main_charts(run: RunFolder) -> list[str]:
-    """Titles of the run's main charts: those of what its plan trains come first.
+    """Titles of the run's main charts: those of what its plan trains come first, flat ones last.
 
     A run without a readable plan has the main charts of all objectives.
     """
-    starts = _starts(run)
-    ranked = [(place, title) for title in charts_of(run.rows) for place in _places(title, starts)]
-    return [title for _, title in sorted(ranked)]
+    starts, charts = _starts(run), charts_of(run.rows)
+    ranked = [
+        (is_flat(run.rows, charts[title]), place, title)
+        for title in charts
+        for place in _places(title, starts)
+    ]
+    return [title for *_, title in sorted(ranked)]
+
+
+def is_flat(rows: Mapping[int, Mapping[str, float]], names: Sequence[str]) -> bool:
+    """Whether each of these metrics has one value in several steps; NaN differs from all."""
+    found = [[row[name] for row in rows.values() if name in row] for name in names]
+    return all(len(values) > 1 and len(set(values)) == 1 for values in found) and not any(
+        math.isnan(values[0]) for values in found
+    )
 
 
 def _starts(run: RunFolder) -> list[str]:

@@ -83,9 +83,10 @@ def _scale(series: Sequence[Series]) -> Scale:
         min(max(v, -_MOST), _MOST) for one in series for _, v in one.points if math.isfinite(v)
     ]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):  # a constant: in the middle
-        margin = abs(low) / 2 or 1.0
-        return Scale(min(steps), max(steps), low - margin, high + margin)
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # a constant: in the middle, 0 at the bottom
+        margin = abs(low) / 2
+        ends = (low - margin, high + margin) if margin else (-0.04, 1.0)
+        return Scale(min(steps), max(steps), *ends)
     margin = 0.04 * (high - low)
     return Scale(min(steps), max(steps), low - margin, high + margin)
 

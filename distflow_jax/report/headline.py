@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from distflow_jax.programs.units import format_seconds
 from distflow_jax.report.charts import format_value
+from distflow_jax.report.progress import EVALUATION
 from distflow_jax.report.read_run import RunFolder
 
 # {metric that should be 0: label}
@@ -33,13 +34,23 @@ def status(run: RunFolder) -> tuple[str, str]:
     total = run.config.get("training.steps")
     if not last:
         return "none", "no step yet"
+    made = f"step {last} of {total}" if isinstance(total, int) else f"step {last}"
+    if reason := _stop_reason(run):
+        return "stopped", f"{reason}: {made}"
     if not isinstance(total, int):
-        return "open", f"step {last}"
-    return ("done", f"done: {last} steps") if last >= total else ("open", f"step {last} of {total}")
+        return "open", made
+    return ("done", f"done: {last} steps") if last >= total else ("open", made)
+
+
+def _stop_reason(run: RunFolder) -> str:
+    """Why the last start of the run stopped before its end: "stopped by a signal"; "" if it did
+    not, or runs."""
+    last = [event for event in run.events if event.get("event") in ("start", "stop")][-1:]
+    return str(last[0].get("reason", "stopped")) if last and last[0].get("unfinished") else ""
 
 
 def tiles(run: RunFolder) -> list[Tile]:
-    """Tiles of reward or objective, validation, length, speed, time, and of all that went wrong."""
+    """Tiles of reward or objective, evaluation, length, speed, time, and of all that went wrong."""
     rows = run.rows
     found = []
     for name, label in (
@@ -59,7 +70,7 @@ def tiles(run: RunFolder) -> list[Tile]:
         if points:
             last, best = points[max(points)], max(points.values())
             more = f"from {format_value(points[min(points)])}, best {format_value(best)}"
-            label = name.removeprefix("val-core/").replace("/reward/", " ")
+            label = f"{EVALUATION} {name.removeprefix('val-core/').replace('/reward/', ' ')}"
             found.append(Tile(label, format_value(last), more))
     speed = sorted(series(rows, "perf/throughput").values())
     if speed:

@@ -219,8 +219,8 @@ def is_plain_svg(text: str) -> bool:
 
 
 def _key(key: str) -> str:
-    """A config key as HTML that breaks after dots and underscores."""
-    return escaped(key).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    """A config key as HTML that breaks after dots."""
+    return escaped(key).replace(".", ".<wbr>")
 
 
 def _config(config: Mapping[str, Any]) -> str:

@@ -12,11 +12,12 @@ from distflow_jax.report import cells
 from distflow_jax.report.terminal import Terminal, cut
 
 REWARD = "critic/score/mean"
+EVALUATION = "evaluation"  # label of evaluations, wherever a user sees one
 CELL_SECONDS = 0.3  # between two updates of a cell's output
 RECENT = 20  # steps whose mean is the time of a coming step
 
 _LOSS = re.compile(r"(?!critic/)(\w+)/loss")
-_EVALUATION = re.compile(r"val-core/(.+)/reward/mean@\d+")
+_EVALUATED = re.compile(r"val-core/(.+)/reward/mean@\d+")
 _BAR = 10  # columns of a terminal's bar
 
 
@@ -181,10 +182,11 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 def evaluation_numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(label, value) of the mean scores of an evaluation; a label for each of several sources."""
-    found = {m[1]: metrics[name] for name in metrics if (m := _EVALUATION.fullmatch(name))}
+    found = {m[1]: metrics[name] for name in metrics if (m := _EVALUATED.fullmatch(name))}
     several = len(found) > 1
     return [
-        (f"eval {name}" if several else "eval", f"{value:.3f}") for name, value in found.items()
+        (f"{EVALUATION} {name}" if several else EVALUATION, f"{value:.3f}")
+        for name, value in found.items()
     ]
 
 
@@ -212,7 +214,7 @@ def introduce_in_cell(
 
 
 # what a narrow line leaves out first
-_DISPENSABLE = ("length", "tokens/s", "value loss", "eval")
+_DISPENSABLE = ("length", "tokens/s", "value loss", EVALUATION)
 
 
 def fitted(begin: str, words: Sequence[tuple[str, str]], width: int) -> str:

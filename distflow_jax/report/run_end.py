@@ -1,8 +1,8 @@
 """The end of a run in a few lines: what it reached, where its report is, and what to do next."""
 
+import dataclasses
 import pathlib
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distflow_jax.programs.text_table import broken_command
@@ -18,6 +18,23 @@ _NUMBERS = (
     ("reward_model/accuracy", "pair acc"),
 )
 _LOSSES = ("actor/loss", "reward_model/loss")  # where nothing is scored
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEnd:
+    """The end of one start of a run, as the commands that may follow need it."""
+
+    folder: str
+    samples: bool  # the trained model is a policy, which answers prompts
+    stopped: bool  # before its last step; the same command resumes it
+
+
+Commands = Callable[[RunEnd], Mapping[str, str]]  # {"evaluate": command, ...}
+
+
+def no_commands(end: RunEnd) -> Mapping[str, str]:
+    """No command: the run was not started by one."""
+    return {}
 
 
 def print_end(terminal: Terminal, run: RunFolder, folder: pathlib.Path) -> None:
@@ -70,51 +87,10 @@ def evaluations(run: RunFolder) -> dict[str, tuple[EvaluationScore | None, Evalu
     }
 
 
-def next_commands(argv: Sequence[str], folder: str, *, samples: bool) -> dict[str, str]:
-    """{"generate": command, ...} for a run that the command `argv` started.
-
-    Empty where something other than scripts/train.py or `distflow train`, which a launcher starts
-    as `python -m distflow_jax.commands train`, started it. `samples`: the trained model is a
-    policy, which answers prompts.
-    """
-    program = pathlib.PurePath(argv[0]) if argv else pathlib.PurePath()
-    if program.name == "train.py":
-        names = {n: f"python {program.with_name(n)}.py" for n in ("evaluate", "generate", "export")}
-    elif program.name == "distflow" or program.parts[-2:] == ("commands", "__main__.py"):
-        names = {n: f"distflow {n}" for n in ("evaluate", "generate", "export")}
-    else:
-        return {}
-    out = pathlib.PurePath("exports", pathlib.PurePath(folder).name)
-    export = f"{names['export']} --workdir={shlex.quote(folder)} --out={shlex.quote(str(out))}"
-    if not samples:
-        return {"export": export}
-    given = _config_flags(argv[1:])
-    run = f"--run={shlex.quote(folder)}"
-    return {
-        "evaluate": " ".join([names["evaluate"], *given, run]),
-        "generate": " ".join([names["generate"], *given, run, '--prompt="..."']),
-        "export": export,
-    }
-
-
 def print_commands(terminal: Terminal, commands: Mapping[str, str]) -> None:
     """Prints commands, each on lines that a shell joins again."""
     for name, command in commands.items():
         terminal.whole(name, *broken_command(command, terminal.width - LABEL))
-
-
-def _config_flags(arguments: Sequence[str]) -> list[str]:
-    """The flags --config and --config.KEY, as a shell takes them, without those of training."""
-    found, following = [], iter([*arguments[1:], ""])
-    for argument in arguments:
-        after = next(following)
-        name = argument.lstrip("-").split("=")[0].removeprefix("no")
-        if not argument.startswith("-") or name.split(".")[0] != "config":
-            continue
-        found.append(shlex.quote(argument))
-        if "=" not in argument and not after.startswith("-") and after:
-            found.append(shlex.quote(after))
-    return found
 
 
 def _is_accuracy(folder: pathlib.Path, rows: Mapping[int, Any]) -> bool:

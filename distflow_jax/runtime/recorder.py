@@ -26,7 +26,7 @@ from distflow_jax.stages.evaluate import EVALUATED, Scored
 from distflow_jax.stream.evaluations import Evaluated
 
 DONE = "done"
-UNFINISHED = (PREEMPTED, NO_WORKERS)  # a tracker counts such a run as failed
+UNFINISHED = (PREEMPTED, NO_WORKERS)  # to be resumed; a tracker counts such a run as failed
 
 
 class Recorder:
@@ -65,12 +65,14 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Records why the run ends, and closes the files."""
         reason = self.stop_reason if kind is None else f"failed with {kind.__name__}"
+        unfinished = kind is not None or self.stop_reason in UNFINISHED
         # an error is told even if its disk takes no line more
         with contextlib.suppress(*() if kind is None else (OSError,)):
-            self._writer.event("stop", {"step": self._state.step, "reason": reason})
+            facts = {"step": self._state.step, "reason": reason, "unfinished": unfinished}
+            self._writer.event("stop", facts)
         if self._progress is not None:
             self._progress.close()
-        self._writer.close(failed=kind is not None or self.stop_reason in UNFINISHED)
+        self._writer.close(failed=unfinished)
 
     def begin(self, runtime: Runtime) -> None:
         """Writes config, plan and provenance; warns of what may surprise."""

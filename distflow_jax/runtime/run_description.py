@@ -4,7 +4,6 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Sequence
 
 from distflow_jax.cluster import processes
 from distflow_jax.config.config_dict import to_config_dict, to_json
@@ -137,21 +136,25 @@ def describe_end(
     terminal: Terminal,
     folder: pathlib.Path,
     step: int,
-    argv: Sequence[str],
+    commands: run_end.Commands,
+    *,
+    stopped: bool,
 ) -> None:
-    """Prints what the run reached, and the commands that may follow.
+    """Prints what the run reached, and the `commands` that may follow.
 
-    `argv`: the command that started the run; empty in a notebook.
+    `stopped`: it ends before its last step, and may be resumed.
     """
+    word = "stopped" if stopped else "done"
+    made = f"{step} of {prepared.config.training.steps}" if stopped else f"{step}"
     if terminal.in_cell:
-        terminal.print(f"done: {step} steps in {folder}")
+        terminal.print(f"{word}: {made} steps in {folder}")
     if not terminal.enabled or terminal.in_cell:
         return
     seconds = format_seconds(time.time() - terminal.began)
-    terminal.row("done", f"step {step}, after {seconds}")
+    terminal.row(word, f"step {made}, after {seconds}")
     run_end.print_end(terminal, read_run(folder), folder)
-    commands = run_end.next_commands(argv, str(folder), samples=bool(prepared.policies))
-    run_end.print_commands(terminal, commands)
+    end = run_end.RunEnd(str(folder), samples=bool(prepared.policies), stopped=stopped)
+    run_end.print_commands(terminal, commands(end))
 
 
 def planned_metrics(run: PreparedRun, runtime: Runtime, instruments: Instruments) -> Metrics:

@@ -1,4 +1,4 @@
-"""Supervision of this process of a run: its watchdog, and the handling of SIGTERM."""
+"""Supervision of this process of a run: its watchdog, and the signals that stop it."""
 
 import contextlib
 import logging
@@ -8,14 +8,15 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.job import GRACE, Job
 from distflow_jax.config.upkeep_config import HealthConfig
 from distflow_jax.watchdog.controller import Watchdog
-from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
+from distflow_jax.watchdog.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL, where no launcher says it
 GRACE_SHARE = 0.7  # of these seconds, for samples; the rest is left to the disk
 LEAVE_SECONDS = 2.0  # for what is done before a process ends that has not finished a step
@@ -39,28 +40,29 @@ def watched(config: HealthConfig, job: Job) -> Watchdog:
 
 
 class StopSignal(threading.Event):
-    """An event that SIGTERM sets; before the first finished step SIGTERM ends the process.
+    """An event that SIGTERM sets, and Ctrl-C; before the first finished step both end the process.
 
     A process that starts or compiles has nothing to save, and may be in a call of minutes that no
-    Python code interrupts. From `step_finished` on, whoever runs the steps ends them in order.
-    `before_leaving` are called, the last one first, before the process ends by itself.
+    Python code interrupts. From `step_finished` on, whoever runs the steps ends them in order; a
+    second Ctrl-C ends the process at once. `before_leaving` are called, the last one first, before
+    the process ends by itself.
     """
 
     def __init__(self):
         super().__init__()
         self.before_leaving: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._may_leave = False
+        self._may_leave = self._interrupted = False
         self._grace = _grace_seconds()
         self._received: float | None = None  # when, by time.monotonic()
 
     def leave_at_once(self) -> None:
-        """From now on SIGTERM ends the process."""
+        """From now on a signal ends the process."""
         with self._lock:
             self._may_leave = True
 
     def step_finished(self) -> None:
-        """From now on SIGTERM only sets the event."""
+        """From now on a signal only sets the event."""
         with self._lock:
             self._may_leave = False
 
@@ -70,20 +72,31 @@ class StopSignal(threading.Event):
         began = self._received if self._received is not None else time.monotonic()
         return began + GRACE_SHARE * self._grace
 
-    def receive(self) -> None:
-        """Sets the event, or ends the process with EXIT_PREEMPTED."""
+    def receive(self, number: int = signal.SIGTERM) -> None:
+        """Sets the event, or ends the process: with EXIT_PREEMPTED before the end of a step, with
+        EXIT_INTERRUPTED if this is the second Ctrl-C."""
         self._received = time.monotonic()
         self.set()
         with self._lock:
-            if not self._may_leave:
+            interrupted = number == signal.SIGINT
+            if self._may_leave:
+                words = f"stopped by {NAMES[number]} before a step had ended; start again to go on"
+                code = EXIT_PREEMPTED
+            elif interrupted and self._interrupted:
+                words = "stopped by a second Ctrl-C; a restart continues from the last checkpoint"
+                code = EXIT_INTERRUPTED
+            else:
+                self._interrupted |= interrupted
+                if interrupted:
+                    log.warning("Ctrl-C: the run ends after this step; another one ends it at once")
                 return
-            log.warning("stopped by SIGTERM before a step had ended; start again to go on")
+            log.warning(words)
             # one of them may wait for what the main thread holds
             leaving = threading.Thread(target=self._leave, daemon=True)
             leaving.start()
             leaving.join(LEAVE_SECONDS)
             logging.shutdown()
-            os._exit(EXIT_PREEMPTED)
+            os._exit(code)
 
     def _leave(self) -> None:
         for call in reversed(self.before_leaving):
@@ -102,10 +115,10 @@ def _grace_seconds() -> float:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[StopSignal]:
-    """Yields what SIGTERM sets; outside the main thread it is never set.
+def stop_on_signals(*numbers: signal.Signals) -> Iterator[StopSignal]:
+    """Yields what any of these signals sets, of NAMES; outside the main thread it is never set.
 
-    The signal is received by a thread, since the main thread may be in a long call of C++.
+    Signals are received by a thread, since the main thread may be in a long call of C++.
     """
     stop = StopSignal()
     if threading.current_thread() is not threading.main_thread():
@@ -113,22 +126,27 @@ def stop_on_sigterm() -> Iterator[StopSignal]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    thread = threading.Thread(target=_receive, args=(read, stop), name="SIGTERM", daemon=True)
+    thread = threading.Thread(
+        target=_receive, args=(read, stop, numbers), name="signals", daemon=True
+    )
     thread.start()
     # a handler in Python must exist, and must not be Python's default, which ends the process
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield stop
     finally:
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(write)  # ends the thread
         thread.join()
 
 
-def _receive(read: int, stop: StopSignal) -> None:
+def _receive(read: int, stop: StopSignal, wanted: Sequence[signal.Signals]) -> None:
+    """Hands signals on. Others that Python handles arrive too."""
     with open(read, "rb", buffering=0) as signals:
         while numbers := signals.read(64):
-            if signal.SIGTERM in numbers:
-                stop.receive()
+            for number in numbers:
+                if number in wanted:
+                    stop.receive(number)

@@ -104,7 +104,7 @@ def flags_page() -> str:
         "`distflow X` and, in a checkout, `python scripts/X.py` are the same. Flags are "
         "written `--name=value`. Commands with `--config` also take `--config.KEY=VALUE` for every "
         "[config key](config.md). Exit code 0 is success, 2 a user error with a one-line message, "
-        "75 a stop by SIGTERM with a checkpoint.\n",
+        "75 a stop by SIGTERM or Ctrl-C with a checkpoint.\n",
     ]
     for name, command in subcommands.SUBCOMMANDS.items():
         examples = [f"distflow {name} {example}" for example in command.examples]

@@ -153,7 +153,7 @@ def test_train_trains(place, first_run):
     assert first[-1] == "run       runs/first (new; plan.txt has the plan)"
     (step,) = [i for i, line in enumerate(lines) if line.startswith("step 1/1  reward 0.")]
     assert lines.index(first[-1]) < step
-    evaluations = [line.partition("  eval ")[0] for line in lines[step + 1 : step + 3]]
+    evaluations = [line.partition("  evaluation ")[0] for line in lines[step + 1 : step + 3]]
     assert evaluations == ["before step 1", "after step 1"]
     assert re.fullmatch(r"done      step 1, after \S+", lines[step + 3])
     folded = " ".join(line.removesuffix("\\").strip() for line in lines[step + 4 :])
@@ -208,9 +208,9 @@ def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
     labels = ["model", "devices", "data", "algorithm", "memory", "run"]
     assert [line.split()[0] for line in lines[:6]] == labels
     assert lines[5] == "run       runs/terminal (new; plan.txt has the plan)"
-    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3} .*eval \d\.\d{3}  left 0s", lines[6]), lines[
-        6
-    ]
+    assert re.fullmatch(r"step 3/3 .*reward \d\.\d{3} .*evaluation \d\.\d{3}  left 0s", lines[6]), (
+        lines[6]
+    )
     # the line of each step, and the words of a wait, have stood in the same place
     drawn = re.findall(r"step (\d)/3 ", written)
     assert drawn == sorted(drawn) and {"0", "1", "2", "3"} == set(drawn)

@@ -197,7 +197,7 @@ def test_a_graph_comes_from_a_file_or_a_function(tmp_path):
 @pytest.mark.parametrize(
     "name, error, message",
     [
-        ("grop", ValueError, "unknown pipeline 'grop' .*did you mean 'grpo'"),
+        ("grop", ValueError, "unknown graph 'grop' .*did you mean 'grpo'"),
         ("missing.yaml", FileNotFoundError, "missing.yaml"),
         ("missing.py:f", FileNotFoundError, "missing.py"),
         ("no_such_module:f", ValueError, "path/to/file.py:function"),

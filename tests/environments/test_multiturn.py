@@ -39,6 +39,7 @@ class Parrot:
     """Repeats the middle of a turn, backwards; what it was told is in `heard`, by its prompt."""
 
     heard: list[tuple[int, list]] = []
+    counts = ("tokens", "never")
 
     def __init__(self, tokenizer, *, delay=0.0, first=""):
         self.delay, self.first, self.turns = delay, first, []
@@ -72,6 +73,7 @@ def test_a_response_is_what_was_sampled_and_what_was_observed_and_nothing_else(e
     for (counter, _), episode in episodes.items():
         tokens, mask = episode.response.tokens, episode.mask
         assert len(tokens) == len(mask) == len(episode.response.logp)
+        assert set(episode.logged) == {*Parrot.counts} and episode.logged["never"] == 0
         # runs of sampled tokens; an observation may be empty, so that two turns touch
         told = max((t for t in heard[counter] if _is_beginning(t, tokens)), key=len, default=[])
         wanted, wanted_mask = [], []

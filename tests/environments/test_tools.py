@@ -8,11 +8,14 @@ from decimal import Decimal
 import numpy as np
 import pytest
 from support.tiny_model import prompt_of
-from support.waiting import calls_of, ends
+from support.waiting import HANG, calls_of, ends
 
 from distflow_jax.environments.calculator import calculate
+from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums
+from distflow_jax.environments.registry import CallLimits, Environments
 from distflow_jax.environments.tools import Tools, calculator, find_calls
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.requests import Response
 
 TOKENIZER = Tokenizer.byte_level(300)
 MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]
@@ -152,6 +155,23 @@ def test_all_calls_of_a_turn_are_answered_up_to_a_number():
     answer, seen = turn(tools, "<tool>1</tool>" * 5, chat=False)
     assert seen.endswith("<result>error: only 2 calls in one turn</result>")
     assert answer.logged == {"tool_calls": 5, "tool_errors": 1}
+
+
+@pytest.mark.parametrize(
+    "name, kwargs", [("calculator", {}), ("tools", {"tools": {"add": "calculator"}})]
+)
+def test_calls_are_counted_in_every_response(name, kwargs):
+    """Also where the model never ends a turn, of which the environment hears nothing."""
+    environments = Environments(name, kwargs, TOKENIZER, calls=CallLimits(HANG))
+    assert environments.counts == ("tool_calls", "tool_errors")
+    ids, logp = np.zeros(2, np.int32), np.zeros(2, np.float32)
+    response = Response(prompt_of(0, [1]), 0, ids, logp, logp, finished=False, version=ids)
+    mask, logged = np.ones(2, bool), dict.fromkeys(environments.counts, 0.0)
+    silent = Episode(response, mask, 0.0, 1, "turn_length", logged)
+    calling = dataclasses.replace(silent, logged={"tool_calls": 3, "tool_errors": 1})
+    found = episode_metrics([episode_sums([silent, calling, silent, silent])], 1)
+    assert found["environment/tool_calls"] == 0.75 and found["environment/tool_errors"] == 0.25
+    assert episode_metrics([episode_sums([silent])], 1)["environment/tool_calls"] == 0
 
 
 def test_calls_are_those_of_one_regular_expression():

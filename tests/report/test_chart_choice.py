@@ -5,7 +5,9 @@ import json
 import pytest
 
 from distflow_jax.report.chart_choice import main_charts
+from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.read_run import read_run
+from distflow_jax.report.sections.chart_data import chart_data
 
 # one row with a metric of every kind
 ROW = dict.fromkeys(
@@ -70,6 +72,21 @@ def test_the_first_charts_are_of_what_the_plan_trains(tmp_path, graph):
     assert ("critic/vf_loss" in found) == (graph == "ppo")
     assert ("response_length" in found) == (ROLLOUT[0] in PLANS[graph])
     assert found[-1] == "timing_s/step"
+
+
+def test_charts_without_variation_come_last(tmp_path):
+    rows = [
+        ROW | {"step": step, "actor/entropy": step, "perf/cpu_seconds": step} for step in (1, 2)
+    ]
+    rows[1] |= {"actor/grad_norm": float("nan"), "val-core/y/reward/mean@1": 1.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json_line(row) + "\n" for row in rows))
+    (tmp_path / "plan.json").write_text(PLANS["grpo"])
+    found = read_run(tmp_path)
+    # a single evaluation and what is not finite are worth a look
+    moving = ["val-core/y/reward/mean@1", "actor/entropy", "actor/grad_norm"]
+    assert main_charts(found)[:4] == [*moving, "critic/score"]
+    titles = [chart["title"] for chart in chart_data(found)["charts"] if not chart["main"]]
+    assert titles[0] == "perf/cpu_seconds" and titles[1:] == sorted(titles[1:])
 
 
 @pytest.mark.parametrize("tree", ["", "{}", '{"tasks": [{"node": 7}]}', '{"tasks": 3}'])

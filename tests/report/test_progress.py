@@ -47,11 +47,11 @@ GRAPHS = {  # the metrics by which a graph's numbers are found -> what is shown 
 EVALUATIONS = {  # metrics of evaluations -> what is shown of them
     "one": (
         {"val-core/gsm8k/reward/mean@4": 0.5, "val-core/gsm8k/reward/best@4/mean": 1.0},
-        [("eval", "0.500")],
+        [("evaluation", "0.500")],
     ),
     "two": (
         {"val-core/a/b/reward/mean@1": 0.5, "val-core/c/reward/mean@1": 1.0},
-        [("eval a/b", "0.500"), ("eval c", "1.000")],
+        [("evaluation a/b", "0.500"), ("evaluation c", "1.000")],
     ),
 }
 
@@ -101,10 +101,10 @@ def test_plain_lines_where_there_is_no_terminal():
     progress.close()
     before, first, second, after = output(terminal).splitlines()
     stamp = r"\d\d-\d\d \d\d:\d\d:\d\d "
-    assert re.fullmatch(f"{stamp}before step 1  eval 0.125", before)
+    assert re.fullmatch(f"{stamp}before step 1  evaluation 0.125", before)
     assert re.fullmatch(f"{stamp}step 1/20  reward 0.250  length 9.5  tokens/s 812", first)
     assert re.fullmatch(f"{stamp}step 2/20  reward 0.250  .*  left 36s", second)
-    assert re.fullmatch(f"{stamp}after step 2  eval 0.500", after)
+    assert re.fullmatch(f"{stamp}after step 2  evaluation 0.500", after)
 
 
 def test_a_terminal_shows_one_line():
@@ -119,7 +119,10 @@ def test_a_terminal_shows_one_line():
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output(terminal))
     assert "step 5/20" in text and "reward 0.250" in text and "[eval] accuracy 0.5" in text
     # the last state stays, with the last evaluation
-    assert text.splitlines()[-1].startswith("step 6/20") and "eval 0.125" in text.splitlines()[-1]
+    assert (
+        text.splitlines()[-1].startswith("step 6/20")
+        and "evaluation 0.125" in text.splitlines()[-1]
+    )
 
 
 def test_other_processes_are_silent():

@@ -15,6 +15,7 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.report.charts import Series, downsample, format_value, line_chart, ticks
 from distflow_jax.report.drawing import Text, to_svg
+from distflow_jax.report.headline import status
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.page import compare_page, differences, is_plain_svg, report
 from distflow_jax.report.read_run import read_run
@@ -258,9 +259,9 @@ def test_secrets_of_the_config_are_not_shown(tmp_path):
         writer.close()
     runs = {name: read_run(tmp_path / name) for name in ("one", "two")}
     for text in (report(tmp_path / "one"), compare_page(runs)):
-        assert "sk-" not in text and "row_<wbr>tokens" in text
+        assert "sk-" not in text and "row_tokens" in text
     differing = differences({name: run.config for name, run in runs.items()})
-    assert "reward.<wbr>kwargs.<wbr>api_<wbr>key" in differing
+    assert "reward.<wbr>kwargs.<wbr>api_key" in differing
 
 
 def test_ten_thousand_steps_make_a_page_of_bounded_size(tmp_path):
@@ -416,6 +417,27 @@ def test_ticks_are_round_and_within(low, high):
 )
 def test_format_value(value, text):
     assert format_value(value) == text
+
+
+def test_a_stopped_run_is_marked_until_it_goes_on(tmp_path):
+    writer = RunWriter(tmp_path)
+    writer.config({"training": {"steps": 20}})
+    writer.event("start", {"step": 0})
+    writer.metrics(3, {"loss": 1.0})
+    writer.event("stop", {"step": 3, "reason": "stopped by a signal", "unfinished": True})
+    writer.close()
+    assert status(read_run(tmp_path)) == ("stopped", "stopped by a signal: step 3 of 20")
+    assert "class='status stopped'>stopped by a signal" in (tmp_path / "report.html").read_text()
+    writer.event("start", {"step": 3})
+    assert status(read_run(tmp_path)) == ("open", "step 3 of 20")
+    writer.event("stop", {"step": 3, "reason": "the data ended", "unfinished": False})
+    assert status(read_run(tmp_path)) == ("open", "step 3 of 20")
+
+
+def test_a_chart_of_one_value_has_an_axis_around_it():
+    for value, (low, high) in {0.0: (-0.04, 1.0), 0.5: (0.25, 0.75), -2.0: (-3.0, -1.0)}.items():
+        _, scale = line_chart([Series("a", [(8, value)])])
+        assert (scale.first, scale.last, scale.low, scale.high) == (8, 8, low, high)
 
 
 def test_a_chart_stays_within_its_frame():

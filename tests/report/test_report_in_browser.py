@@ -146,6 +146,19 @@ def test_partial_batches_alternate_in_the_lane_of_the_training(browser, folder):
     assert found[1][0].startswith("partial batch 2 of 3 (prompts 2, 99), actor_train: ")
 
 
+def test_a_single_evaluation_has_the_axes_of_the_run(browser, tmp_path):
+    writer = RunWriter(tmp_path)
+    for step in range(9):
+        writer.metrics(step, {"val-core/x/reward/mean@1": 0.0} if step == 8 else {"loss": step})
+    writer.close()
+    page = opened(browser, tmp_path)
+    chart = "charts.find(({ spec }) => spec.title.startsWith('val-core')).plot"
+    page.wait_for(f"{chart} !== null")
+    for axis, (low, high) in {"x": (0, 8), "y": (-0.06, 1)}.items():
+        scale = f"{chart}.scales.{axis}"
+        assert page.run(f"[{scale}.min, {scale}.max]") == [pytest.approx(low), high]
+
+
 def test_charts_are_drawn_zoomed_smoothed_and_explained(browser, folder):
     page = opened(browser, folder)
     page.wait_for("charts[0].plot !== null")

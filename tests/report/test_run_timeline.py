@@ -25,7 +25,7 @@ def test_starts_steps_and_stops_of_a_resumed_run(tmp_path):
     first.event("ready", {"step": 0, "seconds": 20.0}, at=BEGIN + 30)
     first.event("evaluation", {"step": 0, "seconds": 5.0}, at=BEGIN + 60)
     first.event("checkpoint", {"step": 4, "seconds": 1.0}, at=BEGIN + 100)
-    first.event("stop", {"step": 4, "reason": "stopped by SIGTERM"}, at=BEGIN + 130)
+    first.event("stop", {"step": 4, "reason": "stopped by a signal"}, at=BEGIN + 130)
     first.close()
     second = RunWriter(tmp_path, resume_step=4)
     second.event("start", {"step": 4, "host": "two"}, at=BEGIN + 3730)
@@ -41,7 +41,7 @@ def test_starts_steps_and_stops_of_a_resumed_run(tmp_path):
     for title in ("compile: 20.0 s", "steps 1 to 4: 1m40s", "evaluation of step 0: 5.0 s"):
         assert title in html
     assert "steps 5 to 9: 1m00s" in html and "1m10s, to step 9" in html
-    assert "resumed 1h00m after the end of the start before (stopped by SIGTERM)" in html
+    assert "resumed 1h00m after the end of the start before (stopped by a signal)" in html
     table = provenance_table(events)
     assert table.index("two") < table.index("1 earlier starts") < table.index("one")
 

@@ -41,6 +41,7 @@ def test_sampling_beside_training_has_a_lane():
         Span("reward", "host-nodes_0", 1.0, 1.25),
         Span("wait_for_samples", "", 0.0, 1.0),
         Span("actor_train", "", 1.0, 4.0),
+        Span("testing", "", 4.0, 5.0),
     ]
     html = step_bars(PLAN, {2: spans})
     assert labels_of(html) == [
@@ -50,6 +51,7 @@ def test_sampling_beside_training_has_a_lane():
         "2. reward (host-nodes_0)",
         "3. actor_train",
         "wait_for_samples",
+        "evaluation",
         "take_weights (sampler_0)",
     ]
     sampling, training = row_of(html, "sampling"), row_of(html, "training")

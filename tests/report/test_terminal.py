@@ -15,7 +15,7 @@ from support.waiting import HANG, until
 
 from distflow_jax.report import log_lines, terminal
 from distflow_jax.report.read_run import read_run
-from distflow_jax.report.run_end import next_commands, print_commands, print_end
+from distflow_jax.report.run_end import print_commands, print_end
 from distflow_jax.report.terminal import Terminal, cut, shortened
 
 STAMP = r"\d\d-\d\d \d\d:\d\d:\d\d "
@@ -254,24 +254,6 @@ def test_the_end_of_preferences_and_demonstrations(tmp_path):
 
 def test_a_run_without_a_step_has_no_end(tmp_path):
     assert ended(written(tmp_path, [])) == []
-
-
-def test_the_next_commands_are_those_of_the_run():
-    argv = ["scripts/train.py", "--config=configs/tiny.py", "--workdir=runs/a b", "--debug"]
-    argv += ["--config.reward.kwargs={'a': 1}", "--config.dag", "ppo", "--noconfig.data.shuffle"]
-    found = next_commands(argv, "runs/a b", samples=True)
-    same = "--config=configs/tiny.py '--config.reward.kwargs={'\"'\"'a'\"'\"': 1}' --config.dag ppo"
-    assert found["evaluate"] == (
-        f"python scripts/evaluate.py {same} --noconfig.data.shuffle --run='runs/a b'"
-    )
-    assert found["generate"].endswith("--run='runs/a b' --prompt=\"...\"")
-    assert found["export"] == "python scripts/export.py --workdir='runs/a b' --out='exports/a b'"
-    installed = next_commands(["/venv/bin/distflow", "train", *argv[1:]], "runs/a", samples=False)
-    assert installed == {"export": "distflow export --workdir=runs/a --out=exports/a"}
-    module = ["/site-packages/distflow_jax/commands/__main__.py", "train", *argv[1:]]
-    assert next_commands(module, "runs/a", samples=False) == installed
-    assert next_commands(["pytest"], "runs/a", samples=True) == {}
-    assert next_commands([], "runs/a", samples=True) == {}
 
 
 def test_commands_are_printed_as_a_shell_takes_them():

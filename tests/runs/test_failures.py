@@ -13,6 +13,7 @@ import os
 import pathlib
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -77,6 +78,7 @@ class Job:
             launch = ["scripts/launch_local.py", f"--processes={processes}"]
             launch += [f"--stopped_seconds={stopped_seconds}"]
             command = [*launch, f"--devices_per_process={devices}", "--", *command]
+        self.command = command
         # Not from the cache of tests/conftest.py: JAX lets process 0 alone write it and keeps
         # programs per device on CPU, which makes a job no cheaper, and a moment of step 1 is
         # measured by the undisturbed run.
@@ -260,17 +262,24 @@ def kill(folder, workdir, process, moment, undisturbed):
             print(line)
 
 
-def terminate(folder, workdir, moment, undisturbed):
-    """Starts the job, sends it SIGTERM, and checks that it leaves a checkpoint of its last step."""
+def terminate(folder, workdir, moment, undisturbed, number=signal.SIGTERM):
+    """Starts the job, sends it a signal, and checks that it leaves a checkpoint of its last step,
+    its report, and the command that resumes it."""
     with Job(folder, workdir, *undisturbed.overrides, processes=undisturbed.processes) as job:
         wait_for_moment(job, moment, undisturbed, workdir)
-        job.process.send_signal(signal.SIGTERM)
-        print(f"SIGTERM at {moment:.2f}, after step {job.step()}", end=": ")
+        job.process.send_signal(number)
+        print(f"signal {number} at {moment:.2f}, after step {job.step()}", end=": ")
         assert job.end() == 75, job.output[-6000:]
         # a started step is finished; before the first one there is nothing to save
         assert newest_checkpoint(workdir) == job.step() >= int(moment)
         if job.step():
             assert read_metrics(workdir / "metrics.jsonl")[-1]["step"] == job.step()
+            assert f"stopped   step {job.step()} of {STEPS}" in job.output
+            assert f"report    {workdir / 'report.html'}" in job.output
+            words = f"stopped by a signal: step {job.step()} of {STEPS}"
+            assert words in (workdir / "report.html").read_text()
+            (resume,) = re.findall(r"resume    python (scripts/launch_local.py .*)", job.output)
+            assert shlex.split(resume) == job.command
         assert "watchdog" not in job.output
 
 
@@ -280,7 +289,7 @@ def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path):
     undisturbed = undisturbed_run(tmp_path, processes=2)
     draw, workdir = random.Random(2), tmp_path / "interrupted"
     kill(tmp_path, workdir, draw.randrange(2), draw.uniform(2, 4), undisturbed)
-    terminate(tmp_path, workdir, draw.uniform(6, STEPS - 3), undisturbed)
+    terminate(tmp_path, workdir, draw.uniform(6, STEPS - 3), undisturbed, signal.SIGINT)
     check_finishes(tmp_path, workdir, undisturbed)
 
 

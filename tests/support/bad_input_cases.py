@@ -300,7 +300,7 @@ SIZES = [
 ]
 
 GRAPH_CASES = [
-    ("dag=grop", "dag: unknown pipeline 'grop' (did you mean 'grpo'?"),
+    ("dag=grop", "dag: unknown graph 'grop' (did you mean 'grpo'?"),
     ("dag={dir}/nowhere.yaml", "graph file {dir}/nowhere.yaml does not exist"),
     ("dag={dir}/nowhere.py:f", "pipeline: file {dir}/nowhere.py does not exist"),
     ("dag=configs.tiny:get_config", "must return a Graph, got ConfigDict"),

@@ -1,4 +1,4 @@
-"""SIGTERM ends a process that has finished no step at once, and lets others end in order."""
+"""A signal ends a process that has finished no step at once, and lets others end in order."""
 
 import os
 import pathlib
@@ -11,14 +11,14 @@ from support.waiting import HANG
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
-import hashlib, sys, threading
+import hashlib, signal, sys, threading
 from distflow_jax.watchdog import supervision
-from distflow_jax.watchdog.supervision import stop_on_sigterm
+from distflow_jax.watchdog.supervision import stop_on_signals
 
 def hang():
     threading.Event().wait()
 
-with stop_on_sigterm() as stop:
+with stop_on_signals({signals}) as stop:
     stop.before_leaving += [lambda: print("last", flush=True), lambda: print("first", flush=True)]
     {body}
 print("in order", flush=True)
@@ -30,26 +30,35 @@ BUSY = "print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 2**3
 WAIT = "print('ready', flush=True); stop.wait()"
 
 
-def terminated(body):
-    """(exit code, output) of a process that gets SIGTERM once it is ready."""
+BOTH = "signal.SIGTERM, signal.SIGINT"
+
+
+def terminated(body, *numbers, signals=BOTH):
+    """(exit code, output) of a process that gets a signal each time it is ready; SIGTERM if none is
+    given."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body)],
+        [sys.executable, "-c", PROGRAM.format(body=body, signals=signals)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    for number in numbers or [signal.SIGTERM]:
+        while (line := process.stdout.readline()) != "ready\n":
+            assert line, "it has ended"
+        process.send_signal(number)
     output, _ = process.communicate(timeout=HANG)
     return process.returncode, output
 
 
-@pytest.mark.parametrize("body", [BUSY, WAIT])
-def test_a_process_without_a_step_leaves_at_once(body):
-    code, output = terminated(f"{PATIENT}stop.leave_at_once(); {body}")
+@pytest.mark.parametrize(
+    ("body", "number", "name"),
+    [(BUSY, signal.SIGTERM, "SIGTERM"), (WAIT, signal.SIGINT, "Ctrl-C")],
+)
+def test_a_process_without_a_step_leaves_at_once(body, number, name):
+    code, output = terminated(f"{PATIENT}stop.leave_at_once(); {body}", number)
     assert code == 75
-    assert "stopped by SIGTERM before a step had ended" in output
+    assert f"stopped by {name} before a step had ended" in output
     assert output.index("first") < output.index("last") and "in order" not in output
 
 
@@ -64,6 +73,15 @@ def test_a_process_with_a_step_ends_in_order():
 
 
 def test_a_notebook_ends_in_order():
-    """It asks for no other end."""
-    code, output = terminated(WAIT)
+    """It asks for no other end; an interrupt is an exception there."""
+    code, output = terminated(WAIT, signals="signal.SIGTERM")
     assert (code, output) == (0, "in order\n")
+    code, output = terminated(WAIT, signal.SIGINT, signals="signal.SIGTERM")
+    assert code != 0 and "KeyboardInterrupt" in output and "in order" not in output
+
+
+def test_a_second_interrupt_ends_a_process_at_once():
+    body = f"stop.leave_at_once(); stop.step_finished(); {WAIT}; {BUSY}"
+    code, output = terminated(f"{PATIENT}{body}", signal.SIGINT, signal.SIGINT)
+    assert code == 130
+    assert "stopped by a second Ctrl-C" in output and output.endswith("first\nlast\n")

@@ -15,6 +15,7 @@ import contextlib
 import os
 import queue
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -75,6 +76,7 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
         parser.error("--processes and --devices_per_process must be at least 1")
     if options.workers < 0 or options.devices_per_worker < 1:
         parser.error("--workers must not be negative, and --devices_per_worker at least 1")
+    options.launched = f"{program} {shlex.join(arguments)}"
     options.command = hosts.python_command(options)
     options.worker = worker_command(options.command) if options.workers else None
     return options
@@ -96,6 +98,7 @@ def child_environment(
     environment["DISTFLOW_PROCESS_ID"] = str(index)
     environment["DISTFLOW_JOB_TOKEN"] = token
     environment[job.GRACE] = f"{options.grace_seconds:g}"
+    environment[job.LAUNCHED] = options.launched
     return environment
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow_jax.report.chart_choice import TOGETHER, charts_of, main_charts
+from distflow_jax.report.chart_choice import TOGETHER, charts_of, is_flat, main_charts
 from distflow_jax.report.charts import downsample
 from distflow_jax.report.json_lines import json_number
 from distflow_jax.report.metric_reference import find_metric
@@ -18,7 +18,7 @@ _AXES = {"seconds": "timing_s/step", "tokens": "perf/total_num_tokens"}
 
 
 def chart_data(run: RunFolder) -> dict[str, Any]:
-    """JSON values: the run's charts in their order, and the points of their metrics.
+    """JSON values: the run's charts, flat ones last, and the points of their metrics.
 
     {"name", "total": planned steps or None, "last": last step, "more": charts left out,
      "charts": [{"title", "lines": [[word, metric]], "main", "about": [meaning, bad value]}],
@@ -29,7 +29,8 @@ def chart_data(run: RunFolder) -> dict[str, Any]:
     is listed with its word.
     """
     charts, main = charts_of(run.rows), main_charts(run)
-    order = [*main, *sorted(charts.keys() - set(main))]
+    rest = sorted(charts.keys() - set(main), key=lambda t: (is_flat(run.rows, charts[t]), t))
+    order = [*main, *rest]
     count = sum(len(names) for names in charts.values())
     most = max(40, min(_POINTS, _POINTS_PER_PAGE // max(count, 1)))
     shown = order[:_MOST_CHARTS]

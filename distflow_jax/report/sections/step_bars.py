@@ -4,10 +4,12 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distflow_jax.report.progress import EVALUATION
 from distflow_jax.report.read_run import PlannedNode, Span
 from distflow_jax.report.sections.bars import Bar, BarRow, bars_html
 
 _MOST_ROWS = 48
+_WORDS = {"testing": EVALUATION}  # names of spans that a reader gets in other words
 _WAITING = "waiting"  # the thread of times that no thread spends
 _LIGHTER = " In the row training every second partial batch is lighter."
 _MOST_PROMPTS = 12  # named in the title of a partial batch
@@ -124,6 +126,7 @@ def _rows(
         thread = f" ({own[0][0]})" if own and own[0][0] else ""
         found = bars.pop(own[0]) if own else []
         rows.append((f"{place}. {node.id}{thread}", found, _kind(node.role)))
+    bars = {(thread, _WORDS.get(name, name)): value for (thread, name), value in bars.items()}
     main = {key: value for key, value in bars.items() if not key[0]}
     others = {key: value for key, value in bars.items() if key[0]}
     rows += [(name, value, "other") for (_, name), value in main.items()]

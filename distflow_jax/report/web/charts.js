@@ -263,15 +263,18 @@ class Chart {
 
   ends(low, high) {
     if (low === null) return [0, 1];
-    return low === high ? [low - 1, high + 1] : [low, high];
+    if (low !== high) return [low, high];
+    // a single point stands where it is in the run
+    const whole = settings.axis === "step" ? Math.max(...this.runs.map((run) => run.last)) : 2 * low;
+    return [0, Math.max(whole, low, 1)];
   }
 
   height(low, high) {
     if (low === null) return settings.log ? [1, 10] : [0, 1];
     if (settings.log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
     const margin = high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high))
-      ? 0.06 * (high - low) : Math.abs(low) / 2 || 1;
-    return [low - margin, high + margin];
+      ? 0.06 * (high - low) : Math.abs(low) / 2;
+    return margin ? [low - margin, high + margin] : [-0.06, 1]; // all values are 0
   }
 
   nearest(values, place) {
