@@ -29,11 +29,11 @@ class PrintedCommands:
     Args:
       argv: the command, as sys.argv has it. Of a program other than scripts/train.py, `distflow
         train` and `python -m distflow_jax.commands train`, there are none.
-      environment: the process's variables: a launcher names its own command there.
+      variables: the environment variables of the process: a launcher names its own command there.
     """
 
     argv: Sequence[str]
-    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
     def __call__(self, end: RunEnd) -> dict[str, str]:
         """{"evaluate": command, ...} for a run that has ended; {"resume": command} for one that was
@@ -47,6 +47,7 @@ class PrintedCommands:
             given = self.argv[2:]
         else:
             return {}
+        candidates: dict[str, Iterable[str]]
         if end.stopped:
             candidates = {"resume": [self._start(called["train"], given)]}
         else:
@@ -57,7 +58,7 @@ class PrintedCommands:
 
     def _start(self, train: str, given: Sequence[str]) -> str:
         """The command that starts the run again; "" if only who started its processes has it."""
-        if launched := self.environment.get(job.LAUNCHED, ""):
+        if launched := self.variables.get(job.LAUNCHED, ""):
             return launched
         if processes.process_count() > 1:
             return ""
@@ -74,7 +75,7 @@ def _following(
     export = [
         f"{called['export']} --workdir={folder} --out={shlex.quote(str(name))}" for name in names
     ]
-    if not end.samples:
+    if not end.answers:
         return {"export": export}
     run = " ".join([*flags, f"--run={folder}"])
     return {
@@ -96,7 +97,7 @@ def is_good(command: str) -> bool:
 def check(command: str) -> None:
     """Raises ValueError or FileNotFoundError for a command that its own checks refuse.
 
-    It begins with `distflow`, `python SCRIPT.py` or, of a launcher, what a command is launched by.
+    It begins with `distflow`, or with `python` and a script, or is the command of a launcher.
     """
     words = shlex.split(command)
     if "--" in words:

@@ -25,7 +25,7 @@ class RunEnd:
     """The end of one start of a run, as the commands that may follow need it."""
 
     folder: str
-    samples: bool  # the trained model is a policy, which answers prompts
+    answers: bool  # the trained model is a policy, which answers prompts
     stopped: bool  # before its last step; the same command resumes it
 
 

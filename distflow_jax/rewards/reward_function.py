@@ -12,7 +12,7 @@ from distflow_jax.rewards.call_forms import (
     BATCH,
     ROLLOUT,
     ROW,
-    Form,
+    CallForm,
     batch_arguments,
     form_of,
     required_of,
@@ -37,7 +37,7 @@ class Part:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def form(self) -> Form:
+    def form(self) -> CallForm:
         """The form by the function's parameters."""
         return form_of(self.function)
 

@@ -153,7 +153,7 @@ def describe_end(
     seconds = format_seconds(time.time() - terminal.began)
     terminal.row(word, f"step {made}, after {seconds}")
     run_end.print_end(terminal, read_run(folder), folder)
-    end = run_end.RunEnd(str(folder), samples=bool(prepared.policies), stopped=stopped)
+    end = run_end.RunEnd(str(folder), answers=bool(prepared.policies), stopped=stopped)
     run_end.print_commands(terminal, commands(end))
 
 

@@ -89,7 +89,10 @@ def test_a_stopped_run_is_resumed_by_what_started_it(place):
         ("distflow generate --config=tiny --prompt=x --samples=99", "--samples=99 is above"),
         ("distflow export --out=new", "give --workdir"),
         ("distflow evaluate --config=tiny --run=nowhere", "nowhere"),
-        ("distflow launch local -- train --config=tiny", "--workdir is missing"),
+        (
+            "distflow launch local -- train --config=tiny --config.seeds=1",
+            "unknown key config.seeds",
+        ),
         ("ls -l", "no command"),
     ],
 )
