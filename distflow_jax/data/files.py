@@ -279,12 +279,13 @@ def _arrow_table(path: Path) -> pa.Table:
 
 
 def _csv_table(path: Path) -> pa.Table:
-    """Columns are text as it stands in the file, or booleans; an empty cell is null."""
+    """All cells are text as it stands in the file; an empty one is null."""
     layout = pcsv.ParseOptions(newlines_in_values=True)
-    guessed = pcsv.read_csv(path, parse_options=layout).schema
-    texts = {x.name: pa.string() for x in guessed if not pa.types.is_boolean(x.type)}
+    blocks = pcsv.ReadOptions(block_size=2 * MOST_ROW_BYTES)  # none is cut within a row
+    with pcsv.open_csv(path, parse_options=layout, read_options=blocks) as file:
+        texts = dict.fromkeys(file.schema.names, pa.string())
     cells = pcsv.ConvertOptions(column_types=texts, null_values=[""], strings_can_be_null=True)
-    return pcsv.read_csv(path, parse_options=layout, convert_options=cells)
+    return pcsv.read_csv(path, parse_options=layout, read_options=blocks, convert_options=cells)
 
 
 _TABLES = {".parquet": pq.read_table, ".csv": _csv_table}  # others are Arrow's own

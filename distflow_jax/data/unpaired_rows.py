@@ -11,6 +11,8 @@ from distflow_jax.data.example import Dataset, Example, examples
 from distflow_jax.data.row_checks import bad_value, column_hint
 from distflow_jax.parsing.one_line import shown
 
+_TEXTS = {"true": True, "false": False}  # labels in a CSV file, which has text alone
+
 
 class UnpairedRows:
     """A data set whose rows have one answer and its label.
@@ -83,6 +85,7 @@ class UnpairedRows:
                 + column_hint(["label"], example.extra_info, "data.columns")
             )
         label = example.extra_info["label"]
+        label = _TEXTS.get(label.lower(), label) if isinstance(label, str) else label
         if not isinstance(label, bool):
             problem = f"expected true (desirable) or false, got {shown(label)}: write a boolean"
             raise bad_value(self.place(row), "label", problem)

@@ -372,7 +372,7 @@ def test_pairs_become_unpaired_rows_the_chosen_ones_first(tmp_path):
         (labelled(3, label=None), r"row 1: has no column 'label', true for a desirable"),
         (labelled(3, label=None, labl=True), r"data.columns=\{'label': 'labl'\} reads 'labl'"),
         (labelled(3, label=1), "row 1, column 'label': expected true .desirable. or false, got 1"),
-        (labelled(3, label="true"), "got 'true': write a boolean"),
+        (labelled(3, label="good"), "got 'good': write a boolean"),
         (labelled(3, completion=None), "row 1: has no 'chosen' answer, which this dag trains on"),
         (labelled(1), "has one row, and answers are compared with those of other rows: give at"),
         (
@@ -391,5 +391,6 @@ def test_unpaired_rows_that_cannot_be_read(tmp_path, rows, message):
 
 
 def test_a_label_of_another_name(tmp_path):
-    rows = labelled(2, label=None, liked=False)
-    assert not unpaired(tmp_path, rows, columns={"label": "liked"})[1].label
+    for liked in (False, "false", "False"):  # as a CSV file has it
+        rows = labelled(2, label=None, liked=liked)
+        assert unpaired(tmp_path, rows, columns={"label": "liked"})[1].label is False

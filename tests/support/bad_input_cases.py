@@ -365,7 +365,7 @@ DATA_CASES = [
     ("data.train={dir}/good.jsonl ; data.max_prompt_length=9", "{dir}/good.jsonl, row 1: the prom"),
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
     ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
-    ("data.train={dir}/nothing", "holds none of .jsonl, .json, .parquet"),
+    ("data.train={dir}/nothing", "holds none of .jsonl, .json, .csv, .parquet"),
     ("data.train={dir}/broken.jsonl", "{dir}/broken.jsonl, row 4: not valid JSON at character 2"),
     ("data.train={dir}/empty_truth.jsonl", "reward.function='exact' compares with it (1 of 2"),
     ("data.train={dir}/other_columns.jsonl", "row 2: none of the columns 'prompt', 'messages' and"),

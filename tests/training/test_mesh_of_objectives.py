@@ -104,7 +104,7 @@ def gradient_of(name, fsdp, tensor, micro=1, **axes):
     [
         ("preference", dict(fsdp=2, tensor=2)),
         ("clip_cov", dict(fsdp=2, tensor=2)),
-        ("kto", dict(fsdp=2, tensor=1, data=2)),
+        pytest.param("kto", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("orpo", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("kto", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),
         pytest.param("kto", dict(fsdp=1, tensor=1, micro=4), marks=pytest.mark.slow),
