@@ -3,7 +3,7 @@ the others. `train` opens the resources of a run, and `loop` makes its steps. A 
 
     source.begin(step)
     state.models, on_devices = run.steps.run(step, state.models, rehearsal(run))
-    metrics = fetched(run, on_devices)
+    metrics = metrics_on_host(run, on_devices)
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
 
@@ -44,7 +44,7 @@ from distflow_jax.runtime import open_run as actions
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.open_run import OpenRun, fetched, measure, next_step, rehearsal
+from distflow_jax.runtime.open_run import OpenRun, measure, metrics_on_host, next_step, rehearsal
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce
 from distflow_jax.runtime.run_files import changes_named, open_folder, recorded_date
@@ -182,7 +182,7 @@ def one_step(run: OpenRun) -> Metrics:
     state, source, step = run.state, run.source, run.state.step
     source.begin(step)
     state.models, on_devices = run.steps.run(step, state.models, rehearsal(run))
-    metrics = fetched(run, on_devices)
+    metrics = metrics_on_host(run, on_devices)
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
     return metrics

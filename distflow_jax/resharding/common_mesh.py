@@ -155,7 +155,7 @@ class Route(Protocol):
     def place(self, layout: NamedSharding) -> NamedSharding:
         """The sharding in which weights of this layout on the samplers' mesh are stored."""
 
-    def step(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
+    def move(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
         """The move of chunks with these layouts."""
 
 
@@ -166,7 +166,7 @@ class WholeRoute:
         self._common = CommonMesh(trainer, replicas)
         self.view, self.place = self._common.view, self._common.layout
 
-    def step(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
+    def move(self, take: Take, put: Put, layouts: Layouts) -> ChunkMove:
         """See Route."""
 
         def run(out, params, start):

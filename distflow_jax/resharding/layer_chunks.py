@@ -107,7 +107,7 @@ class LayerSync:
                 lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._out),
                 out_shardings=jax.tree.map(lambda x: x.sharding, self._out),
             )
-        self._move = route.step(take, put, layouts)
+        self._move = route.move(take, put, layouts)
 
     def __call__(self, layers: Any) -> Any:
         """All layers, in the form in which samplers hold them."""

@@ -46,7 +46,7 @@ class SubmeshRoute:
         """The same spec on the local mesh."""
         return NamedSharding(self._local, layout.spec)
 
-    def step(self, take: Take, put: Put, layouts: Layouts) -> "SubmeshStep":
+    def move(self, take: Take, put: Put, layouts: Layouts) -> "SubmeshMove":
         """See Route."""
         staged = jax.tree.map(self._staged, layouts.arriving)
         arriving, held = (jax.tree.map(self.place, x) for x in (layouts.arriving, layouts.held))
@@ -67,7 +67,7 @@ class SubmeshRoute:
             )
 
         common = jax.tree.map(self._common.layout, staged)
-        return SubmeshStep(
+        return SubmeshMove(
             jax.jit(reshard, out_shardings=common),
             copy_within_host,
             jax.jit(put, donate_argnums=0, out_shardings=held),
@@ -140,7 +140,7 @@ class HostShards:
         jax.block_until_ready(self.shards)
 
 
-class SubmeshStep:
+class SubmeshMove:
     """The ChunkMove of a SubmeshRoute: reshards on the submesh, copies within the host, and writes
     there.
 

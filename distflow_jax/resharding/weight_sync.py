@@ -104,7 +104,7 @@ class WeightSync:
             held[_LAYERS] = plan.layers(params[_LAYERS])
         return jax.tree.map(relabel, held, self._form.layouts(self._local_mesh))
 
-    def leave(self, params: Any) -> "LeftWeights":
+    def leave(self, params: Any) -> "WeightsInHostMemory":
         """The weights in the memory of the host, on their way to devices that only samplers have.
 
         Collective. The parameters may change afterwards. A chunk leaves when the one before has
@@ -113,7 +113,7 @@ class WeightSync:
         launched("weight sync: leave")
         plan = self._plan(params)
         params = jax.tree.map(plan.view, params)
-        left = LeftWeights(plan, {}, None if plan.layers is None else [])
+        left = WeightsInHostMemory(plan, {}, None if plan.layers is None else [])
         before = None
         for keys, move in plan.tables.items():
             _wait(before)
@@ -125,7 +125,7 @@ class WeightSync:
                 left.layers.append((start, before))
         return left
 
-    def arrive(self, left: "LeftWeights") -> Any:
+    def arrive(self, left: "WeightsInHostMemory") -> Any:
         """The weights that have left, on the devices of this process's sampler."""
         held: dict[str, Any] = {}
         for keys, chunk in left.tables.items():
@@ -172,7 +172,7 @@ class WeightSync:
         at_once = sum(sizes.values()) <= self._chunk_bytes
         groups = [tuple(sizes)] if at_once else [(key,) for key in sizes if key != _LAYERS]
         tables = {
-            keys: route.step(
+            keys: route.move(
                 lambda params, start: self._cast(params),
                 lambda out, params, start: self._form.convert(params),
                 layouts.of(lambda tree, keys=keys: _some(tree, keys)),
@@ -219,7 +219,7 @@ class _SyncPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftWeights:
+class WeightsInHostMemory:
     """Weights in the memory of the host: what this process's sampler takes of each chunk."""
 
     plan: _SyncPlan

@@ -92,7 +92,7 @@ def rehearsal(run: OpenRun) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
     return None if run.times.warm else _emptied
 
 
-def fetched(run: OpenRun, on_devices: Metrics) -> Metrics:
+def metrics_on_host(run: OpenRun, on_devices: Metrics) -> Metrics:
     """The metrics that a step's nodes have measured, fetched to the host: numbers, and arrays that
     `measure` takes out."""
     run.runtime.offload.update(run.state.models)

@@ -91,7 +91,7 @@ class SourceOfPartialBatches(SampleSource, Protocol):
         many."""
 
 
-class Still:
+class NoSamplersAhead:
     """Base of sources whose samplers never run while a step trains: Synchronous and Recorded."""
 
     saves_samples = False
@@ -119,7 +119,7 @@ class Still:
         """Returns at once."""
 
 
-class Synchronous(Still):
+class Synchronous(NoSamplersAhead):
     """Samples when a step asks for it: the plan's own nodes do, on prompts that this draws."""
 
     def __init__(

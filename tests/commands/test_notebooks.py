@@ -30,14 +30,16 @@ SMALL = {
 # what must hold at the end, in the notebook's own words
 QUICKSTART = """
 score = [row["critic/score/mean"] for row in run.metrics[1:]]
-assert score[-1] > score[0] + 0.3, score
+assert score[-1] > 0.7, score
+accuracy = list(held_out_accuracy.values())  # a run that learns by heart finds none
+assert accuracy[0] < 0.1 and accuracy[-1] >= 0.4, accuracy
 assert not any(row["perf/compilations"] for row in run.metrics[2:])
 # in the kernel that has trained: a finished run says so, a mistake is an exception
 import contextlib, io
 said = io.StringIO()
 with contextlib.redirect_stdout(said):
     assert df.train(config, folder / "run").metrics == run.metrics
-assert "is finished: step 12 of 12" in said.getvalue()
+assert "is finished: step 240 of 240" in said.getvalue()
 try:
     df.train(config.override({"data.train": "missing.jsonl"}), folder / "other")
     raise AssertionError("it trains on missing data")
@@ -46,13 +48,13 @@ except FileNotFoundError as error:
 """
 CUSTOM_DAG = """
 weight = [row["brevity/weight"] for row in run.metrics]
-assert len(weight) == 15 and all(0 < w <= 1 for w in weight)
+assert len(weight) == 120 and all(0 < w <= 1 for w in weight)
+assert weight[-1] > 1.2 * weight[0], weight  # shorter
 assert run.metrics[-1]["critic/score/mean"] > run.metrics[0]["critic/score/mean"] + 0.3
 """
 CUSTOM_REWARD = """
-seen = [row["reward/seen"] for row in second.metrics]
-assert seen[-1] > seen[0] + 1, seen
-assert first.metrics[-1]["critic/score/mean"] > first.metrics[0]["critic/score/mean"] + 0.3
+right = [[row["reward/right"] for row in found.metrics] for found in (first, second)]
+assert all(shares[-1] > shares[0] + 0.2 for shares in right), right
 """
 VISION = """
 score = [row["critic/score/mean"] for row in run.metrics[1:]]
@@ -94,10 +96,12 @@ def test_it_is_stored_with_its_output_and_without_traces_of_a_machine(name):
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_it_says_how_to_install_and_opens_in_colab(name):
-    head = " ".join(nbformat.read(BOOKS[name], as_version=4).cells[0].source.split())
-    assert "`%pip install -r requirements.txt`" in head
+def test_it_installs_by_itself_and_opens_in_colab(name):
+    cells = nbformat.read(BOOKS[name], as_version=4).cells
+    head = " ".join(cells[0].source.split())
+    install = next(cell.source for cell in cells if cell.cell_type == "code")
     address = re.search(r'^Homepage = "https://(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert install.endswith(f"%pip install -q git+https://{address[1]}")
     colab = f"research.google.com/{address[1]}".replace("github.com", "github")
     assert f"https://colab.{colab}/blob/main/notebooks/{name}.ipynb)" in head
 

@@ -64,8 +64,12 @@ def ppo(folder, printed):
 
 
 def tool(folder, printed):
-    for row in rows(folder, "tools"):
-        assert row["environment/infra/raised"] == 0 and row["environment/turns/mean"] >= 1
+    found = rows(folder, "tools")
+    assert all(row["environment/infra/raised"] == 0 for row in found)
+    assert all(row["environment/tool_calls"] > 0.3 for row in found)
+    assert found[-1]["critic/score/mean"] > found[0]["critic/score/mean"]
+    last = (folder / "runs/tools/samples/20.jsonl").read_text()
+    assert "<tool>Peru</tool>" in last and "<result>Lima</result>" in last
 
 
 def chain(folder, printed):

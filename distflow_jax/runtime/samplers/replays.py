@@ -21,7 +21,7 @@ from distflow_jax.planning.partial_batches.replayed_run import start_of_run
 from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
-from distflow_jax.runtime.sample_source import Still, reads_step
+from distflow_jax.runtime.sample_source import NoSamplersAhead, reads_step
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import PartialBatchReplay, Recording, RecordWriter
 from distflow_jax.stream.checks import nodes_ahead
@@ -56,7 +56,7 @@ def make_record_writer(
     return RecordWriter(folder, state.step, start)
 
 
-class Recorded(Still):
+class Recorded(NoSamplersAhead):
     """The samples of another run, partial batch by partial batch; see runtime/sample_source.py."""
 
     def __init__(self, prepared: PreparedRun, place: Place, replay: PartialBatchReplay):
