@@ -78,7 +78,7 @@ def test_dependencies_are_what_is_imported():
 
 def test_jetstream_has_one_version():
     files = ["Makefile", "requirements.txt", "pyproject.toml", "Dockerfile"]
-    files += ["distflow_jax/rollout/jetstream_api.py"]
+    files += [f"distflow_jax/rollout/jetstream_{name}.py" for name in ("api", "install")]
     for file in files:
         found = set(re.findall(r"google-jetstream==[\d.]+", (ROOT / file).read_text()))
         assert found == {JETSTREAM}, file

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-INSTALL = "pip install --no-deps google-jetstream==0.2.2"
+from distflow_jax.rollout.jetstream_install import INSTALL
+
 # {module: names that JetStream imports from it}
 _UNUSED = {
     "seqio": (),
