@@ -263,3 +263,9 @@ def test_a_broken_plugin_is_a_problem_and_all_else_is_said(tmp_path):
     named = {"python", "distflow_jax", "jax", "jaxlib", "memory", "disk", "cache", "programs"}
     assert named | {"google-jetstream", "open files", "devices", "attention"} <= set(found)
     assert "cpu" in found["devices"][1]
+
+
+def test_the_page_begins_without_jax():
+    """So a JAX that is missing or broken is a line of the page."""
+    code = "import sys, distflow_jax.commands.doctor_command; print('jax' in sys.modules)"
+    assert finished("-c", code).stdout == "False\n"

@@ -166,7 +166,7 @@ def _unused(one: Accelerator, messages: Sequence[str], chosen: str) -> Finding:
 
 
 def _remedy(error: str, chosen: str) -> str:
-    """What to do about a probe that failed."""
+    """The remedy for a probe that failed."""
     if error.startswith("no answer"):
         return (
             "a driver or plugin hangs, or the hosts of a TPU slice wait for each other (start "
