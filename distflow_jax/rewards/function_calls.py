@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow_jax import user_functions
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, REWARDS, same_answers
 
@@ -62,9 +62,8 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
                 f"reward.kwargs: {key!r} is an argument that the run itself passes; take it out"
             )
         if key not in names and not takes_any:
-            near = nearest(key, names)
-            hint = f"did you mean {near!r}?" if near else "take it out of reward.kwargs"
-            raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
+            fix = suggestion(key, names) or "take it out of reward.kwargs"
+            raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {fix}")
     if is_batch(function):
         return  # any other parameter may be a column of the data
     required = {
