@@ -25,6 +25,7 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import config_file, open_config
+from distflow_jax.config.unknown_keys import key_hint
 from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.paths import named_path
@@ -96,7 +97,8 @@ class RunConfig:
             return value_at(self.config, key)
         except (AttributeError, KeyError, TypeError):
             keys = config_table(self.config)
-            raise ValueError(f"unknown key config.{key} ({hint(key, keys)})") from None
+            near = key_hint(key, keys) or hint(key, keys)
+            raise ValueError(f"unknown key config.{key} ({near})") from None
 
     def _changed(self) -> Table:
         table, default = config_table(self.config), config_table(Config())

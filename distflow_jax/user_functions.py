@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from distflow_jax.did_you_mean import near_file, nearest
+from distflow_jax.did_you_mean import hint, near_file, suggestion
 from distflow_jax.parsing.paths import named_path, reading
 
 MOST_SOURCE = 1 << 24  # bytes of a Python file
@@ -78,17 +78,15 @@ def load_named(
     if ":" in spec:
         return load_function(spec, what)
     if spec not in known:
-        near = nearest(spec, known) or ", ".join(known)
         raise ValueError(
-            f"unknown {setting} {spec!r}; did you mean {near}? One of your own is named {example}"
+            f"unknown {setting} {spec!r}; {hint(spec, known)}; one of your own is named {example}"
         )
     return known[spec]
 
 
 def _nearest(name: str, place: Any) -> str:
-    near = nearest(name, dir(place))
-    if near:
-        return f"; did you mean {near!r}?"
+    if near := suggestion(name, dir(place)):
+        return f"; {near}"
     own = [
         key
         for key, value in vars(place).items()
@@ -138,10 +136,10 @@ def _load_module(name: str, what: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _broken(name, what, error) from error  # something that the user's module needs
         modules = [module.name for module in pkgutil.iter_modules()]
-        near = nearest(error.name, modules, 0.75)
-        hint = f" (did you mean {near!r}?)" if near else ""
+        near = suggestion(error.name, modules, cutoff=0.75)
+        near = f" ({near})" if near else ""
         raise ValueError(
-            f"{what}: no module named {error.name!r}{hint} in the installed packages and "
+            f"{what}: no module named {error.name!r}{near} in the installed packages and "
             "PYTHONPATH; path/to/file.py:function works too"
         ) from error
     except (Exception, SystemExit) as error:  # a user's code may raise anything

@@ -87,7 +87,7 @@ INNER_FLOORS = {
         {"sampler_program", "cache_sizing"},
         {"decode_state", "response_checks"},
         {"kv_cache", "requests", "engine_interface"},
-        {"occupancy", "engine_stand_ins"},
+        {"occupancy", "engine_stand_ins", "jetstream_install"},
     ],
 }
 OWNERS = {  # which rooms may import a package

@@ -41,6 +41,7 @@ TOKEN = "DISTFLOW_JOB_TOKEN"  # a secret that the processes of one job have in c
 VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 FLAGS = ("--coordinator", "--num_processes", "--process_id")
 
+COORDINATOR_PORT = 8476  # of process 0, where a launcher chooses it
 # The last 4096 ports, above Linux's ephemeral range. jax derives the same.
 FIRST_PORT = 61440
 

@@ -14,14 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from distflow_jax.config import key_reference
 from distflow_jax.config.config_dict import FLAG_ERRORS, explain_flag_error
+from distflow_jax.config.unknown_keys import key_hint
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.parsing.json_text import json_problem, read_text
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.report import log_lines
 from distflow_jax.user_functions import MOST_SOURCE, errors_of_file, source_file
 
 _CONFIG_FILE = "config file"
+_NEAR_FLAG = 0.75  # similarity above which a flag of that name is meant, and no key
 _HELP_FLAGS = ("help", "helpshort", "helpfull", "helpxml", "?")
 MOST_FLAG_FILES = 16  # that name one another
 
@@ -156,7 +160,19 @@ def _config_source(argv: Sequence[str]) -> str | None:
     return given[-1] if given else None
 
 
+def _unknown_flag(name: str, values: flags.FlagValues) -> str:
+    """One line on a flag that does not exist: the nearest flag, or the key that is meant."""
+    known = [flag for flag in values if flag not in _HELP_FLAGS]
+    near = suggestion(name, known, "--{}".format, cutoff=_NEAR_FLAG)
+    if not near and "config" in known:
+        near = key_hint(name, key_reference.keys())
+        near = near.replace("config.", "--config.") or "keys of the config are --config.KEY=VALUE"
+    return f"unknown flag --{name} ({near or '--help lists the flags'})"
+
+
 def _explain(error: Exception, argv: list[str], values: flags.FlagValues) -> str | None:
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return _unknown_flag(error.flagname, values)
     if required := re.search(r"Flag --(\w+) must have a value other than None", str(error)):
         if required[1] == "config" and (named := _config_source(argv)):
             return f"config file {named!r}: get_config() returned None: let it return the config"

@@ -349,9 +349,30 @@ sampled, or no trainer answers; start it again. 2: a user error.""",
     "worker_command",
 )
 
+DOCTOR = Subcommand(
+    "doctor",
+    "Checks versions, devices, memory, disks, caches and ports, and says what to do.",
+    (
+        number(
+            "device_seconds",
+            60.0,
+            "Time for JAX to find the devices; later, they are a problem.",
+            1.0,
+        ),
+    ),
+    ("", "--device_seconds=600"),
+    """\
+Each line is ok, note or problem, with what to do about it. Devices come last:
+JAX looks for them in a process of its own, which multiplies two matrices on
+each and takes no memory in advance. A TPU that a run holds counts as a problem.
+
+Exit code 0: nothing would stop a run. 2: a problem would.""",
+    "doctor_command",
+)
+
 SUBCOMMANDS: dict[str, Subcommand] = {
     command.name: command
-    for command in (TRAIN, EVALUATE, GENERATE, PLAN, REPORT, EXPORT, SERVE, WORKER)
+    for command in (TRAIN, EVALUATE, GENERATE, PLAN, REPORT, EXPORT, SERVE, WORKER, DOCTOR)
 }
 
 # {launcher: its summary}; each is a module of commands/launch with flags of its own

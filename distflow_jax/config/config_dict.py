@@ -10,14 +10,15 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.config.unknown_keys import key_hint
+from distflow_jax.did_you_mean import did_you_mean, nearest
 from distflow_jax.parsing.one_line import shown
 from distflow_jax.parsing.setting_checks import check_number, check_text, check_values
 
@@ -170,9 +171,7 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key in section:
         if key not in known:
-            where = f"{path}.{key}"
-            former = _former_key(where.removeprefix("config."))
-            raise ValueError(former or f"unknown key {where} ({_hint(key, known)})")
+            raise ValueError(_unknown(f"{path}.{key}".removeprefix("config."), path, known))
     values = {}
     for name, field in known.items():
         if name in section:
@@ -271,8 +270,6 @@ def explain_flag_error(
 
 def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
     """One line with the nearest key if the config has no key `path` ("a.b.c"); None if it has."""
-    if former := _former_key(path):
-        return former
     keys = path.split(".")
     where, section = "config", config
     for i, key in enumerate(keys):
@@ -281,15 +278,40 @@ def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
         if not section:
             return f"unknown key config.{path}: {where} has no keys; set it whole, as a dict"
         if key not in section:
-            near = nearest(key, section, 0.5)
-            if near:
-                return (
-                    f"unknown key config.{path} "
-                    f"(did you mean {'.'.join([where, near, *keys[i + 1 :]])}?)"
-                )
-            return f"unknown key config.{path} ({where} has: {', '.join(section) or 'no keys'})"
+            return _unknown(path, where, section, [*_keys_of(config)], keys[i + 1 :])
         where, section = f"{where}.{key}", section[key]
     return None
+
+
+def _unknown(
+    path: str,
+    where: str,
+    section: Iterable[str],
+    known: Collection[str] = (),
+    rest: Sequence[str] = (),
+) -> str:
+    """One line for the unknown key `path`, "a.b.c", of which `where` has only the keys `section`.
+
+    `known`: all keys of the config; `rest`: parts of `path` after the one that is unknown.
+    """
+    if former := _former_key(path):
+        return former
+    section = list(section)
+    name = path.split(".")[-1 - len(rest)]
+    hint = key_hint(path, known)
+    if not hint and (near := nearest(name, section, cutoff=0.5)):
+        hint = did_you_mean([".".join([where, near[0], *rest])], str)
+    listed = ", ".join(section) or "no keys"
+    return f"unknown key config.{path} ({hint or f'{where} has: {listed}'})"
+
+
+def _keys_of(section: ml_collections.ConfigDict, path: str = "") -> Iterator[str]:
+    """The keys below a section, "a.b.c"."""
+    for key, value in section.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            yield from _keys_of(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}"
 
 
 def _type_at(config: ml_collections.ConfigDict, path: str) -> type:
@@ -300,12 +322,6 @@ def _type_at(config: ml_collections.ConfigDict, path: str) -> type:
 
 
 # -- words ------------------------------------------------------------------------------------
-
-
-def _hint(name: Any, choices: Iterable[str]) -> str:
-    choices = list(choices)
-    near = nearest(name, choices, 0.5)
-    return f"did you mean {near}?" if near else f"known: {', '.join(sorted(choices)) or 'none'}"
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

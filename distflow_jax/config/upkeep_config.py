@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.checked_fields import above, at_least, between
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -110,10 +110,9 @@ def check_tracker_names(specs: Sequence[str]) -> None:
     """Raises ValueError for a tracker that is not known, with the nearest name, or named twice."""
     for spec in specs:
         if ":" not in spec and spec not in TRACKERS:
-            near = nearest(spec, TRACKERS, 0.5) or ", ".join(TRACKERS)
             raise ValueError(
-                f"unknown observe.trackers {spec!r}; did you mean {near}? One of your own is named "
-                "my_module:MyTracker or path/to/file.py:MyTracker"
+                f"unknown observe.trackers {spec!r}; {hint(spec, TRACKERS)}; one of your own "
+                "is named my_module:MyTracker or path/to/file.py:MyTracker"
             )
     if len(set(specs)) < len(specs):
         raise ValueError(f"observe.trackers {tuple(specs)!r} names a tracker twice")

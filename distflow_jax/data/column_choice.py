@@ -6,7 +6,7 @@ from typing import Any
 
 from distflow_jax.data.pictures.image_columns import CONVERSATIONS, IMAGE_COLUMNS
 from distflow_jax.data.row_checks import listed
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 
 # Columns of which one is read: the others of a file would compete with one that is chosen.
 FAMILIES = (
@@ -43,8 +43,8 @@ def chosen_columns(
     """
     for name, source in columns.items():
         if source not in row:
-            near = nearest(source, row)
-            fix = f"did you mean {near!r}?" if near else f"found {listed(row)}"
+            near = suggestion(source, row)
+            fix = near or f"found {listed(row)}"
             if key.gives != key.changes:
                 fix += f"{' Or' if near else '; or'} set {key.changes}"
             raise ValueError(

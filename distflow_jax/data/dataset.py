@@ -17,7 +17,7 @@ from distflow_jax.data.example import Dataset, Example, instruction
 from distflow_jax.data.generated_tasks import parse_spec
 from distflow_jax.data.pictures.image_paths import check_root
 from distflow_jax.data.row_share import RowShare
-from distflow_jax.did_you_mean import nearest, several
+from distflow_jax.did_you_mean import hint, suggestion
 
 SCHEMES = ("hf", "task", "reasoning_gym")
 
@@ -71,9 +71,9 @@ def open_dataset(
         repo, paths = hub.download(spec)
         opened = files.FileDataset(paths, spec, data_source=repo, **choice, **wording)
         return files.check_rows(opened, share)
-    near = nearest(kind, SCHEMES)
+    near = suggestion(kind, SCHEMES, lambda near: f"{near}:{spec[len(kind) + 1 :]}")
     if near and colon:
-        raise ValueError(f"unknown kind of data set {spec!r}; did you mean {near}:?")
+        raise ValueError(f"unknown kind of data set {spec!r}; {near}")
     opened = files.FileDataset(files.find_files(spec), spec, **choice, **wording)
     return files.check_rows(opened, share)
 
@@ -98,10 +98,7 @@ class ReasoningGym:
         task, texts = parse_spec(spec)
         known = importlib.import_module("reasoning_gym.factory").DATASETS
         if task not in known:
-            near = several(task, known, 3, 0.4) or sorted(known)
-            raise ValueError(
-                f"reasoning_gym has no data set {task!r}; did you mean {', '.join(near)}?"
-            )
+            raise ValueError(f"reasoning_gym has no data set {task!r}; {hint(task, known)}")
         options = {"size": 10_000, "seed": 0} | {k: _value(text) for k, text in texts.items()}
         try:
             self._entries = package.create_dataset(task, **options)

@@ -11,7 +11,7 @@ import numpy as np
 
 from distflow_jax.data.example import Dataset, Example, examples
 from distflow_jax.data.row_share import RowShare
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.images.placing import Placed, SeeingTokenizer, TextTokenizer, size_in_layout
 
 PromptEncoder = TextTokenizer | SeeingTokenizer
@@ -77,12 +77,12 @@ class EncodedRows:
         encoded = []
         for column, answer in list(named.items())[: self.num_answers]:
             if answer is None:
-                near = nearest(column, example.extra_info)
+                named = f"data.columns={{{column!r}: {{!r}}}}".format
+                near = suggestion(column, example.extra_info, named)
                 raise ValueError(
                     f"{self.dataset.place(row)}: has no {column!r} answer, which this dag trains "
                     "on; give rows with prompt and completion or messages (one answer), or with "
-                    "prompt, chosen and rejected (a pair)"
-                    + (f"; did you mean data.columns={{{column!r}: {near!r}}}?" if near else "")
+                    "prompt, chosen and rejected (a pair)" + (f"; {near}" if near else "")
                 )
             with self._named(row):
                 encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))

@@ -12,7 +12,7 @@ from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.checked_fields import at_least
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -157,7 +157,7 @@ def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") ->
     """The generator of `task:arithmetic?digits=2&size=1000`. Raises ValueError for a bad option."""
     name, options = parse_spec(spec)
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r} in {spec!r}; known: {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {name!r} in {spec!r}; {hint(name, TASKS)}")
     factory = TASKS[name]
     fields = {
         field.name: field
@@ -167,8 +167,7 @@ def open_task(spec: str, *, system_prompt: str = "", prompt_suffix: str = "") ->
     values = {}
     for key, text in options.items():
         if key not in fields:
-            near = nearest(key, fields) or ", ".join(fields)
-            raise ValueError(f"{spec!r}: unknown option {key!r}; did you mean {near}?")
+            raise ValueError(f"{spec!r}: unknown option {key!r}; {hint(key, fields)}")
         values[key] = _convert(text, fields[key].type, f"{spec!r}: option {key!r}")
     return factory(**values, system_prompt=system_prompt, prompt_suffix=prompt_suffix)
 

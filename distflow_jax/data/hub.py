@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from distflow_jax.data.row_checks import listed
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.parsing.json_text import read_text
 from distflow_jax.parsing.yaml_text import MOST_BYTES, load_yaml
 
@@ -168,8 +168,8 @@ def _no_split(
             "Parquet files at revision refs/convert/parquet"
         )
     names = sorted({str(one) for one in splits})
-    near = nearest(f"{subset}/{split}" if subset else split, names)
-    hint = f"; did you mean :{near} at the end?" if near else ""
+    near = suggestion(f"{subset}/{split}" if subset else split, names, ":{} at the end".format)
+    hint = f"; {near}" if near else ""
     return FileNotFoundError(f"{what} has no {wanted}; it has {listed(names)}{hint}")
 
 

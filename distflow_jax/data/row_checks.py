@@ -77,7 +77,7 @@ def column_hint(wanted: Sequence[str], found: Iterable[str], key: str) -> str:
     """
     found = list(found)
     for column in wanted:
-        if near := nearest(column, found):
+        for near in nearest(column, found):
             choice = f"{key}={{{column!r}: {near!r}}} reads {near!r} as {column!r}"
             return f"found {listed(found)}; {choice}"
     return f"found {listed(found)}; name a column, as in {key}={{{wanted[0]!r}: 'COLUMN'}}"

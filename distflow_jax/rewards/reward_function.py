@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distflow_jax import user_functions
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.rewards.call_forms import (
     BATCH,
     ROLLOUT,
@@ -182,8 +182,7 @@ def _check_kwargs(parts: Sequence[Part], spec: str, kwargs: Mapping[str, Any]) -
             )
         if not any(_takes(part.function, key) for part in parts):
             names = [name for p in parts for name in inspect.signature(p.function).parameters]
-            near = nearest(key, names)
-            hint = f"did you mean {near!r}?" if near else "take it out of reward.kwargs"
+            hint = suggestion(key, names) or "take it out of reward.kwargs"
             shown = f"{spec}{inspect.signature(parts[0].function)}" if len(parts) == 1 else spec
             raise ValueError(f"reward.kwargs: {shown} takes no {key!r}; {hint}")
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-INSTALL = "pip install --no-deps google-jetstream==0.2.2"
 # {module: names that JetStream imports from it}
 _UNUSED = {
     "seqio": (),

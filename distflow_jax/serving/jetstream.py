@@ -30,10 +30,10 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.engine.result_tokens import JetStreamTokenizer, RolloutTokens
 from distflow_jax.rollout.engine.slot_updates import SlotRequest
 from distflow_jax.rollout.engine_interface import (
-    INSTALL,
     INSTALLED,
     Engine,
 )
+from distflow_jax.rollout.jetstream_install import INSTALL
 from distflow_jax.rollout.prefill.prefill import Prefix
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.serving.messages import (

@@ -107,7 +107,7 @@ def flags_page() -> str:
         "75 a stop by SIGTERM or Ctrl-C with a checkpoint.\n",
     ]
     for name, command in subcommands.SUBCOMMANDS.items():
-        examples = [f"distflow {name} {example}" for example in command.examples]
+        examples = [f"distflow {name} {example}".rstrip() for example in command.examples]
         details = [part.replace("\n", " ") + "\n" for part in command.details.split("\n\n")]
         lines += [f"## distflow {name}\n", f"{command.summary}\n", "```", *examples, "```\n"]
         lines += [*details, *_flag_table(flags_of(name))]

@@ -146,6 +146,19 @@ def test_a_mistyped_subcommand_is_not_launched(launcher, command):
         module.parse_arguments([*flags[launcher], "--", *command])
 
 
+@pytest.mark.parametrize(
+    "launcher, flag, near",
+    [("local", "--procesess=2", "--processes"), ("gke", "--imgae=x", "--image")],
+)
+def test_a_mistyped_flag_of_a_launcher_names_the_nearest(launcher, flag, near, capsys):
+    module = importlib.import_module(f"distflow_jax.commands.launch.{launcher}")
+    given = {"gke": ["--name=a", "--image=b"]}.get(launcher, [])
+    with pytest.raises(SystemExit, match="2"):
+        module.parse_arguments([*given, flag, "--", "train", "--config=tiny"])
+    name = flag.partition("=")[0]
+    assert f"error: unknown flag {name} (did you mean {near}?" in capsys.readouterr().err
+
+
 def test_a_file_of_the_working_folder_replaces_no_module(tmp_path):
     """As with `distflow` itself."""
     (tmp_path / "ml_collections.py").write_text("raise SystemExit('the wrong module')")

@@ -123,8 +123,11 @@ def test_a_wrong_override_is_named(assignment, message):
 @pytest.mark.parametrize(
     "tree, message",
     [
-        ({"sead": 1}, "unknown key config.sead (did you mean seed?)"),
-        ({"training": {"optimizer": {"l_r": 1}}}, "optimizer.l_r (did you mean lr?)"),
+        ({"sead": 1}, "unknown key config.sead (did you mean config.seed?)"),
+        (
+            {"training": {"optimizer": {"l_r": 1}}},
+            "optimizer.l_r (did you mean config.training.optimizer.lr?)",
+        ),
         ({"seed": 1.0}, "config.seed must be an integer, got 1.0"),
         ({"seed": True}, "config.seed must be an integer, got True"),
         ({"seed": None}, "config.seed must be an integer, got None"),
@@ -223,7 +226,7 @@ def get_config(kind="good"):
             "'my.py:bad': model num_heads must be an integer from 1 to 21474",
         ),
         ("--fail=user", 2, "error: --config is missing: give --config=VALUE\n"),
-        ("--config=my.py --fial=user", 2, "error: Unknown command line flag 'fial'"),
+        ("--config=my.py --fial=user", 2, "error: unknown flag --fial (did you mean --fail?)"),
         ("--config=my.py num_heads=3", 2, "error: unexpected argument 'num_heads=3'"),
         ("--config=my.py --fail=user", 2, "error: batch 7 is not divisible by 2\n"),
         ("--config=my.py --fail=file", 2, "nowhere.jsonl'\n"),

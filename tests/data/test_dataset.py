@@ -227,7 +227,7 @@ def test_held_out_problems_are_never_trained_on():
     ("spec", "message"),
     [
         ("task:arithmetik", "unknown task 'arithmetik'"),
-        ("task:arithmetic?digit=2", "unknown option 'digit'; did you mean digits"),
+        ("task:arithmetic?digit=2", "unknown option 'digit'; did you mean 'digits'"),
         ("task:arithmetic?digits=two", "digits must be like 2 or 1-3"),
         ("task:arithmetic?operators=/", r"operators must be some of \+ - \*, got '/'"),
         ("task:arithmetic?size=many", "'size' must be a whole number, got 'many'"),
@@ -257,7 +257,7 @@ def test_reasoning_gym_rows_are_repeatable():
     assert len(dataset) == 5
     assert dataset[2] == dataset[2] != dataset[3]
     assert dataset[2].prompt[0]["content"].endswith(" Go.")
-    with pytest.raises(ValueError, match="no data set 'leg_countin'; did you mean leg_counting"):
+    with pytest.raises(ValueError, match="no data set 'leg_countin'; did you mean 'leg_counting'"):
         open_dataset("reasoning_gym:leg_countin")
 
 

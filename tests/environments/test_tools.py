@@ -233,7 +233,7 @@ def test_tools_of_ones_own(tmp_path):
     )
     assert turn(tools, "<tool>ab</tool>", chat=False)[1] == "<result>ABABA</result>"
     assert turn(tools, '<tool name="sum">1+1</tool>', chat=False)[1] == "<result>2</result>"
-    with pytest.raises(ValueError, match="unknown tool 'calcluator'; did you mean calculator"):
+    with pytest.raises(ValueError, match="unknown tool 'calcluator'; did you mean 'calculator'"):
         Tools(TOKENIZER, tools={"a": "calcluator"})
     with pytest.raises(ValueError, match="at least one tool"):
         Tools(TOKENIZER, tools={})

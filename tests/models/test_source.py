@@ -30,7 +30,7 @@ def test_folders_that_are_no_model(tmp_path):
     ("spec", "error", "message"),
     [
         ("pipy:a==1", ValueError, "did you mean pypi:a==1"),
-        ("ftp:a", ValueError, "known are hf, pypi, random"),
+        ("ftp:a", ValueError, "known: hf, pypi, random"),
         ("no/such/folder", FileNotFoundError, "write hf:ORG/NAME"),
         ("", FileNotFoundError, "is not a file or folder"),
         ("hf:noslash", ValueError, "must read hf:ORG/NAME"),

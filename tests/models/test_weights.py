@@ -251,7 +251,7 @@ def test_unsupported_gguf_is_refused(tmp_path, metadata, message):
 def test_gguf_of_another_architecture_is_refused(tmp_path):
     tensors = tensors_of(TIED, random_params(TIED), "gguf")
     with pytest.raises(
-        ValueError, match="family 'gpt2' is not supported: known are llama, qwen2, qwen3"
+        ValueError, match="family 'gpt2' is not supported: known: llama, qwen2, qwen3"
     ):
         open_model(str(write_gguf(tmp_path / "m", TIED, tensors, arch="gpt2")))
 

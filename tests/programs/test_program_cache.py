@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.programs import program_cache
+from distflow_jax.programs import program_cache, program_folder
 
 
 @pytest.fixture(autouse=True)
 def nothing_in_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv(program_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(program_folder.VARIABLE, raising=False)
     monkeypatch.setenv("DISTFLOW_CACHE", str(tmp_path / "home"))
 
 
@@ -47,14 +47,14 @@ def test_the_second_start_compiles_nothing(tmp_path):
 def test_by_default_it_is_the_users_cache_of_this_processor(tmp_path, monkeypatch):
     assert start("auto") == (1, 0)
     assert start("auto") == (1, 1)
-    monkeypatch.setattr(program_cache, "_processor", lambda: "another")
+    monkeypatch.setattr(program_folder, "_processor", lambda: "another")
     assert start("auto") == (1, 0)
     first, second = sorted((tmp_path / "home" / "programs").iterdir())
     assert len(entries(first)) == len(entries(second)) == 1
 
 
 def test_jaxs_own_setting_wins(tmp_path, monkeypatch):
-    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "theirs"))
+    monkeypatch.setenv(program_folder.VARIABLE, str(tmp_path / "theirs"))
     before = jax.config.jax_compilation_cache_dir
     for folder in (str(tmp_path / "ours"), "auto"):
         with program_cache.kept_programs(folder):
@@ -133,7 +133,7 @@ def test_the_least_recently_used_entries_leave_first(tmp_path):
         path.write_bytes(content)
         os.utime(path, (1e9 - age, 1e9 - age))
     os.utime(tmp_path / "used-cache", (2e9, 1e9 - 10))
-    program_cache.clean(tmp_path, 2 * len(content))
+    program_folder.clean(tmp_path, 2 * len(content))
     assert entries(tmp_path) == ["new-cache", "used-cache"]
-    program_cache.clean(tmp_path, 0)
+    program_folder.clean(tmp_path, 0)
     assert entries(tmp_path) == []

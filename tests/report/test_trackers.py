@@ -613,7 +613,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 def test_names_are_checked():
     for tree, message in {
-        ("wandbb",): "unknown observe.trackers 'wandbb'; did you mean wandb?",
+        ("wandbb",): "unknown observe.trackers 'wandbb'; did you mean 'wandb'?",
         ("wandb", "wandb"): "names a tracker twice",
     }.items():
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):

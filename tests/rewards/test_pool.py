@@ -260,7 +260,7 @@ def test_missing_functions_are_named_with_the_nearest(function, message):
 
 def test_unknown_built_in_and_bad_kwargs():
     with RewardPool(RewardConfig(function="gsm8", num_workers=1)) as pool:
-        with pytest.raises(ValueError, match="did you mean gsm8k"):
+        with pytest.raises(ValueError, match="did you mean 'gsm8k'"):
             pool.check(request("1"))
     with pytest.raises(ValueError, match="takes no 'methid'; did you mean 'method'"):
         RewardPool(RewardConfig(kwargs={"methid": "strict"}))

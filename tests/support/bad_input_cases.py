@@ -14,7 +14,8 @@ KEYS_AND_TYPES = [
     ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
     ("mesh.roles={'CRITIC': {'stage': 2}}", "CRITIC.stage is now called pipeline: write that"),
     ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
-    ("training.optimizer.learning_rate=1", "config.training.optimizer has: b1, b2, "),
+    ("training.optimizer.learning_rate=1", "(did you mean config.training.optimizer.lr?)"),
+    ("training.optimizer.zzz=1", "config.training.optimizer has: b1, b2, "),
     ("seed=-1", "seed must be from 0 to 2147483647, got -1"),
     ("training.steps=0", "training.steps must be at least 1, got 0"),
     ("rollout.attention=gpu", "a kernel for GPUs, and the devices here are of platform 'cpu': use"),
@@ -63,7 +64,7 @@ ENVIRONMENTS = [
     ("rollout.environment_seconds=5", "is now called config.rollout.environment_timeout: write"),
     (
         "rollout.environment=tools ; rollout.environment_kwargs={'tools': {'a': 'calclator'}}",
-        "unknown tool 'calclator'; did you mean calculator?",
+        "unknown tool 'calclator'; did you mean 'calculator'?",
     ),
 ]
 

@@ -31,7 +31,6 @@ from distflow_jax.planning.machine_names import FLAT, SMALL
 
 PROGRAM = "distflow launch gke"
 TEMPLATE = "gke.yaml"
-PORT = 8476  # of process 0, on GPU nodes
 REPLICATED_JOB = "hosts"
 QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -163,7 +162,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     if options.tpu:
         return mine  # GKE sets the variables by which pods and slices find each other
     return mine | {
-        "DISTFLOW_COORDINATOR": f"{pod(options, 0, 0)}:{PORT}",
+        "DISTFLOW_COORDINATOR": f"{pod(options, 0, 0)}:{job.COORDINATOR_PORT}",
         "DISTFLOW_NUM_PROCESSES": str(options.nodes),
     }
 

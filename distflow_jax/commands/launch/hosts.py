@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from distflow_jax.cluster import job
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
@@ -38,6 +38,16 @@ class Host:
         return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors about unknown flags name the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        if unknown := re.search(r"^unrecognized arguments: (--?[\w-]+)", message):
+            known = [flag for action in self._actions for flag in action.option_strings]
+            message = f"unknown flag {unknown[1]} ({hint(unknown[1], known, str)})"
+        super().error(message)
+
+
 def parser(doc: str, program: str) -> argparse.ArgumentParser:
     """A parser that shows a launcher's docstring: summary, an example, details.
 
@@ -46,7 +56,7 @@ def parser(doc: str, program: str) -> argparse.ArgumentParser:
     """
     summary, example, details = doc.split("\n\n", 2)
     example = re.sub(r"distflow launch \w+", program, example)
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=program,
         description=summary + "\n\n" + details,
         epilog="example:\n  " + example.replace("\n", "\n  "),

@@ -17,13 +17,13 @@ import re
 import shlex
 import tempfile
 
+from distflow_jax.cluster import job
 from distflow_jax.commands.launch import hosts
 from distflow_jax.commands.launch.submission_template import add_flags as add_template_flags
 from distflow_jax.commands.launch.submission_template import render
 
 PROGRAM = "distflow launch skypilot"
 TEMPLATE = "skypilot.yaml"
-PORT = 8476  # of process 0
 
 
 def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -77,11 +77,11 @@ def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
     own = hosts.variables(options.env)
     places = [{"DISTFLOW_DISTRIBUTED": "off"}]
     if options.nodes > 1:
-        job = {
-            "DISTFLOW_COORDINATOR": f"node0:{PORT}",
+        shared = {
+            "DISTFLOW_COORDINATOR": f"node0:{job.COORDINATOR_PORT}",
             "DISTFLOW_NUM_PROCESSES": str(options.nodes),
         }
-        places = [job | {"DISTFLOW_PROCESS_ID": str(i)} for i in range(options.nodes)]
+        places = [shared | {"DISTFLOW_PROCESS_ID": str(i)} for i in range(options.nodes)]
     command = [options.python, *options.command]
     return [hosts.Host(f"node{i}", own | place, command) for i, place in enumerate(places)]
 
@@ -95,7 +95,7 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
         env=hosts.variables(options.env),
         command=shlex.join([options.python, *options.command]),
         volumes=hosts.volumes(options.volume, "NAME"),
-        port=PORT,
+        port=job.COORDINATOR_PORT,
     )
     devices = options.nodes * (options.gpus_per_node if options.gpu else 1)
     hosts.check_run(options, options.nodes, devices, hosts.gpu_chip(options.gpu), options.directory)

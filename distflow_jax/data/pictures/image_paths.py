@@ -7,7 +7,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import suggestion
 from distflow_jax.images.data_uris import bytes_of_uri
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.parsing.one_line import shown
@@ -102,5 +102,4 @@ def _near(path: Path) -> str:
         return f"nor does its folder {shown(str(path.parent))}"
     with os.scandir(path.parent) as entries:
         names = [entry.name for entry, _ in zip(entries, range(_MOST_NEAR), strict=False)]
-    near = nearest(path.name, sorted(names))
-    return f"did you mean {near!r}?" if near else ""
+    return suggestion(path.name, sorted(names))

