@@ -313,7 +313,7 @@ def test_the_repository_has_one_address():
     name = address.split("/")[1]
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
-        assert re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text) == [address], page
+        assert set(re.findall(rf"github(?:\.com)?/([\w-]+/{name})\b", text)) == {address}, page
     found = subprocess.run(
         ["git", "grep", "-l", "-F", address], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -29,11 +29,11 @@ class PrintedCommands:
     Args:
       argv: the command, as sys.argv has it. Of a program other than scripts/train.py, `distflow
         train` and `python -m distflow_jax.commands train`, there are none.
-      environment: the process's variables: a launcher names its own command there.
+      variables: the process's environment: a launcher names its own command there.
     """
 
     argv: Sequence[str]
-    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
     def __call__(self, end: RunEnd) -> dict[str, str]:
         """{"evaluate": command, ...} for a run that has ended; {"resume": command} for one that was
@@ -57,7 +57,7 @@ class PrintedCommands:
 
     def _start(self, train: str, given: Sequence[str]) -> str:
         """The command that starts the run again; "" if only who started its processes has it."""
-        if launched := self.environment.get(job.LAUNCHED, ""):
+        if launched := self.variables.get(job.LAUNCHED, ""):
             return launched
         if processes.process_count() > 1:
             return ""
@@ -96,7 +96,7 @@ def is_good(command: str) -> bool:
 def check(command: str) -> None:
     """Raises ValueError or FileNotFoundError for a command that its own checks refuse.
 
-    It begins with `distflow`, `python SCRIPT.py` or, of a launcher, what a command is launched by.
+    It begins with `distflow`, with `python` and one of scripts/, or with a launcher.
     """
     words = shlex.split(command)
     if "--" in words:
