@@ -22,7 +22,7 @@ Messages = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class CallForm:
     """A form by the parameters that tell it (`marks`) and those that a run passes (`own`).
 
     `named` are passed only to functions that name them, even beside `**kwargs`. `columns`: any
@@ -36,26 +36,26 @@ class Form:
     columns: bool = True
 
 
-ROW = Form(
+ROW = CallForm(
     "row",
     frozenset({"solution_str"}),
     ("data_source", "solution_str", "ground_truth", "extra_info"),
     named=("prompt", "response_length"),
     columns=False,
 )
-BATCH = Form(
+BATCH = CallForm(
     "batch",
     frozenset({"prompts", "completions", "completion_ids"}),
     ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
 )
-ROLLOUT = Form(
+ROLLOUT = CallForm(
     "rollout",
     frozenset({"completion", "state", "answer", "info"}),
     ("prompt", "completion", "answer", "state", "info", "task"),
 )
 
 
-def form_of(function: Callable[..., Any]) -> Form:
+def form_of(function: Callable[..., Any]) -> CallForm:
     """The form of a function by its parameters; ROW if none of them tells."""
     names = inspect.signature(function).parameters.keys()
     return next((form for form in (BATCH, ROW, ROLLOUT) if form.marks & names), ROW)
