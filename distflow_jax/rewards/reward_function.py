@@ -82,11 +82,6 @@ class RewardFunction:
         return "async" if any(part.is_async for part in self.parts) else "row"
 
 
-def single(function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The RewardFunction of one function."""
-    return RewardFunction((WeightedFunction(_name(function), function, kwargs=kwargs or {}),))
-
-
 def load_reward(
     spec: str, kwargs: Mapping[str, Any], weights: Sequence[float] = ()
 ) -> RewardFunction:
@@ -112,6 +107,8 @@ def load_reward(
         example = "my_module:my_function or path/to/file.py:my_function"
         function = user_functions.load_named(spec, REWARDS, _WHAT, setting=_WHAT, example=example)
         found = [WeightedFunction(spec, function)]
+    if not found:
+        raise ValueError(f"reward function {spec!r} names no function: it is empty")
     if weights and len(weights) != len(found):
         raise ValueError(
             f"reward.weights has {len(weights)} numbers for {len(found)} functions: "
