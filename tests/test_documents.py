@@ -70,9 +70,10 @@ def groups():
 
 
 def guides():
-    """README and the pages that the site lists under Start, Guides and Scale."""
+    """README and the pages that the site lists under these titles."""
     listed = groups()
-    names = ["index.md", *listed["Start"], *listed["Guides"], *listed["Scale"]]
+    titles = ("Start", "Coming from", "Guides", "Scale")
+    names = ["index.md", *(page for title in titles for page in listed[title])]
     return [ROOT / "README.md", *(ROOT / "docs" / name for name in names)]
 
 

@@ -143,6 +143,19 @@ def test_a_reward_is_tried_as_a_run_would_call_it(tmp_path):
     assert_harmless(rows)
 
 
+def test_a_prompt_of_messages_is_what_functions_of_conversations_get(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "def theirs(prompt, completion, answer):\n"
+        "    return len(prompt) + (completion[-1]['content'] == answer)\n"
+    )
+    config = df.load_config(
+        "tiny", {"reward.function": f"{tmp_path / 'theirs.py'}:theirs", "reward.kwargs": {}}
+    )
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 7?"}]
+    (row,) = df.try_reward(config, [{"response": "42", "ground_truth": "42", "prompt": asked}])
+    assert (row["score"], row["prompt"]) == (3.0, asked)
+
+
 @pytest.mark.parametrize(
     "example, says",
     [

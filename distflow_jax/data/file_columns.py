@@ -24,7 +24,7 @@ error. A text `prompt` beside two whole conversations must be the content of a m
 common beginning, which then is the prompt, with its roles.
 
 `data.columns` reads columns of other names as these (column_choice.py). All other columns go to
-`extra_info`, where reward functions find them.
+`extra_info`, where reward functions find them, as None where a row has null.
 """
 
 import re
@@ -107,6 +107,7 @@ def example_from_row(
     if not isinstance(row, dict):
         raise ValueError(f"{place}: expected an object with columns, got {shown(row)}")
     row = chosen_columns(row, columns, place, columns_key)
+    nulls = dict.fromkeys(column for column, value in row.items() if value is None)
     row = {column: value for column, value in row.items() if value is not None}
     row, image_column = take_images(row, place)
     check_answers(row, place)
@@ -142,7 +143,7 @@ def example_from_row(
         prompt=prompt,
         data_source=checked_text(row.get("data_source", data_source), place, "data_source"),
         ground_truth=_ground_truth(row, place, fallback_truth),
-        extra_info=_extra_info(row, place),
+        extra_info=_extra_info(nulls | row, place),
         ability=checked_text(row["ability"], place, "ability") if row.get("ability") else "",
         chosen=chosen,
         rejected=rejected,
@@ -227,11 +228,8 @@ def _ground_truth(row: dict[str, Any], place: str, fallback: Any) -> Any:
     reward_model = row.get("reward_model")
     if reward_model is not None:
         if not isinstance(reward_model, dict):
-            raise bad_value(
-                place,
-                "reward_model",
-                f"expected an object with 'ground_truth', got {shown(reward_model)}",
-            )
+            problem = f"expected an object with 'ground_truth', got {shown(reward_model)}"
+            raise bad_value(place, "reward_model", problem)
         if reward_model.get("ground_truth") is not None:
             return reward_model["ground_truth"]
         if reward_model.get("style", "rule") == "rule":
@@ -243,7 +241,7 @@ def _ground_truth(row: dict[str, Any], place: str, fallback: Any) -> Any:
 
 
 def _extra_info(row: dict[str, Any], place: str) -> dict[str, Any]:
-    info = row.get("extra_info", {})
+    info = {} if row.get("extra_info") is None else row["extra_info"]
     if not isinstance(info, dict):
         raise bad_value(place, "extra_info", f"expected an object, got {shown(info)}")
     return {column: row[column] for column in row if column not in CLAIMED_COLUMNS} | info

@@ -115,7 +115,7 @@ def rollout_arguments(
         "completion": _message("assistant", request.solution) if chat else request.solution,
         "answer": "" if request.ground_truth is None else request.ground_truth,
         "info": json.loads(info) if isinstance(info, str) else info,
-        "task": columns.get("task", "default"),
+        "task": columns.get("task") or "default",
     }
     available = values | {"state": dict(values)} | dict(objects) | dict(kwargs)
     return _taken(function, available, columns)

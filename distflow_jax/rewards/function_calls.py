@@ -14,7 +14,7 @@ from distflow_jax.rewards import call_forms, reward_function
 from distflow_jax.rewards.call_forms import BATCH
 from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, same_answers
-from distflow_jax.rewards.reward_function import Part, RewardFunction
+from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction
 
 NOT_SCORED = RewardResult(math.nan)
 
@@ -56,7 +56,7 @@ def score_requests(
 
 
 def _score_rows(
-    part: Part, requests: Sequence[RewardRequest], on_error: float
+    part: WeightedFunction, requests: Sequence[RewardRequest], on_error: float
 ) -> list[RewardResult]:
     results = [_guarded(functools.partial(part.call, r), on_error) for r in requests]
     if part.function not in ANSWERS:
@@ -132,7 +132,7 @@ def error_result(error: BaseException, on_error: float, hint: str = "") -> Rewar
 
 
 def _guarded_many(
-    part: Part,
+    part: WeightedFunction,
     requests: Sequence[RewardRequest],
     conversational: bool,
     timeout_seconds: float,

@@ -27,7 +27,7 @@ _WHAT = "reward function"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WeightedFunction:
     """One function. `objects`: values that its Rubric gives by name, such as `parser`."""
 
     name: str
@@ -72,7 +72,7 @@ class Part:
 class RewardFunction:
     """One function, or several whose weighted scores are added."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedFunction, ...]
 
     @functools.cached_property
     def kind(self) -> str:
@@ -80,11 +80,6 @@ class RewardFunction:
         if any(part.form is BATCH for part in self.parts):
             return "batch"
         return "async" if any(part.is_async for part in self.parts) else "row"
-
-
-def single(function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The RewardFunction of one function."""
-    return RewardFunction((Part(_name(function), function, kwargs=kwargs or {}),))
 
 
 def load_reward(
@@ -111,7 +106,9 @@ def load_reward(
     else:
         example = "my_module:my_function or path/to/file.py:my_function"
         function = user_functions.load_named(spec, REWARDS, _WHAT, setting=_WHAT, example=example)
-        found = [Part(spec, function)]
+        found = [WeightedFunction(spec, function)]
+    if not found:
+        raise ValueError(f"reward function {spec!r} names no function: it is empty")
     if weights and len(weights) != len(found):
         raise ValueError(
             f"reward.weights has {len(weights)} numbers for {len(found)} functions: "
@@ -131,7 +128,7 @@ def load_reward(
     )
 
 
-def _parts(name: str, value: Any, spec: str) -> Iterator[Part]:
+def _parts(name: str, value: Any, spec: str) -> Iterator[WeightedFunction]:
     """The functions of a function, of a list of functions, or of a Rubric."""
     if isinstance(value, list | tuple) or hasattr(value, "rubrics"):
         entries = value if isinstance(value, list | tuple) else value.rubrics
@@ -140,9 +137,9 @@ def _parts(name: str, value: Any, spec: str) -> Iterator[Part]:
     elif hasattr(value, "funcs") and hasattr(value, "weights"):
         objects = dict(getattr(value, "class_objects", {}))
         for function, weight in zip(value.funcs, value.weights, strict=True):
-            yield Part(_name(function), function, float(weight), objects)
+            yield WeightedFunction(_name(function), function, float(weight), objects)
     elif callable(value):
-        yield Part(name, value)
+        yield WeightedFunction(name, value)
     else:
         raise ValueError(
             f"reward function {spec!r}: {name} is {value!r}, which cannot be called; name a "
@@ -150,7 +147,7 @@ def _parts(name: str, value: Any, spec: str) -> Iterator[Part]:
         )
 
 
-def _check_signature(part: Part, shown: str, kwargs: Mapping[str, Any]) -> None:
+def _check_signature(part: WeightedFunction, shown: str, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError unless a run has a value for each parameter, as far as can be seen."""
     parameters = inspect.signature(part.function).parameters
     shown = f"{shown}{inspect.signature(part.function)}"
@@ -173,7 +170,7 @@ def _check_signature(part: Part, shown: str, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _check_kwargs(parts: Sequence[Part], spec: str, kwargs: Mapping[str, Any]) -> None:
+def _check_kwargs(parts: Sequence[WeightedFunction], spec: str, kwargs: Mapping[str, Any]) -> None:
     """Raises ValueError for an argument that the run passes itself, or that no function takes."""
     for key in kwargs:
         if any(key in (*part.form.own, *part.form.named) for part in parts):

@@ -5,6 +5,7 @@ Nightly: the commands of guides, and the tutorial to the letter, do what the pag
 
 import ast
 import json
+import pathlib
 import re
 import signal
 import subprocess
@@ -33,6 +34,10 @@ FOLLOWED = {
     "docs/adapters.md",
     "docs/asynchronous.md",
     "docs/data.md",
+    "docs/from_prime_rl.md",
+    "docs/from_trl.md",
+    "docs/from_tunix.md",
+    "docs/from_verl.md",
     "docs/memory.md",
     "docs/parallelism.md",
     "docs/report.md",
@@ -142,6 +147,30 @@ def test_data(tmp_path):
     (tmp_path / "alpaca.json").write_text(json.dumps(rows))
     (printed,) = [run(place(tmp_path), c) for c in lines(page("data.md")) if not is_left_out(c)]
     assert "alpaca" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (page("from_verl.md"), {"reward/acc", "reward/characters"}),
+        (page("from_trl.md"), {"reward/accuracy", "reward/brevity", "reward/longest"}),
+        (page("from_tunix.md"), {"reward/check_format", "reward/check_answer"}),
+        (page("from_prime_rl.md"), {"reward/correct", "reward/length"}),
+    ],
+    ids=lambda value: value.stem if isinstance(value, pathlib.Path) else "",
+)
+def test_coming_from(tmp_path, path, names):
+    """Files and functions in another project's forms train, and each function is a metric."""
+    place(tmp_path)
+    for block in blocks(path):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    for command in lines(path):
+        if not is_left_out(command):
+            run(tmp_path, command)
+    found = [set(read_metrics(p)[-1]) for p in tmp_path.glob("runs/*/metrics.jsonl")]
+    assert found and names <= set().union(*found)
 
 
 @pytest.mark.slow

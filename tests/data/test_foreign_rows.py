@@ -53,7 +53,8 @@ def test_trl_s_prompt_only_rows_and_their_columns(tmp_path, ending):
     first, second = rows_of(tmp_path / f"a.{ending}", rows)
     assert first.prompt == user("6 * 7?") and first.ground_truth == "$42$"
     assert first.extra_info == {"solution": "$42$", "level": "easy"}
-    assert second.ground_truth is None and second.extra_info == {"level": "hard"}
+    assert second.ground_truth is None
+    assert second.extra_info == {"solution": None, "level": "hard"}  # TRL passes None, too
     (plain,) = rows_of(tmp_path / f"b.{ending}", [{"prompt": "6 * 7 =", "ground_truth": "42"}])
     assert (plain.prompt, plain.ground_truth) == ("6 * 7 =", "42")
 

@@ -66,6 +66,8 @@ def test_modules_count_with_their_package(files, monkeypatch):
     found = own_code.hashes_of([f"{package.name}.score:f", "own_module_of_a_test:f"])
     names = {f"{package.name}/{name}" for name in ("__init__.py", "score.py", "deep/help.py")}
     assert found.keys() == names | {"own_module_of_a_test.py"}
+    several = own_code.hashes_of([f"{package}/score.py:f,g", f"{package.name}.score:f,g"])
+    assert several.keys() == names | {f"{package}/score.py"}
 
 
 def test_other_texts_are_no_code(files):

@@ -166,6 +166,7 @@ def test_an_async_part_that_fails_is_the_failure_of_its_response():
     [
         ("of_verifiers.py:correct_answer", {}, "takes a parser, which its Rubric has: name the R"),
         ("of_verifiers.py:match", {}, "has no 'match'; it has exact, correct_answer, tests_passed"),
+        ("of_trl.py:none", {}, "names no function: it is empty"),
         ("of_trl.py:math", {}, r"math is <module .* which cannot be called; name a function, a li"),
         (
             "of_trl.py:reward_funcs",

@@ -13,13 +13,17 @@ from distflow_jax.rewards.math_answer import math as math_reward
 from distflow_jax.rewards.pool import RewardPool, failures
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, REWARDS, same_answers
-from distflow_jax.rewards.reward_function import single
+from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction
 from distflow_jax.stages.reward import _sums
+
+
+def one(function):
+    return RewardFunction((WeightedFunction("one", function),))
 
 
 def scored(function, *solutions, truth="5", **options):
     requests = [RewardRequest("s", solution, truth) for solution in solutions]
-    return score_requests(single(function), requests, timeout_seconds=2, on_error=-1.0, **options)
+    return score_requests(one(function), requests, timeout_seconds=2, on_error=-1.0, **options)
 
 
 def returning(values):
@@ -136,7 +140,7 @@ def scored_votes(answers):
 
 
 def scored_one(vote):
-    return score_requests(single(math_reward), [vote], timeout_seconds=2, on_error=0.0)[0]
+    return score_requests(one(math_reward), [vote], timeout_seconds=2, on_error=0.0)[0]
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,4 @@ def get_soft_overlong_punishment(max_completion_len, soft_punish_cache):
 cosine = CosineScaledReward(max_len=4)
 overlong = get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2)
 reward_funcs = [accuracy_reward, think_format_reward]
+none = []
