@@ -59,7 +59,7 @@ class Checkpointer:
         quiet_orbax()
         # Orbax uses barriers of this kind: compile them here instead of in the middle of the run
         processes.barrier("checkpointer")
-        self.folder = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
+        self.folder = epath.Path(os.path.abspath(folder))
         self.additions = AdditionWriter(self.folder)
         self._keep = config.keep
         self._is_first = processes.process_index() == 0

@@ -18,7 +18,7 @@ import pathlib
 import ml_collections
 
 from distflow_jax.did_you_mean import hint
-from distflow_jax.parsing.paths import named_path
+from distflow_jax.parsing.paths import named_path, refuse_bucket
 from distflow_jax.user_functions import load_function, shipped_folder
 
 
@@ -32,6 +32,7 @@ def config_file(source: str | os.PathLike) -> str:
 
     Raises ValueError, with the nearest name, for a name that no shipped config has.
     """
+    refuse_bucket("config file", os.fspath(source))
     name, colon, argument = os.fspath(source).partition(":")
     if name.endswith(".py"):
         return f"{named_path('config file', name)}{colon}{argument}"

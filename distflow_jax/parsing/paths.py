@@ -5,7 +5,9 @@ FileNotFoundError where there is nothing, and else ValueError.
 """
 
 import contextlib
+import dataclasses
 import errno
+import importlib.util
 import os
 import re
 import stat
@@ -18,20 +20,75 @@ from distflow_jax.parsing.one_line import not_utf8, one_line, shown
 KINDS = ("file", "folder", "new_file", "new_folder")  # of paths, see `checked_path`
 
 
+@dataclasses.dataclass(frozen=True)
+class _Store:
+    """An object store: how to come by files of a bucket, and to keep files there."""
+
+    mount: str
+    copy: str  # with the place that is read and the place that is written
+    packages: tuple[str, ...]  # of which one lets JAX keep compiled programs in a bucket
+
+
+_STORES = {
+    "gs": _Store("gcsfuse", "gcloud storage cp --recursive {} {}", ("gcsfs", "tensorflow")),
+    "s3": _Store("mount-s3", "aws s3 cp --recursive {} {}", ("s3fs",)),
+}
+
+
+def refuse_bucket(name: str, text: str, *, written: bool = False) -> None:
+    """ValueError, with what to do instead, for a path in a bucket: gs:// or s3://.
+
+    `written`: whether files are made there; those of a run grow and are renamed, which object
+    stores do not support.
+    """
+    if not (store := _store_of(text)):
+        return
+    fix = f"mount it ({store.mount}), or copy it first: {store.copy.format(shown(text), 'FOLDER')}"
+    if written:
+        fix = (
+            "write to a disk or a shared file system (NFS, Filestore), and copy the files "
+            f"afterwards: {store.copy.format('FOLDER', shown(text))}"
+        )
+    raise ValueError(_said(name, text, f"is in a bucket, which is no file system; {fix}"))
+
+
+def check_program_bucket(name: str, text: str) -> None:
+    """ValueError unless JAX can keep compiled programs at a URL: in a bucket, by a package."""
+    if not (store := _store_of(text)):
+        raise ValueError(_said(name, text, "is in no file system, and in no bucket of gs or s3"))
+    if not any(map(importlib.util.find_spec, store.packages)):
+        package = store.packages[0]
+        fix = f"pip install {package}, or name a folder on a shared file system"
+        raise ValueError(_said(name, text, f"is in a bucket, for which JAX needs {package}: {fix}"))
+
+
+def _store_of(text: str) -> _Store | None:
+    scheme, found, _ = text.strip().partition("://")
+    return _STORES.get(scheme.lower()) if found else None
+
+
 def cache_folder() -> Path:
     """The user's folder of what can be made again: $DISTFLOW_CACHE, or ~/.cache/distflow_jax."""
     return named_path("DISTFLOW_CACHE", os.environ.get("DISTFLOW_CACHE") or "~/.cache/distflow_jax")
 
 
-def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "") -> Path:
+def named_path(
+    name: str,
+    text: str | os.PathLike,
+    folder: str | os.PathLike = "",
+    *,
+    written: bool = False,
+) -> Path:
     """The path of a name, with ~ at its start and $VARIABLES replaced as shells do.
 
-    A relative one begins in `folder`, "" is the working folder. Raises ValueError for a name that
-    cannot be looked up: empty, a URL, too long, a circle of links, a variable that is not set.
+    A relative one begins in `folder`, "" is the working folder; `written` as of `refuse_bucket`.
+    Raises ValueError for a name that cannot be looked up: empty, in a bucket, another URL, too
+    long, a circle of links, a variable that is not set.
     """
     given = os.fspath(text)
     if not given.strip():
         raise ValueError(f"{name} is empty: name a file or a folder")
+    refuse_bucket(name, given, written=written)
     if "://" in given:
         raise ValueError(_said(name, given, "is in no file system: mount it, or name a path"))
     if found := not_utf8(given):
@@ -50,7 +107,7 @@ def named_path(name: str, text: str | os.PathLike, folder: str | os.PathLike = "
 
 def checked_path(kind: str, name: str, text: str | os.PathLike) -> Path:
     """The path of a file or folder that can be read, or (new_) written; it need not exist then."""
-    path = named_path(name, text)
+    path = named_path(name, text, written=kind.startswith("new_"))
     if kind == "file":
         with reading(path, name) as file:
             file.read(1)

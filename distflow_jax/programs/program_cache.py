@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from distflow_jax.parsing.paths import checked_path
+from distflow_jax.parsing.paths import check_program_bucket, checked_path
 from distflow_jax.programs.program_folder import VARIABLE, automatic_folder, prepare
 
 AUTOMATIC = "auto"  # a folder below the user's cache folder
@@ -53,6 +53,8 @@ def kept_programs(folder: str) -> Iterator[None]:
 
 def _named(folder: str) -> str:
     """The path of a folder that the user chose; a bucket's is JAX's to read."""
+    if "://" in folder:
+        check_program_bucket("compilation_cache", folder)
     if not folder or "://" in folder:
         return folder
     path = checked_path("new_folder", "compilation_cache", folder).resolve()

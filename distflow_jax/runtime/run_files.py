@@ -43,7 +43,7 @@ log = logging.getLogger("distflow_jax")
 
 def run_folder(workdir: str | os.PathLike) -> pathlib.Path:
     """The folder of a run, see `named_path`."""
-    return named_path("--workdir", workdir)
+    return named_path("--workdir", workdir, written=True)
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class Trainer:
             )
         self._source = open_configured(config)
         self.sampling: SamplingParams = SamplingParams.of_training(config.rollout)
-        self._folder = named_path("workdir", workdir)
+        self._folder = named_path("workdir", workdir, written=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         # rounds of a region, and prompts in the place of those that nobody answered, need more
         count = 4 * self._settled.training.steps * data.prompts_per_step

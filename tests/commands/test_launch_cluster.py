@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.programs import finished
 
 from distflow_jax.cluster import job
-from distflow_jax.commands.launch import gke, hosts, skypilot, slurm, tpu_vm
+from distflow_jax.commands.launch import gke, hosts, local, skypilot, slurm, tpu_vm
 
 NAMED = {"gke": gke, "skypilot": skypilot, "slurm": slurm, "tpu_vm": tpu_vm}
 
@@ -287,6 +287,38 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
     usual = {slurm: SLURM, gke: TPU, skypilot: SKY, tpu_vm: VM}[launcher]
     with pytest.raises(ValueError, match=re.escape(message)):
         launcher.main([*usual, *flags, "--dry_run", "--unchecked", "--", *TRAIN])
+
+
+@pytest.mark.parametrize(
+    "launcher, flags", [(slurm, SLURM), (gke, TPU), (skypilot, SKY), (tpu_vm, VM), (local, [])]
+)
+@pytest.mark.parametrize(
+    "name, words, fix",
+    [
+        ("--workdir", ["--workdir=gs://b/run"], "cp --recursive FOLDER 'gs://b/run'"),
+        ("--workdir", ["--workdir", "s3://b/run"], "aws s3 cp --recursive FOLDER 's3://b/run'"),
+        ("--config.data.train", ["--config.data.train=gs://b/x"], "'gs://b/x' FOLDER"),
+    ],
+)
+def test_a_bucket_is_refused_before_anything_is_printed(launcher, flags, name, words, fix, capsys):
+    dry = [] if launcher is local else ["--dry_run", "--unchecked"]
+    with pytest.raises(ValueError, match=f"^{name}=.* is in a bucket.*{fix}$"):
+        launcher.main([*flags, *dry, "--", "train", "--config=tiny", *words])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_buckets_of_programs_that_can_read_them_are_launched(capsys):
+    """A script of one's own, and compiled programs, which JAX reads itself."""
+    command = ["--config.compilation_cache=gs://b/programs", "--workdir=runs/x"]
+    for words in (["own.py", "--data=gs://b/x"], ["train", "--config=tiny", *command]):
+        assert tpu_vm.main([*VM, "--dry_run", "--unchecked", "--", *words]) == 0
+        assert "gs://b/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher, flags", [(skypilot, SKY), (tpu_vm, VM), (gke, TPU)])
+def test_a_bucket_is_no_folder_of_hosts(launcher, flags):
+    with pytest.raises(ValueError, match="^--directory=gs://b/x is in a bucket.*gcsfuse"):
+        launcher.main([*flags, "--directory=gs://b/x", "--dry_run", "--", "train", "--config=tiny"])
 
 
 @pytest.mark.parametrize("launcher, flags", [(gke, TPU), (skypilot, SKY)])

@@ -32,9 +32,16 @@ def test_an_empty_name_is_not_the_current_folder(name):
         run_folder(name)
 
 
-@pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run", "hf://x"])
-def test_a_url_is_not_made_a_folder(name):
-    with pytest.raises(ValueError, match=f"--workdir={name} is in no file system: mount"):
+@pytest.mark.parametrize(
+    "name, fix",
+    [
+        ("gs://bucket/run", "Filestore.*: gcloud storage cp --recursive FOLDER 'gs://bucket/run'$"),
+        ("s3://bucket/run", "aws s3 cp --recursive FOLDER 's3://bucket/run'$"),
+        ("hf://x", "is in no file system: mount"),
+    ],
+)
+def test_a_url_is_not_made_a_folder(name, fix):
+    with pytest.raises(ValueError, match=f"^--workdir={name} .*{fix}"):
         run_folder(name)
 
 

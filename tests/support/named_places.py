@@ -74,10 +74,15 @@ NAMED = {
     "no_variable": "$SURELY_NOT_SET/name{ending}",
     "no_braced_variable": "a${{SURELY_NOT_SET}}/name{ending}",
     "bytes": "{folder}/\udcff\udcfe{ending}",
-    "url": "s3://bucket/name{ending}",
+    "url": "ftp://host/name{ending}",
+    "bucket": "gs://bucket/name{ending}",
+    "s3_bucket": "s3://bucket/name{ending}",
 }
+# kind -> words of the fix that a message names
+FIXES = {"bucket": "gcloud storage cp --recursive", "s3_bucket": "aws s3 cp --recursive"}
+OF_JAX = {"bucket": "pip install gcsfs", "s3_bucket": "pip install s3fs"}  # of compiled programs
 NOTHING = {
-    "url",
+    *("url", "bucket", "s3_bucket"),
     "blank",
     "no_user",
     "no_variable",
@@ -143,7 +148,7 @@ _SOURCE = REFUSED["file"] - {"blank"} | CONTENT | {"file"}
 # key -> [(ending, value, further assignments, kinds that are refused)]
 KEYS = {
     "dag": [(".yaml", "{}", [], _CODE), (".py", "{}:f", [], _CODE)],
-    "compilation_cache": [("", "{}", [], REFUSED["new_folder"] - {"url"})],
+    "compilation_cache": [("", "{}", [], REFUSED["new_folder"])],
     "model.source": [
         *((ending, "{}", [], _SOURCE) for ending in ("", ".gguf", ".safetensors")),
         ("", "random:{}", [], _SOURCE - {"file", "dangling", "missing"}),
@@ -215,13 +220,16 @@ def all_cases(folder):
                 before.remove("--prompt=x")
             given = [*before, *MORE.get(flag, []), f"--{flag}={value}"]
             says = [] if flag in ("config", "source") else [flag]
+            says += [FIXES[kind]] if kind in FIXES else []
             add(f"{command} --{flag}: {kind}", command, given, says)
     for key, forms in KEYS.items():
         for number, (ending, form, more, kinds) in enumerate(forms):
             for kind in sorted(kinds):
                 place = make_place(folder / f"{key}_{number}_{kind}", kind, ending)
                 given = [f"--config.{key}={form.format(place)}", *(f"--config.{a}" for a in more)]
-                add(f"{key}={form} {ending}: {kind}", "train", [*STARTS["train"], *given], [])
+                fixes = OF_JAX if key == "compilation_cache" else FIXES
+                says = [place, fixes[kind]] if kind in fixes else []
+                add(f"{key}={form} {ending}: {kind}", "train", [*STARTS["train"], *given], says)
     return found
 
 

@@ -16,10 +16,13 @@ from distflow_jax.cluster import job
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
 from distflow_jax.config.user_error import NAME_ERRORS, user_error
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.paths import refuse_bucket
 from distflow_jax.planning.chips import CHIPS
 
 # flags of a training run that no other program with its config takes
 _OF_TRAINING = ("workdir", "replay", "profile_steps", "coordinator", "num_processes", "process_id")
+_WRITTEN = ("workdir", "out", "log")  # flags of files and folders that are made
+_MAY_BE_BUCKETS = ("config.compilation_cache",)
 
 
 REPEATED: dict[str, Any] = {"action": "append", "default": []}  # of a flag that is given often
@@ -79,13 +82,28 @@ def python_command(options: argparse.Namespace) -> list[str]:
     Raises ValueError for one that begins with neither a subcommand, nor a .py file, nor an option
     of the interpreter.
     """
+    for name, text in vars(options).items():
+        if isinstance(text, str):
+            refuse_bucket(f"--{name}", text, written=name in _WRITTEN)
     command = python_arguments(options.command)
+    _refuse_buckets(command)
     word = next((word for word in command if word != "distflow"), "")
     if not (word.startswith("-") or word.endswith(".py")):
         raise ValueError(
             f"unknown command {word!r} after -- ({hint(word, SUBCOMMANDS)}); or give a .py file"
         )
     return command
+
+
+def _refuse_buckets(command: Sequence[str]) -> None:
+    """ValueError for a flag of a subcommand, or of its script, whose value is in a bucket."""
+    programs = {pathlib.PurePath(word).stem for word in command if word[:1] != "-"}
+    if not programs & {*SUBCOMMANDS}:  # a script of the user's own may read buckets
+        return
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if word.startswith("-") and name.lstrip("-") not in _MAY_BE_BUCKETS:
+            refuse_bucket(name, value if equals else after, written=name.lstrip("-") in _WRITTEN)
 
 
 def train_flags(command: Sequence[str]) -> tuple[int, list[str], str] | None:

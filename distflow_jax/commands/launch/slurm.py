@@ -90,7 +90,7 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
     options = make_parser(program).parse_args(arguments)
     options.python = options.python or sys.executable
     options.directory = str(named_path("--directory", options.directory or os.getcwd()))
-    options.log = str(named_path("--log", options.log))  # Slurm replaces %j and no ~
+    options.log = str(named_path("--log", options.log, written=True))  # Slurm replaces %j and no ~
     options.command = hosts.python_command(options)
     check(options)
     options.worker = group_command(options)

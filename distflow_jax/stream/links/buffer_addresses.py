@@ -8,7 +8,7 @@ import socket
 
 from distflow_jax.cluster import processes
 from distflow_jax.parsing.addresses import checked_address, listen
-from distflow_jax.parsing.paths import reading
+from distflow_jax.parsing.paths import reading, refuse_bucket
 
 FILE = "task_buffers.json"
 
@@ -55,6 +55,7 @@ def start_before(folder: str | os.PathLike) -> str:
 
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
+    refuse_bucket("--join", join)
     parts = tuple(join.split(","))
     if "://" not in join and not any(":" in part and "/" not in part for part in parts):
         return ()
