@@ -47,6 +47,7 @@ class PrintedCommands:
             given = self.argv[2:]
         else:
             return {}
+        candidates: Mapping[str, Iterable[str]]
         if end.stopped:
             candidates = {"resume": [self._start(called["train"], given)]}
         else:
