@@ -67,7 +67,8 @@ def tool(folder, printed):
     found = rows(folder, "tools")
     assert all(row["environment/infra/raised"] == 0 for row in found)
     assert all(row["environment/tool_calls"] > 0.3 for row in found)
-    assert found[-1]["critic/score/mean"] > found[0]["critic/score/mean"]
+    score = [row["critic/score/mean"] for row in found]
+    assert sum(score[-5:]) > sum(score[:5])
     last = (folder / "runs/tools/samples/20.jsonl").read_text()
     assert "<tool>Peru</tool>" in last and "<result>Lima</result>" in last
 
