@@ -325,6 +325,8 @@ def test_a_bucket_is_no_folder_of_hosts(launcher, flags):
 def test_a_workdir_that_hosts_do_not_share(launcher, flags):
     with pytest.raises(ValueError, match="--workdir=runs/first is on no volume.*--volume=NAME:"):
         launcher.main([*flags, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
+    with pytest.raises(ValueError, match="--workdir is missing: give --volume=NAME:PATH and a"):
+        launcher.main([*flags, "--dry_run", "--", "train", "--config=tiny"])
 
 
 @pytest.mark.parametrize(

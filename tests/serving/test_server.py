@@ -384,7 +384,7 @@ def test_stopping_lets_requests_end_or_refuses_them(grace, hurry, ends):
             events = [next(running), next(running)]
             stopped = other.begin_stop(hurry)
             if ends:
-                until(lambda: other.server._rpc.stopping)
+                until(lambda: other.server._services[-1].stopping)
                 refused(lambda: client.responses(prompt="x"), grpc.StatusCode.UNAVAILABLE)
             else:
                 details = refused(lambda: list(running), grpc.StatusCode.UNAVAILABLE)
