@@ -69,8 +69,8 @@ TRAIN = Subcommand(
     ),
     """\
 Exit code 0: done. 75: stopped by SIGTERM or Ctrl-C with a checkpoint; the same
-command resumes the run. A second Ctrl-C ends it at once, with exit code 130. 2: a
-user error; the one-line message names the fix.""",
+command resumes the run. A second Ctrl-C ends it at once with exit code 130.
+2: a user error; the one-line message names the fix.""",
     "train_command",
 )
 

@@ -59,6 +59,8 @@ OF_A_MACHINE = ("timing", "perf/", "val-")  # metrics that a replay has otherwis
 WORDS_NOT_RUN = {
     "openssl": "it makes a secret; tests/serving/test_access.py runs it for a certificate",
     "--token_file": "an open port; tests/serving/test_serve_process.py serves with these flags",
+    "--config.dag=orpo": "400 pairs; tests/runs/test_learning.py trains on as many",
+    "--config.dag=kto": "400 pairs, split in two; tests/runs/test_learning.py trains on as many",
     "hf:": "tests use no network; tests/data/test_columns.py reads a cache of the hub",
 }
 

@@ -288,7 +288,7 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
             "cannot reach trainers at localhost:5",
         ),
         ([*RUN[:3], RUN[5]], "--workers needs a run with --config.stream.workers=True"),
-        ([*RUN[:2], *RUN[3:]], "--workers needs the run's --workdir"),
+        ([*RUN[:2], *RUN[3:]], "--workdir"),
         (["scripts/evaluate.py", *RUN[1:]], "--workers needs a training run after --"),
     ],
 )

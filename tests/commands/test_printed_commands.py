@@ -85,7 +85,7 @@ def test_a_stopped_run_is_resumed_by_what_started_it(place):
     ("command", "words"),
     [
         ("distflow train --config=tiny --workdir=w --config.seeds=1", "unknown key config.seeds"),
-        ("distflow evaluate --config=tiny --prompt=x", "Unknown command line flag 'prompt'"),
+        ("distflow evaluate --config=tiny --prompt=x", "unknown flag --prompt"),
         ("distflow generate --config=tiny --prompt=x --samples=99", "--samples=99 is above"),
         ("distflow export --out=new", "give --workdir"),
         ("distflow evaluate --config=tiny --run=nowhere", "nowhere"),

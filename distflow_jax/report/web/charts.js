@@ -224,7 +224,7 @@ class Chart {
       series,
       bands,
       scales: {
-        x: { time: false, range: (_, low, high) => settings.zoom ?? this.ends(low, high) },
+        x: { time: false, range: (plot) => settings.zoom ?? this.ends(plot.data[0]) },
         y: { distr: settings.log ? 3 : 1, range: (_, low, high) => this.height(low, high) },
       },
       axes: [
@@ -261,8 +261,10 @@ class Chart {
     return [...Array(14).keys()].flatMap((n) => [1, 2, 5].map((m) => m * 10 ** (n + 1)));
   }
 
-  ends(low, high) {
-    if (low === null) return [0, 1];
+  // uPlot's own range of one point is twice as wide
+  ends(places) {
+    if (!places.length) return [0, 1];
+    const low = places[0], high = places.at(-1);
     if (low !== high) return [low, high];
     // a single point stands where it is in the run
     const whole = settings.axis === "step" ? Math.max(...this.runs.map((run) => run.last)) : 2 * low;
