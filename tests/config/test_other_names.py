@@ -89,8 +89,7 @@ def test_a_config_file_with_such_a_name_is_explained_too():
         ("zzz", "(keys of the config are --config.KEY=VALUE)"),
     ],
 )
-def test_a_flag_that_is_a_key_is_explained(flag, meant, monkeypatch):
+def test_a_flag_that_is_a_key_is_explained(flag, meant):
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "", flag_values=values)
-    monkeypatch.setattr(command_line.flags, "FLAGS", values)
-    assert command_line._unknown_flag(flag) == f"unknown flag --{flag} {meant}"
+    assert command_line._unknown_flag(flag, values) == f"unknown flag --{flag} {meant}"
