@@ -169,7 +169,14 @@ KEYS = {
 NO_PATHS = {
     *("data.columns", "data.prompt_suffix", "data.system_prompt", "data.date"),
     *("data.template_kwargs", "eval.columns", "stream.listen", "stream.worker_nodes"),
-    *("lora.targets", "mesh.devices", "mesh.roles", "model.vision", "observe.profile_steps"),
+    *(
+        "lora.targets",
+        "mesh.chip",
+        "mesh.devices",
+        "mesh.roles",
+        "model.vision",
+        "observe.profile_steps",
+    ),
     *("observe.tracker_project", "reward.kwargs", "rollout.environment_kwargs"),
 }
 

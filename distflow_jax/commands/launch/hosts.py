@@ -41,7 +41,7 @@ class Host:
         return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
 
 
-class _Parser(argparse.ArgumentParser):
+class _LauncherParser(argparse.ArgumentParser):
     """A parser whose errors about unknown flags name the nearest one."""
 
     def error(self, message: str) -> NoReturn:
@@ -59,7 +59,7 @@ def parser(doc: str, program: str) -> argparse.ArgumentParser:
     """
     summary, example, details = doc.split("\n\n", 2)
     example = re.sub(r"distflow launch \w+", program, example)
-    return _Parser(
+    return _LauncherParser(
         prog=program,
         description=summary + "\n\n" + details,
         epilog="example:\n  " + example.replace("\n", "\n  "),
