@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -287,7 +287,7 @@ def _unknown(
     path: str,
     where: str,
     section: Iterable[str],
-    known: Iterable[str] = (),
+    known: Collection[str] = (),
     rest: Sequence[str] = (),
 ) -> str:
     """One line for the unknown key `path`, "a.b.c", of which `where` has only the keys `section`.
