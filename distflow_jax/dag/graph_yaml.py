@@ -24,7 +24,7 @@ from distflow_jax.dag.graph import Graph, Node, Region, check_settings
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.json_text import read_text
 from distflow_jax.parsing.one_line import one_line, shown
-from distflow_jax.parsing.paths import named_path, names_file, refuse_bucket
+from distflow_jax.parsing.paths import named_path, names_file
 from distflow_jax.parsing.yaml_text import MOST_BYTES, BoundedLoader, load_yaml
 from distflow_jax.user_functions import load_function, shipped_folder
 
@@ -242,9 +242,8 @@ def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
     known = built_in()
     if name_or_path in known:
         return open_yaml(known[name_or_path], config)
-    refuse_bucket("dag", name_or_path)  # a path would lose a slash of it
     if pathlib.Path(name_or_path).suffix in (".yaml", ".yml"):
-        return open_yaml(pathlib.Path(name_or_path), config)
+        return open_yaml(named_path("dag", name_or_path), config)
     place, _, function = name_or_path.rpartition(":")
     if not place or not function:
         raise ValueError(

@@ -21,7 +21,7 @@ KINDS = ("file", "folder", "new_file", "new_folder")  # of paths, see `checked_p
 
 
 @dataclasses.dataclass(frozen=True)
-class _Store:
+class _BucketStore:
     """An object store: how to come by files of a bucket, and to keep files there."""
 
     mount: str
@@ -30,8 +30,8 @@ class _Store:
 
 
 _STORES = {
-    "gs": _Store("gcsfuse", "gcloud storage cp --recursive {} {}", ("gcsfs", "tensorflow")),
-    "s3": _Store("mount-s3", "aws s3 cp --recursive {} {}", ("s3fs",)),
+    "gs": _BucketStore("gcsfuse", "gcloud storage cp --recursive {} {}", ("gcsfs", "tensorflow")),
+    "s3": _BucketStore("mount-s3", "aws s3 cp --recursive {} {}", ("s3fs",)),
 }
 
 
@@ -62,7 +62,7 @@ def check_program_bucket(name: str, text: str) -> None:
         raise ValueError(_said(name, text, f"is in a bucket, for which JAX needs {package}: {fix}"))
 
 
-def _store_of(text: str) -> _Store | None:
+def _store_of(text: str) -> _BucketStore | None:
     scheme, found, _ = text.strip().partition("://")
     return _STORES.get(scheme.lower()) if found else None
 

@@ -228,7 +228,7 @@ def test_the_folder_of_programs_is_counted(tmp_path, monkeypatch):
     other = host_findings.program_finding({program_folder.VARIABLE: str(tmp_path / "other")})
     assert f"other ({program_folder.VARIABLE}) does not exist yet" in other.text
     bucket = host_findings.program_finding({program_folder.VARIABLE: "gs://bucket/x"})
-    assert bucket.level == OK and "JAX reads itself" in bucket.text
+    assert bucket.level == NOTE and "pip install gcsfs" in bucket.text  # tests have none
 
 
 def test_a_port_in_use_is_named():

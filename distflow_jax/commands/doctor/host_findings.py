@@ -13,7 +13,7 @@ from distflow_jax.cluster.job import COORDINATOR_PORT
 from distflow_jax.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
 from distflow_jax.commands.subcommands import SERVE
 from distflow_jax.parsing.addresses import listen
-from distflow_jax.parsing.paths import cache_folder
+from distflow_jax.parsing.paths import cache_folder, check_program_bucket
 from distflow_jax.programs.program_folder import ENTRIES, LEAST_FREE, VARIABLE, automatic_folder
 from distflow_jax.programs.units import format_bytes
 
@@ -101,12 +101,13 @@ def cache_findings() -> Iterator[Finding]:
 def program_finding(environ: Mapping[str, str]) -> Finding:
     """The folder of compiled programs, which makes later starts short."""
     name, chosen = "programs", environ.get(VARIABLE, "")
-    if "://" in chosen:
-        return Finding(OK, name, f"{chosen} ({VARIABLE}), which JAX reads itself")
     try:
+        if "://" in chosen:
+            check_program_bucket(VARIABLE, chosen)
+            return Finding(OK, name, f"{chosen} ({VARIABLE}), which JAX reads itself")
         folder = pathlib.Path(chosen) if chosen else automatic_folder()
     except ValueError as error:
-        return Finding(NOTE, name, f"none are kept: {error}", "set DISTFLOW_CACHE")
+        return Finding(NOTE, name, f"none are kept: {error}", "choose a folder that you own")
     by = f" ({VARIABLE})" if chosen else ""
     fix = "set compilation_cache to a folder of your own; without one every start compiles again"
     try:
