@@ -38,6 +38,7 @@ from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.samplers.file_limit import raise_file_limit
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.run_nodes import Hosting, own_sizes, read_nodes
 from distflow_jax.stream.links.buffer_addresses import addresses
@@ -45,7 +46,6 @@ from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
 from distflow_jax.stream.links.environment_hosts import EnvironmentHosts
-from distflow_jax.stream.links.file_limit import raise_file_limit
 from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.node_runner import NodeRunner
