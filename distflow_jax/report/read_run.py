@@ -53,9 +53,9 @@ class RunFolder:
     `earlier` those of other files that have the same prompts; `steps` the spans of the first and
     the last step in the trace; `partial_batches` the records of partial batches of these steps
     (stream/batches/recordings.py); `stragglers` the records of RunWriter.stragglers, `groups` those
-    of a run with workers (stream/resume.py), `events` those of RunWriter.event; `objectives` what the plan's nodes train, in their order, as
-    "policy" or "value"; `samples_prompts` whether a node samples responses; `notes` the problems
-    that were met.
+    of a run with workers (stream/resume.py), `events` those of RunWriter.event; `objectives` what
+    the plan's nodes train, in their order, as "policy" or "value"; `samples_prompts` whether a node
+    samples responses; `notes` the problems that were met.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Table of a run's workers: the steps and groups that each sampled for, and the age of its tokens."""
+"""Table of a run's workers: steps and groups that each sampled for, and the age of its tokens."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
