@@ -26,6 +26,7 @@ from support.counted_buffers import (
     working,
 )
 from support.faulty_wire import LATE, LOST, TWICE, UNANSWERED, Faults, Forwarder
+from support.paths import ROOT
 from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG
 
@@ -35,6 +36,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.stream.frames.frames import Frame, samples_frame, samples_of, work_frame, work_of
 from distflow_jax.stream.links import buffer_links
+from distflow_jax.stream.links import shared_tables as shared_tables_lib
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     addresses,
@@ -236,6 +238,15 @@ def test_trainers_that_take_calls_and_do_not_answer_are_named_in_time(tmp_path, 
     with pytest.raises(ValueError, match="no trainer answers at"):
         Joining(str(tmp_path), "w", TABLES).first(2.0)
     assert now[0] < 3.0 and asked == set(buffers)
+
+
+def test_the_page_on_workers_lists_the_keys_that_may_differ():
+    text = (ROOT / "docs" / "workers.md").read_text(encoding="utf-8")
+    for key in shared_tables_lib.OWN_KEYS:
+        section, _, name = key.rpartition(".")
+        assert f"`{name if section in ('rollout', 'stream') else key}`" in text, key
+    for section in shared_tables_lib.OWN_SECTIONS:
+        assert f"`{section}`" in text, section
 
 
 def test_a_folder_that_no_trainer_has_opened_is_named_with_what_to_do(tmp_path):
