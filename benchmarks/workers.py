@@ -172,7 +172,7 @@ def measure_joins(options: argparse.Namespace, folder: pathlib.Path) -> dict[str
             run.wait(lambda: (run.folder / "task_buffers.json").exists())
             done, began = len(run.rows()), time.monotonic()
             process = run.join(name)
-            run.wait(lambda name=name: "ready: " in run.log(name))
+            run.wait(lambda name=name: "ready as " in run.log(name))
             ready = time.monotonic() - began
             run.wait(lambda done=done: len(run.rows()) > done)
             first_step, cpu = time.monotonic() - began, cpu_seconds(process)

@@ -54,6 +54,7 @@ from distflow_jax.runtime.samplers.make_source import make_source
 from distflow_jax.runtime.samplers.replays import open_recording
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import make_steps
+from distflow_jax.stream.links.buffer_addresses import forget_end
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_signals, watched
@@ -116,10 +117,16 @@ def train_here(
             terminal.print(f"{folder} is finished: step {done} of {config.training.steps}.")
             terminal.print("Choose another --workdir, or raise training.steps to go on")
             return EXIT_DONE
+        if processes.process_index() == 0:
+            forget_end(folder)
         recording = open_recording(replay, folder, done) if replay else None
         date = recorded_date(pathlib.Path(replay or folder))
         prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
         files.enter_context(contextlib.closing(prepared))
+        if prepared.config.stream.workers:
+            found = commands(run_end.RunEnd(str(folder), answers=True, waits=True))
+            unknown = f"distflow worker --config=... --join={folder}"
+            prepared.worker_command = found.get("worker", unknown)
         watchdog = watchdog or Watchdog(config.health, 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)

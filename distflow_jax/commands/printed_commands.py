@@ -1,4 +1,4 @@
-"""Commands that a run prints at its end: made from the one that started it, each checked.
+"""Commands that a run prints at its end, or for its workers: made from its own, and each checked.
 
 A command is printed as it is checked: split as a shell does it, parsed by the flags of its
 subcommand, and then by the checks that the subcommand itself begins with (`checked` of its module).
@@ -37,7 +37,7 @@ class PrintedCommands:
 
     def __call__(self, end: RunEnd) -> dict[str, str]:
         """{"evaluate": command, ...} for a run that has ended; {"resume": command} for one that was
-        stopped. A shell takes each as it is."""
+        stopped, {"worker": command} for one that waits. A shell takes each as it is."""
         program = pathlib.PurePath(self.argv[0]) if self.argv else pathlib.PurePath()
         if program.name == "train.py":
             called = {name: f"python {program.with_name(name)}.py" for name in SUBCOMMANDS}
@@ -48,7 +48,10 @@ class PrintedCommands:
         else:
             return {}
         candidates: dict[str, Iterable[str]]
-        if end.stopped:
+        if end.waits:
+            flags = " ".join([*_config_flags(given), f"--join={shlex.quote(end.folder)}"])
+            candidates = {"worker": [f"{called['worker']} {flags}"]}
+        elif end.stopped:
             candidates = {"resume": [self._start(called["train"], given)]}
         else:
             candidates = _following(called, given, end)

@@ -305,7 +305,7 @@ WORKER = Subcommand(
             "The run's folder, or HOST:PORT of a trainer; further ones after commas.",
             required=True,
         ),
-        number("join_seconds", 9.0, "Time for the trainers' first answer.", 0.0),
+        number("join_seconds", 120.0, "Time for the trainers' first answer.", 0.0),
         number(
             "orphan_seconds",
             600.0,

@@ -13,9 +13,15 @@ from distflow_jax.watchdog.exit_codes import EXIT_FAILED, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import stop_on_signals
 
 
+def checked(options: SimpleNamespace) -> Config:
+    """The config. Raises ValueError for one that does not hold, or an engine that is none."""
+    read_engine(options.engine, options.engine_settings)
+    return from_config_dict(Config, options.config)
+
+
 def main(options: SimpleNamespace) -> int:
     """Joins a run and samples for it until it ends; returns the exit code."""
-    config = from_config_dict(Config, options.config)
+    config = checked(options)
     foreign = read_engine(options.engine, options.engine_settings)
     try:
         with stop_on_signals(signal.SIGTERM, signal.SIGINT) as stop:

@@ -89,7 +89,7 @@ def tiles(run: RunFolder) -> list[Tile]:
     if gap:
         most = format_value(max(gap.values()))
         found.append(Tile("gap of probabilities", most, "sampler and trainer, at most"))
-    return found + _troubles(rows)
+    return found + _troubles(run)
 
 
 def _slots(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
@@ -104,11 +104,14 @@ def _slots(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
     return [Tile("slots busy", f"{_mean(busy):.0%}", f"a response waits {', '.join(waits)}")]
 
 
-def _troubles(rows: Mapping[int, Mapping[str, float]]) -> list[Tile]:
+def _troubles(run: RunFolder) -> list[Tile]:
+    rows = run.rows
     compiled = series(rows, "perf/compilations")
-    late = sum(count for step, count in compiled.items() if step > min(compiled))
+    starts = [event.get("step") for event in run.events if event.get("event") == "start"]
+    first = {min(compiled, default=0), *(step + 1 for step in starts if isinstance(step, int))}
+    late = sum(count for step, count in compiled.items() if step not in first)
     counts = {label: sum(series(rows, name).values()) for name, label in _TROUBLE.items()}
-    counts["compilations after the first step"] = late
+    counts["compilations after a start's first step"] = late
     infinite = sum(not math.isfinite(value) for row in rows.values() for value in row.values())
     counts["metrics not finite"] = infinite
     return [Tile(label, format_value(count), bad=True) for label, count in counts.items() if count]

@@ -24,6 +24,7 @@ from distflow_jax.report.sections.redaction import redacted, redacted_text
 from distflow_jax.report.sections.run_timeline import Attempt, attempts_of, date, run_timeline
 from distflow_jax.report.sections.sample_cards import sample_cards
 from distflow_jax.report.sections.step_bars import step_bars
+from distflow_jax.report.sections.worker_table import worker_table
 
 _MOST_PROCESSES = 64
 _FACTS = ("host", "devices", "processes", "versions", "commit", "command", "folder")
@@ -121,6 +122,7 @@ SECTIONS = {
     "plan": "Plan",
     "samples": "Samples",
     "processes": "Processes",
+    "workers": "Workers",
     "provenance": "Provenance",
     "config": "Config",
 }
@@ -137,6 +139,7 @@ def run_sections(run: RunFolder, number: int) -> dict[str, str]:
         "plan": _plan(run),
         "samples": sample_cards(run),
         "processes": processes(run.stragglers),
+        "workers": worker_table(run.groups),
         "provenance": provenance_table(run.events),
         "config": _config(run.config),
     }

@@ -52,10 +52,10 @@ class RunFolder:
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
     `earlier` those of other files that have the same prompts; `steps` the spans of the first and
     the last step in the trace; `partial_batches` the records of partial batches of these steps
-    (stream/batches/recordings.py); `stragglers` the records of RunWriter.stragglers,
-    `events` those of RunWriter.event; `objectives` what the plan's nodes train, in their order, as
-    "policy" or "value"; `samples_prompts` whether a node samples responses; `notes` the problems
-    that were met.
+    (stream/batches/recordings.py); `stragglers` the records of RunWriter.stragglers, `groups` those
+    of a run with workers (stream/resume.py), `events` those of RunWriter.event; `objectives` what
+    the plan's nodes train, in their order, as "policy" or "value"; `samples_prompts` whether a node
+    samples responses; `notes` the problems that were met.
     """
 
     name: str
@@ -66,6 +66,7 @@ class RunFolder:
     steps: Mapping[int, Sequence[Span]]
     partial_batches: Mapping[int, Sequence[Mapping[str, Any]]]
     stragglers: Sequence[Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     plan: Sequence[PlannedNode]
     objectives: Sequence[str]
@@ -85,16 +86,17 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     tree = _json(folder / "plan.json", notes)
     objectives, samples_prompts = _trained(tree)
     samples = _samples(folder / "samples", notes)
-    steps = _steps(folder / "trace.json", notes)
+    config, steps = read_config(folder, notes), _steps(folder / "trace.json", notes)
     return RunFolder(
         name=folder.resolve().name,
-        config=read_config(folder, notes),
+        config=config,
         rows=_rows(folder / "metrics.jsonl", notes),
         samples=samples,
         earlier=_earlier(folder / "samples", samples),
         steps=steps,
         partial_batches=_partial_batches(folder / "partial_batches.jsonl", steps, notes),
         stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
+        groups=_groups(folder, notes) if config.get("stream.workers") else (),
         events=_thinned(folder / "events.jsonl", _MOST_EVENTS, notes),
         plan=_plan(tree),
         objectives=objectives,
@@ -343,6 +345,12 @@ def _steps(path: pathlib.Path, notes: list[str]) -> dict[int, list[Span]]:
         step: _spans(last[step][1], attempts[last[step][0]])
         for step in dict.fromkeys((*made[:1], *made[-1:]))
     }
+
+
+def _groups(folder: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The records of groups of all processes."""
+    paths = sorted((folder / "groups").glob("*.jsonl"))
+    return [line for path in paths for line in _thinned(path, _MOST_LINES // 10, notes)]
 
 
 def _partial_batches(

@@ -22,11 +22,12 @@ _LOSSES = ("actor/loss", "reward_model/loss")  # where nothing is scored
 
 @dataclasses.dataclass(frozen=True)
 class RunEnd:
-    """The end of one start of a run, as the commands that may follow need it."""
+    """One start of a run at its end, as the commands that may follow need it, or as it begins."""
 
     folder: str
     answers: bool  # the trained model is a policy, which answers prompts
-    stopped: bool  # before its last step; the same command resumes it
+    stopped: bool = False  # before its last step; the same command resumes it
+    waits: bool = False  # it has only begun, and workers are to sample for it
 
 
 Commands = Callable[[RunEnd], Mapping[str, str]]  # {"evaluate": command, ...}
@@ -46,7 +47,8 @@ def print_end(terminal: Terminal, run: RunFolder, folder: pathlib.Path) -> None:
         label = "accuracy" if _is_accuracy(folder, run.rows) else "score"
         prompts = f"{after.prompts} prompts of {source}" if after.prompts else source
         first = "" if before is None else f"{before} -> "
-        terminal.row(label, f"{first}{after} ({prompts})")
+        when = "" if after.step else " before step 1; none since"
+        terminal.row(label, f"{first}{after}{when} ({prompts})")
     rows = {step: row for step, row in run.rows.items() if step}
     shown = [(name, label) for name, label in _NUMBERS if series(rows, name)]
     if not series(rows, _NUMBERS[0][0]):
@@ -59,9 +61,11 @@ def print_end(terminal: Terminal, run: RunFolder, folder: pathlib.Path) -> None:
 
 
 class EvaluationScore:
-    """A mean score with its standard error, and the number of prompts."""
+    """A mean score of the weights after `step` steps, with its standard error, and the number of
+    prompts."""
 
-    def __init__(self, row: Mapping[str, float], source: str, kind: str, samples: str):
+    def __init__(self, row: Mapping[str, float], step: int, source: str, kind: str, samples: str):
+        self.step = step
         self.mean = row[f"{_CORE}{source}/{kind}/mean@{samples}"]
         self.error = row.get(f"{_AUX}{source}/{kind}/stderr@{samples}")
         self.prompts = int(row.get(f"{_AUX}{source}/num_prompts", 0))
@@ -74,13 +78,13 @@ class EvaluationScore:
 def evaluations(run: RunFolder) -> dict[str, tuple[EvaluationScore | None, EvaluationScore]]:
     """{data source: (the first evaluation if there are two, the last)}."""
     found: dict[str, list[EvaluationScore]] = {}
-    for row in run.rows.values():
+    for step, row in run.rows.items():
         for name in row:
             if not name.startswith(_CORE) or "/mean@" not in name:
                 continue
             source, kind, mean = name.removeprefix(_CORE).rsplit("/", 2)
             samples = mean.partition("@")[2]
-            found.setdefault(source, []).append(EvaluationScore(row, source, kind, samples))
+            found.setdefault(source, []).append(EvaluationScore(row, step, source, kind, samples))
     return {
         source: (several[0] if len(several) > 1 else None, several[-1])
         for source, several in found.items()

@@ -36,7 +36,7 @@ from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
 from distflow_jax.stream.links.buffer_addresses import read_addresses
-from distflow_jax.stream.links.buffer_links import Joining
+from distflow_jax.stream.links.buffer_links import ANSWER_SECONDS, Joining
 from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
@@ -271,7 +271,7 @@ class Trainer:
         table = config_table(config)
         tables = shared_tables(table, processes.code_table(), source.tokenizer)
         name = f"outside-{os.getpid()}-{secrets.token_hex(3)}"
-        links = Joining(str(self._folder), name, tables).first()
+        links = Joining(str(self._folder), name, tables).first(ANSWER_SECONDS)
         if links is None:
             return None
         sizes = derive_sizes(config, source.config, Machine.current(), self._graph)

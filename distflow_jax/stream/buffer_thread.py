@@ -6,35 +6,33 @@ leases, and logs missing workers.
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from distflow_jax.cluster import processes
 from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.leases import Move
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
 from distflow_jax.stream.tasks import ENVIRONMENT, EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 TELL_SECONDS = 60.0  # between two words on a missing worker
-STALLED = (
-    "it submitted nothing of its groups for a lease, which are for others now; until it submits "
-    "something it gets one at a time"
-)
-
-log = logging.getLogger("distflow_jax")
+FIRST_SECONDS = 10.0  # before the first one
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerServer:
     """The server that workers call."""
 
-    how: str  # to start a worker, for the log
+    # moves of workers, how many are at work, and the time
+    moved: Callable[[Sequence[Move], int, float], None]
+    # seconds without a worker, for so many groups, of a node of workers (""), prompts missing too
+    missing: Callable[[float, int, str, bool], None]
     answer_waiting: Callable[[float], None]  # questions that wait, at a time; under the lock
     leave: Callable[[], None]  # closes it, at the end
 
@@ -58,7 +56,8 @@ class BufferThread(SamplingSide):
         self._lock, self._buffer = producer.lock, producer.buffer
         self._evaluations, self._open_evaluations = hooks.evaluations, open_evaluations
         self._no_workers_seconds = no_workers_seconds
-        self._alone_since = self._told = time.monotonic()
+        self._alone_since = time.monotonic()
+        self._next_told = self._alone_since + FIRST_SECONDS
         self._at_work = threading.Lock()
         self._closing = False
         with self._lock:
@@ -117,15 +116,16 @@ class BufferThread(SamplingSide):
             with self._at_work:
                 self._producer.admit()
                 with self._lock:
-                    stalled = self._buffer.expire(now := time.monotonic())
+                    self._buffer.expire(now := time.monotonic())
                     self._server.answer_waiting(now)
                     news = self._producer.requests.has_news
                     self._tell()
                     evaluated = self._buffer.take_evaluations()
+                    moves, at_work = self._buffer.moves, len(self._buffer.workers)
+                    self._buffer.moves = []
                 for version, tasks in evaluated.items():
                     self._evaluations.answered(version, tasks)
-                for worker in stalled:
-                    log.warning("worker %s is stalled: %s", worker, STALLED)
+                self._server.moved(moves, at_work, now)
                 if news:
                     self._hooks.hand_on()
             self._look_for_workers()
@@ -168,18 +168,10 @@ class BufferThread(SamplingSide):
             served = bool(missing) and missing[0] in self._buffer.served
             tasks = self._buffer.num_open(missing[0]) if served else 0
             groups = tasks or self._num_open()
-            lacking = ", and prompts are missing" if self._producer.lacks_prompts else ""
-            unfit = self._buffer.unfit
+            lacking, unfit = self._producer.lacks_prompts, self._buffer.unfit
         if not (missing or unfit):
-            self._alone_since = self._told = now
-        elif missing and now - self._told >= TELL_SECONDS:
-            self._told = now
-            log.warning(
-                "no worker%s was at work for %.0f s, and %d groups wait for one%s; start one: %s%s",
-                f" that runs node {missing[0]!r}" if served else "",
-                now - self._alone_since,
-                groups,
-                lacking,
-                self._server.how,
-                f" --nodes={missing[0]}" if served else "",
-            )
+            self._alone_since, self._next_told = now, now + FIRST_SECONDS
+        elif missing and now >= self._next_told:
+            self._next_told = now + TELL_SECONDS
+            node = missing[0] if served else ""
+            self._server.missing(now - self._alone_since, groups, node, lacking)

@@ -17,15 +17,27 @@ in flight; at boundaries such responses start over (TaskBuffer).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
 from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
 
 MOST_ENDED = 10_000  # names of workers that are remembered
+SILENT = 0.6  # of a lease's time: one that lives is heard of more often, whatever it does
 
 T = TypeVar("T", bound=OpenTask)
+
+
+class Move(NamedTuple):
+    """A worker that has "joined", "left", "stalled", or is "lost" with so many groups, since it was
+    silent for some seconds."""
+
+    worker: str
+    what: str
+    groups: int = 0
+    seconds: float = 0.0
 
 
 class Leases:
@@ -37,6 +49,7 @@ class Leases:
         caller.
       expired: leases that ended without a result.
       workers: time of the last heartbeat, by worker, within one lease's time.
+      moves: of workers; drained by the caller.
       idle: versions for which workers found nothing to sample; without workers that have work.
       stalled: workers whose lease expired and that have submitted nothing since.
       ended: workers that receive no more work, with reason and time.
@@ -51,6 +64,7 @@ class Leases:
         self.given_up: dict[int, str] = {}
         self.expired = 0
         self.workers: dict[str, float] = {}
+        self.moves: list[Move] = []
         self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
@@ -61,6 +75,8 @@ class Leases:
 
     def heartbeat(self, worker: str, now: float, serves: Iterable[str] = SAMPLER) -> None:
         """Notes that a worker lives, and what it serves."""
+        if worker not in self.workers:
+            self.moves.append(Move(worker, "joined"))
         self.workers[worker] = now
         self._next_gone = min(self._next_gone, now + self.seconds)
         for node in serves:
@@ -120,6 +136,8 @@ class Leases:
     def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
         self.unfit |= unfit
+        if worker in self.workers:
+            self.moves.append(Move(worker, "left"))
         self._drop(worker)
         for task in self.open.held(worker):
             self.open.free(task)
@@ -142,21 +160,28 @@ class Leases:
 
     def expire(self, now: float) -> Sequence[str]:
         """Ends the leases whose time is over, and forgets workers that are gone; returns those that
-        live and have stalled by it."""
-        ended, stalled = self.open.expired(now), set()
-        for task in ended:
-            task.silent.add(task.worker)
-            stalled.add(task.worker)
-            self.open.free(task)
-        self.expired += len(ended)
+        live and have stalled by it. One that is lost holds nothing any more."""
+        ended = {task.key: task for task in self.open.expired(now)}
+        holders = {task.worker for task in ended.values()} & self.workers.keys()
+        lost = {one for one in holders if self.workers[one] < now - SILENT * self.seconds}
         if now >= self._next_gone:
             end = now - self.seconds
-            for name in [name for name, heard in self.workers.items() if heard <= end]:
-                self._drop(name)
+            lost |= {name for name, heard in self.workers.items() if heard <= end}
+        ended |= {task.key: task for name in lost for task in self.open.held(name)}
+        groups = Counter(task.worker for task in ended.values())
+        for task in ended.values():
+            task.silent.add(task.worker)
+            self.open.free(task)
+        self.expired += len(ended)
+        for name in sorted(lost):
+            self.moves.append(Move(name, "lost", groups[name], now - self.workers[name]))
+            self._drop(name)
+        if now >= self._next_gone:
             self._next_gone = min(self.workers.values(), default=math.inf) + self.seconds
-        stalled = (stalled - self.stalled) & self.workers.keys()
-        self.stalled |= stalled
-        return sorted(stalled)
+        stalled = sorted(holders - lost - self.stalled)
+        self.moves += [Move(name, "stalled") for name in stalled]
+        self.stalled.update(stalled)
+        return stalled
 
     def _drop(self, worker: str) -> None:
         """Forgets that a worker is there."""

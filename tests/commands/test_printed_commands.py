@@ -81,6 +81,17 @@ def test_a_stopped_run_is_resumed_by_what_started_it(place):
         assert found == {"resume": launched}
 
 
+def test_a_run_that_waits_for_workers_names_the_command_of_one(place):
+    flags = ["--config.stream.workers=True", "--config.stream.max_staleness=1"]
+    waits = RunEnd("runs/a b", True, waits=True)
+    found = PrintedCommands([*SCRIPT, *flags], {})(waits)
+    same = f"python scripts/worker.py --config=configs/tiny.py {' '.join(flags)}"
+    assert found == {"worker": f"{same} --join='runs/a b'"}
+    check(found["worker"])
+    with pytest.raises(ValueError, match="engine"):
+        check(f"{found['worker']} --engine=nothing")
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

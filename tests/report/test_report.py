@@ -15,11 +15,12 @@ from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.spans import Spans
 from distflow_jax.report.charts import Series, downsample, format_value, line_chart, ticks
 from distflow_jax.report.drawing import Text, to_svg
-from distflow_jax.report.headline import status
+from distflow_jax.report.headline import status, tiles
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.page import compare_page, differences, is_plain_svg, report
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_writer import RunWriter
+from distflow_jax.report.sections.worker_table import worker_table
 
 HOSTILE = "</td><script>alert('1')</script><img src=x onerror=alert(2)>\"'& \ud800\0\u2028"
 VOID = {"meta", "input", "img", "br", "wbr", "link"}
@@ -417,6 +418,37 @@ def test_ticks_are_round_and_within(low, high):
 )
 def test_format_value(value, text):
     assert format_value(value) == text
+
+
+def test_the_first_step_of_each_start_may_compile(tmp_path):
+    writer = RunWriter(tmp_path)
+    for begun in (0, 3):
+        writer.event("start", {"step": begun})
+        for step in range(begun + 1, begun + 4):
+            compiled = 24.0 if step == begun + 1 else float(step == 6)
+            writer.metrics(step, {"perf/compilations": compiled})
+    writer.close()
+    (tile,) = [tile for tile in tiles(read_run(tmp_path)) if tile.bad]
+    assert (tile.name, tile.value) == ("compilations after a start's first step", "1")
+
+
+def test_workers_are_shown_with_what_each_sampled(tmp_path):
+    (tmp_path / "groups").mkdir()
+    lines = [
+        {"uid": [[0, 0], [0, 1], [1, 0]], "age": [0, 1, 0], "workers": {"<a>": [0], "b": [1]}},
+        {"uid": [[2, 0], [2, 1]], "age": [1, 1], "workers": {"<a>": [2]}},
+        {"uid": [], "age": [], "workers": []},
+    ]
+    text = "".join(json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines, 1))
+    (tmp_path / "groups" / "0.jsonl").write_text(text)
+    assert "<h2>Workers</h2>" not in report(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"stream": {"workers": True}}))
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", worker_table(read_run(tmp_path).groups))
+    assert [re.findall("<td>(.*?)</td>", row) for row in rows] == [
+        ["&lt;a&gt;", "1", "2", "2", "0.75"],
+        ["b", "1", "1", "1", "0.00"],
+    ]
+    assert "<h2>Workers</h2>" in report(tmp_path)
 
 
 def test_a_stopped_run_is_marked_until_it_goes_on(tmp_path):

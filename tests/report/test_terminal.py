@@ -239,6 +239,16 @@ def test_the_end_of_a_run_that_was_scored(tmp_path):
     ]
 
 
+def test_an_evaluation_before_step_1_is_no_result(tmp_path):
+    rows = [evaluated(0.0, 0.0, 32), {"critic/score/mean": 0.5}]
+    folder = written(tmp_path, rows)
+    (folder / "samples" / "eval-1.jsonl").rename(folder / "samples" / "eval-0.jsonl")
+    assert ended(folder)[0] == [
+        "accuracy",
+        "0.000 \u00b1 0.000 before step 1; none since (32 prompts of gsm8k)",
+    ]
+
+
 def test_a_score_that_is_not_0_or_1_is_no_accuracy(tmp_path):
     rows = [evaluated(0.125, 0.03, 128), {"critic/score/mean": 0.5} | evaluated(0.5, 0.04, 128)]
     assert ended(written(tmp_path, rows, scores=(0.5, 1.0)))[0][0] == "score"

@@ -289,7 +289,7 @@ def test_rewards_of_workers_are_those_of_the_function_though_one_is_killed(
     assert job.end() == 0, job.output() + sampler.output() + two.output()
     assert [sampler.end(), two.end()] == [0, 0], sampler.output() + two.output()
     assert int(re.search(r"ended after (\d+) nodes", two.output())[1]) > 0
-    assert "ready: runs reward for 2 trainers" in one.output()
+    assert ": runs reward for 2 trainers" in one.output()
     check_trained(folder, count, exact=bool(weight_update))
     check_account(folder)
     responses = logged(folder)
@@ -367,7 +367,7 @@ def test_a_worker_of_another_config_and_one_that_nobody_answers_are_refused(tmp_
     (folder / "task_buffers.json").write_text(
         json.dumps({"attempt": "x", "buffers": ["127.0.0.1:1"], "ended": False})
     )
-    alone = worker(started, folder)
+    alone = worker(started, folder, own=("--join_seconds=5",))
     assert alone.end() == EXIT_PREEMPTED
     assert "no trainer answers at 127.0.0.1:1" in alone.output()
 
@@ -389,7 +389,7 @@ def test_a_worker_joins_by_an_address_with_the_run_s_token_over_tls(tmp_path, st
     assert plain.end() == EXIT_PREEMPTED, plain.output()
     assert f"no trainer answers at {first}" in plain.output()
     other = worker(started, folder, environment=checked | {"DISTFLOW_TOKEN": "x" * 32}, **join)
-    assert other.end() == 2 and "its token is another one" in other.output()
+    assert other.end() == 2 and "the token differs" in other.output()
     one = worker(started, folder, environment=checked, join=first)
     assert job.end() == 0, job.output() + one.output()
     assert one.end() == 0, one.output()
@@ -405,5 +405,5 @@ def test_the_local_launcher_starts_workers_beside_the_trainers(tmp_path, started
     train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
     started.append(Process(tmp_path / "log", [*launch, *train, *settings(BOUNDARY)]))
     assert started[-1].end() == 0, started[-1].output()
-    assert "[w1] ended after" in started[-1].output()
+    assert re.search(r"\[w1\] .*ended after", started[-1].output())
     check_trained(folder, exact=True)

@@ -13,10 +13,12 @@ from support.waiting import until
 from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.runtime.samplers.worker_log import WorkerLog
 from distflow_jax.stream import buffer_thread
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
+from distflow_jax.stream.leases import Move
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.sampling_side import Hooks
@@ -89,6 +91,8 @@ def waiting(monkeypatch, caplog):
         return [record.getMessage() for record in caplog.records]
 
     after.clock, after.starving = clock, []
+    caplog.set_level("INFO", "distflow_jax")
+    workers = WorkerLog("distflow worker --join=x")
     thread = BufferThread(
         producer,
         hooks(
@@ -98,25 +102,58 @@ def waiting(monkeypatch, caplog):
         lambda params, version, evaluated: None,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        server=WorkerServer("distflow worker --join=x", lambda now: None, lambda: None),
+        server=WorkerServer(workers.moved, workers.missing, lambda now: None, lambda: None),
     )
     with contextlib.closing(thread):
         yield buffer, thread, after
 
 
-def test_trainers_without_a_worker_say_so_each_minute_until_one_comes(waiting):
+def test_trainers_without_a_worker_say_so_soon_and_each_minute_until_one_comes(waiting):
     buffer, thread, after = waiting
-    assert after(59.0) == []
+    assert after(9.0) == []
     (line,) = after(1.2)
     assert line == (
-        "no worker was at work for 60 s, and 4 groups wait for one; start one: "
-        "distflow worker --join=x"
+        "waits for samples: no worker has joined, and 4 prompts wait for one; start one, unless it "
+        "is starting: distflow worker --join=x"
     )
     assert len(after(59.0)) == 1
-    assert "for 120 s" in after(1.2)[1]
+    assert "no worker has joined" in after(1.2)[1]
+    after(40.0)
     assert thread.missing_workers == ["gen"]
     buffer.heartbeat("w", after.clock.now)
-    assert len(after(1.0)) == 2 and thread.missing_workers == []
+    assert after(1.0)[2:] == ["worker w joined (1 at work)"] and thread.missing_workers == []
+    with thread.hold(0):
+        buffer.deregister("w")
+    assert after(9.0)[3:] == ["worker w left (0 at work)"]
+    assert "no worker was at work for 10 s" in after(1.2)[4]
+
+
+def test_a_worker_that_is_silent_is_lost_with_its_groups_and_no_stalled_one(waiting):
+    buffer, thread, after = waiting
+    after(0.0)
+    assert len(buffer.lease("w", 0, 6, 0.0)) == 3
+    after(1.0)
+    buffer.heartbeat("w", after.clock.now)  # a question, after which it is killed
+    lines = after(LEASE)
+    assert (
+        lines[1] == "worker w sent nothing for 10 s; its 3 groups go to other workers (0 at work)"
+    )
+    assert not buffer.workers and len(buffer.lease("v", 0, 100, after.clock.now)) == 4
+
+
+def test_a_thousand_workers_make_few_lines(caplog):
+    caplog.set_level("INFO", "distflow_jax")
+    told = WorkerLog("")
+    for number in range(1000):
+        told.moved([Move(f"w{number}", "joined")], number + 1, now=number / 100)
+    told.moved([Move(f"w{n}", "lost", 8, 60.0 + n / 100) for n in range(1000)], 0, now=20.0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[1] == "workers w1, w2, w3 and 497 more joined (501 at work)"
+    assert lines[-1] == (
+        "workers w0, w1, w2 and 997 more sent nothing for 70 s; their 8000 groups go to other "
+        "workers (0 at work)"
+    )
+    assert len(lines) == 4
 
 
 def test_prompts_that_nobody_puts_count_as_waiting(waiting):
@@ -127,12 +164,13 @@ def test_prompts_that_nobody_puts_count_as_waiting(waiting):
         buffer.submit("w", work.key, {0: whole, 1: whole}, 0.0)
     buffer.deregister("w")
     assert buffer.num_open(SAMPLING) == 0
-    assert after(NO_WORKERS + 1) == [] and thread.missing_workers == []
+    after(NO_WORKERS + 1)
+    assert thread.missing_workers == []
     buffer.publish(1)  # groups of step 3 may begin, and have no prompts
     after(0.0)
     assert thread.missing_workers == []
-    (line,) = after(NO_WORKERS + 1)
-    assert "0 groups wait for one, and prompts are missing; start one" in line
+    lines = after(NO_WORKERS + 1)
+    assert "0 prompts wait for one, and further ones cannot begin; start one" in lines[-1]
     assert thread.missing_workers == ["gen"]
 
 
@@ -140,26 +178,28 @@ def test_a_worker_whose_leases_only_end_is_named_once_and_counts_as_missing(wait
     buffer, thread, after = waiting
     after(0.0)
     assert len(buffer.lease("w", 0, 100, 0.0)) == 4
-    assert after(LEASE / 2) == []
+    assert after(LEASE / 2) == ["worker w joined (1 at work)"]
     buffer.heartbeat("w", after.clock.now)
-    (line,) = after(LEASE / 2)
-    assert line.startswith("worker w is stalled: it submitted nothing of its groups for a lease")
+    line = after(LEASE / 2)[1]
+    assert line.startswith("worker w stalled: called, but submitted nothing of its groups for a l")
     for _ in range(30):
         buffer.lease("w", 0, 100, after.clock.now)
         lines = after(LEASE / 2)
         assert buffer.workers
     assert thread.missing_workers == ["gen"]
     told = [line for line in lines if "no worker was at work" in line]
-    assert len(told) == 2 and len(lines) == 3
+    assert len(told) == 3 and len(lines) == 5
 
 
 def test_a_worker_without_work_is_told_of_while_others_sample_if_newer_weights_help(waiting):
     buffer, _, after = waiting
     after(0.0)
     assert len(buffer.lease("a", 0, 100, 0.0)) == 4
-    assert after(0.0) == [] and not after.starving[-1]
+    after(0.0)
+    assert not after.starving[-1]
     buffer.lease("b", 0, 100, 0.0, idle=True)
-    assert after(0.0) == [] and after.starving[-1]
+    after(0.0)
+    assert after.starving[-1]
 
 
 def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
@@ -216,13 +256,14 @@ def evaluating():
         weights.put(version, {"w": left})
         weights.keep(version - 1, evaluated)
 
+    workers = WorkerLog("")
     thread = BufferThread(
         producer,
         hooks(evaluations),
         store,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
-        server=WorkerServer("", lambda now: None, lambda: None),
+        server=WorkerServer(workers.moved, workers.missing, lambda now: None, lambda: None),
     )
     weights.put(0, {"w": jnp.zeros(4)})
     with contextlib.closing(host), contextlib.closing(thread):

@@ -10,9 +10,10 @@ from support.counted_buffers import TABLES, Trainers, request_of, working
 from support.task_buffer_calls import LEASE, Buffer
 from support.waiting import HANG, until
 
+from distflow_jax.runtime.samplers import file_limit
+from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.frames.frames import Frame
-from distflow_jax.stream.links import file_limit, worker_pool
-from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
+from distflow_jax.stream.links import worker_pool
 from distflow_jax.stream.tasks import SAMPLING
 from distflow_jax.stream.wire.calls import Refused
 

@@ -370,7 +370,7 @@ def test_a_pull_waits_for_a_version_to_come(given):
 def test_a_pull_ends_as_refused_when_trainers_have_another_token(given):
     with served(store_of(given)) as (client,):
         stranger = WireClient(client.address, b"another token of a run", "stranger")
-        with contextlib.closing(stranger), pytest.raises(Refused, match="token is another one"):
+        with contextlib.closing(stranger), pytest.raises(Refused, match="token differs"):
             pull([stranger])
 
 

@@ -26,6 +26,7 @@ from support.counted_buffers import (
     working,
 )
 from support.faulty_wire import LATE, LOST, TWICE, UNANSWERED, Faults, Forwarder
+from support.paths import ROOT
 from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG
 
@@ -35,13 +36,15 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.stream.frames.frames import Frame, samples_frame, samples_of, work_frame, work_of
 from distflow_jax.stream.links import buffer_links
+from distflow_jax.stream.links import shared_tables as shared_tables_lib
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     addresses,
+    forget_end,
     read_addresses,
     start_before,
 )
-from distflow_jax.stream.links.buffer_links import JOIN_SECONDS, Joining, deregister
+from distflow_jax.stream.links.buffer_links import Joining, deregister
 from distflow_jax.stream.links.buffer_service import BufferService, difference
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import shared_tables
@@ -204,12 +207,12 @@ def test_addresses_are_written_whole_and_read_back(tmp_path):
 def test_nobody_who_answers_is_named(tmp_path):
     make_run_token(tmp_path)
     joining = Joining(str(tmp_path), "w", TABLES)
-    with pytest.raises(ValueError, match="task_buffers.json"):
+    with pytest.raises(ValueError, match="no trainer has opened"):
         joining.first(0.5)
     BufferAddresses("a1", ("127.0.0.1:1",)).write(tmp_path)
     with pytest.raises(ValueError, match=r"no trainer answers at 127\.0\.0\.1:1") as caught:
         joining.first(0.5)
-    assert "start the trainers first, with stream.workers=True; if they run on" in str(caught.value)
+    assert "start it with stream.workers=True, and if it runs on" in str(caught.value)
     assert "port and the firewall" in str(caught.value)
 
 
@@ -235,7 +238,47 @@ def test_trainers_that_take_calls_and_do_not_answer_are_named_in_time(tmp_path, 
     with pytest.raises(ValueError, match="no trainer answers at"):
         Joining(str(tmp_path), "w", TABLES).first(2.0)
     assert now[0] < 3.0 and asked == set(buffers)
-    assert JOIN_SECONDS < 10
+
+
+def test_the_page_on_workers_lists_the_keys_that_may_differ():
+    text = (ROOT / "docs" / "workers.md").read_text(encoding="utf-8")
+    for key in shared_tables_lib.OWN_KEYS:
+        section, _, name = key.rpartition(".")
+        assert f"`{name if section in ('rollout', 'stream') else key}`" in text, key
+    for section in shared_tables_lib.OWN_SECTIONS:
+        assert f"`{section}`" in text, section
+
+
+def test_a_folder_that_no_trainer_has_opened_is_named_with_what_to_do(tmp_path):
+    folder = tmp_path / "far"
+    with pytest.raises(buffer_links.NobodyAnswers) as found:
+        Joining(str(folder), "w", TABLES).first(0.1)
+    text = str(found.value)
+    assert text.startswith(f"no trainer has opened {str(folder)!r} within 0.1 s; if it is still st")
+    assert "with --join_seconds=600;" in text and "--orphan_seconds" not in text
+
+
+def test_a_run_that_goes_on_after_its_end_is_waited_for(tmp_path):
+    BufferAddresses("a1", ("127.0.0.1:1",), ended=True).write(tmp_path)
+    joining = Joining(str(tmp_path), "w", TABLES)
+    assert joining.first(0.1) is None
+    forget_end(tmp_path)
+    with pytest.raises(buffer_links.NobodyAnswers, match="has opened"):
+        joining.first(0.1)
+    BufferAddresses("a2", ("127.0.0.1:1",)).write(tmp_path)
+    forget_end(tmp_path)  # one that was killed: workers that know its attempt keep their samples
+    assert start_before(tmp_path) == "a2"
+
+
+def test_a_worker_with_another_token_hears_so_with_one_address(tmp_path, monkeypatch):
+    trainers = Trainers(tmp_path, exact=False, processes=1)
+    monkeypatch.setenv("DISTFLOW_TOKEN", "x" * 32)
+    address = f"127.0.0.1:{trainers.servers[0].port}"
+    with pytest.raises(ValueError) as found:
+        Joining(address, "w", TABLES).first(HANG)
+    text = f"{address}: the token differs; set DISTFLOW_TOKEN alike on both sides"
+    assert str(found.value) == text
+    trainers.close(ended=False)
 
 
 # -- whole jobs -------------------------------------------------------------------------------

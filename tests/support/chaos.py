@@ -20,7 +20,7 @@ from support.programs import Process
 from support.waiting import HANG, until
 
 LOOK_SECONDS = 0.005
-READY = "ready: "
+READY = "ready as "
 MOST_WORKERS = 4
 
 

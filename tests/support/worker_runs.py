@@ -89,7 +89,7 @@ def await_ready(one):
 
     def is_ready():
         assert one.process.poll() is None, one.output()
-        return "ready: " in one.log.read_text()
+        return "ready as " in one.log.read_text()
 
     until(is_ready, one.output)
 

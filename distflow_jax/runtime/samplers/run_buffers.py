@@ -16,6 +16,8 @@ from distflow_jax.planning.plan_run import PreparedRun, config_table, environmen
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
+from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_limit
+from distflow_jax.runtime.samplers.worker_log import WorkerLog
 from distflow_jax.stream.border import Border
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.delivery import Delivery, publishing
@@ -28,7 +30,6 @@ from distflow_jax.stream.links.buffer_addresses import (
     start_before,
 )
 from distflow_jax.stream.links.buffer_service import QUICK, BufferService
-from distflow_jax.stream.links.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
@@ -91,6 +92,7 @@ def deliver_to_workers(
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
     answers.meet(buffers)
+    workers = WorkerLog(prepared.worker_command)
     first = processes.process_index() == 0
     if first:
         addresses.write(workdir)
@@ -110,9 +112,7 @@ def deliver_to_workers(
             store,
             open_evaluations=kept,
             no_workers_seconds=config.stream.no_workers_seconds,
-            server=WorkerServer(
-                f"distflow worker --config=... --join={workdir}", answers.answer_waiting, leave
-            ),
+            server=WorkerServer(workers.moved, workers.missing, answers.answer_waiting, leave),
         )
 
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)

@@ -4,7 +4,6 @@ buffers."""
 import collections
 import contextlib
 import dataclasses
-import logging
 import os
 import pathlib
 import secrets
@@ -34,10 +33,12 @@ from distflow_jax.planning.plan_run import (
 )
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.program_cache import kept_programs
+from distflow_jax.report.terminal import Terminal
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.samplers.file_limit import raise_file_limit
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
 from distflow_jax.runtime.samplers.run_nodes import Hosting, own_sizes, read_nodes
 from distflow_jax.stream.links.buffer_addresses import addresses
@@ -45,7 +46,6 @@ from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience
 from distflow_jax.stream.links.buffer_service import NODE_TABLE
 from distflow_jax.stream.links.environment_hosts import EnvironmentHosts
-from distflow_jax.stream.links.file_limit import raise_file_limit
 from distflow_jax.stream.links.remote_link import Pull, RemoteLink, WorkerState
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.node_runner import NodeRunner
@@ -56,8 +56,9 @@ from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
 PULL_SECONDS = 600.0  # for a version of the weights to come
-
-log = logging.getLogger("distflow_jax")
+ENDED = (
+    "the run has ended; if you are extending it, start the worker after the trainer prints `run`"
+)
 
 
 class WorkerFailed(RuntimeError):
@@ -93,7 +94,9 @@ def run_worker(
         )
     if jax.process_count() > 1:
         raise ValueError("a worker is one process: start one on each host")
-    source = open_model(config.model.source, **open_options(config.model))
+    terminal = Terminal()
+    with terminal.activity("open_model"):
+        source = open_model(config.model.source, **open_options(config.model))
     if foreign is not None:
         _check_foreign(foreign, config, source)
     served = read_nodes(nodes, config, graph, source)
@@ -109,10 +112,13 @@ def run_worker(
     tables = shared_tables(table, code, source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     with contextlib.ExitStack() as files:
+        files.callback(terminal.close)
+        terminal.print(f"joining {join} as {name}")
         runner = served.open(files)
         environments = make_environments(config, source, files) if served.samples else None
         hosting = served.open_host(files)
-        asked = _Asked(config, graph, source, foreign, patience, environments, hosting, stop)
+        what = (config, graph, source, foreign, patience, environments, hosting)
+        asked = _Asked(*what, stop, terminal)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
         joining = Joining(join, name, tables, runner.nodes, everywhere=served.hosts)
@@ -141,6 +147,13 @@ class _Asked:
     environments: Environments | None  # None: a response is one turn
     hosting: Hosting  # of environments of workers
     stop: StopSignal
+    terminal: Terminal
+
+    def ready(self, name: str, does: str, links: Links) -> None:
+        """Says that the worker of a name is ready, and that from now on SIGTERM lets it submit."""
+        trainers = "1 trainer" if len(links.clients) == 1 else f"{len(links.clients)} trainers"
+        self.terminal.print(f"ready as {name}: {does} for {trainers}")
+        self.stop.step_finished()
 
 
 def _check_foreign(foreign: EngineChoice, config: Config, source: ModelSource) -> None:
@@ -161,7 +174,6 @@ def _run_nodes(
     links = _join(asked, joining, stopped, nodes)
     if links is None:
         return EXIT_DONE
-    print(f"ready: runs {', '.join(nodes.nodes)} for {len(links.clients)} trainers", flush=True)
     client = BufferClient(
         WorkerState(links=links),
         joining,
@@ -169,9 +181,9 @@ def _run_nodes(
         save_seconds=0.0,
         orphan_seconds=asked.patience.orphan,
     )
-    asked.stop.step_finished()
+    asked.ready(joining.name, f"runs {', '.join(nodes.nodes)}", links)
     finished = client.serve(stopped)
-    print(f"ended after {nodes.served} nodes of groups", flush=True)
+    asked.terminal.print(f"ended after {nodes.served} nodes of groups")
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
 
@@ -180,9 +192,10 @@ def _join(
 ) -> Links | None:
     """Links to the task buffers, which a host of environments answers from now on at the address
     that `nodes` gets; None if the run has ended."""
-    links = joining.first(asked.patience.join, stopped)
+    with asked.terminal.activity("waiting for the trainers"):
+        links = joining.first(asked.patience.join, stopped)
     if links is None:
-        log.info("the run has ended")
+        asked.terminal.print(ENDED)
         return None
     nodes.address = asked.hosting.listen(asked.config.stream.listen, joining.token)
     return links
@@ -200,7 +213,8 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             opened = _own_engine(config, graph, source, asked.environments)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files)
-        first = _first_weights(joining, links, opened.pull, asked.patience.join)
+        with asked.terminal.activity("loading weights of the trainers"):
+            first = _first_weights(joining, links, opened.pull, asked.patience.join)
         if first is None:
             return EXIT_DONE
         links, weights = first
@@ -217,23 +231,19 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         responses: collections.deque[Response] = collections.deque()
         save_seconds = config.stream.save_seconds
         link = RemoteLink(state, opened.pull, responses, save_seconds=save_seconds)
-        sampler = opened.sampler(weights, links.first_version, responses.append)
+        with asked.terminal.activity("compile_sampler"):
+            sampler = opened.sampler(weights, links.first_version, responses.append)
         worker = Worker(sampler, link, cache=config.stream.cache)
         orphan_seconds = asked.patience.orphan
         client = BufferClient(
             state, joining, nodes, save_seconds=save_seconds, orphan_seconds=orphan_seconds
         )
-        print(
-            f"ready: {opened.slots} slots, version {links.first_version}, for "
-            f"{len(links.clients)} trainers",
-            flush=True,
-        )
-        asked.stop.step_finished()  # from here on there is something to submit
+        does = f"{opened.slots} slots, version {links.first_version},"
+        asked.ready(joining.name, does, links)  # from here on there is something to submit
         finished = client.sample(worker, link, ended)
-    print(
+    asked.terminal.print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
-        f"{1e3 * worker.load_seconds:.2f} ms",
-        flush=True,
+        f"{1e3 * worker.load_seconds:.2f} ms"
     )
     return EXIT_DONE if finished else EXIT_PREEMPTED
 

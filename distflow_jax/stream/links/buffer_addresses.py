@@ -1,5 +1,6 @@
 """WORKDIR/task_buffers.json: the addresses of a run's task buffers, and the attempt they serve."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -46,11 +47,17 @@ def read_addresses(folder: str | os.PathLike) -> BufferAddresses | None:
 
 def start_before(folder: str | os.PathLike) -> str:
     """The attempt that was the last one in a run's folder; "" if none is known."""
-    try:
-        found = read_addresses(folder)
-    except ValueError:  # this start writes the file anew
-        return ""
-    return "" if found is None else found.attempt
+    with contextlib.suppress(ValueError):  # this start writes the file anew
+        if found := read_addresses(folder):
+            return found.attempt
+    return ""
+
+
+def forget_end(folder: pathlib.Path) -> None:
+    """Removes the file of a run that had ended and goes on now: workers wait for the next one."""
+    with contextlib.suppress(ValueError):  # this start writes the file anew
+        if (found := read_addresses(folder)) and found.ended:
+            (folder / FILE).unlink(missing_ok=True)
 
 
 def addresses(join: str) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ class BufferClient:
             try:
                 self._talk(self.state.links)
             except Unreachable as error:
-                log.warning("%s; waiting for the trainers", error)
+                seconds = self._orphan_seconds
+                log.warning("%s; waiting for the trainers, up to %g s", error, seconds)
                 self._rejoin()
             except Refused as error:
                 raise ValueError(str(error)) from error

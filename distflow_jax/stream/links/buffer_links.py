@@ -25,8 +25,9 @@ from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 
 START_THEM = (
-    "start the trainers first, with stream.workers=True; if they run on another host, check "
-    "stream.listen, its port and the firewall"
+    "if it is still starting (it loads and compiles first), start the worker again or wait longer "
+    "with --join_seconds={longer:.0f}; otherwise start it with stream.workers=True, and if it runs "
+    "on another host, check stream.listen, its port and the firewall"
 )
 STATE = {  # of a task buffer, which each answer has
     "attempt": TEXT,
@@ -43,7 +44,6 @@ TOLD = {  # that some answers have
         "an object of texts", lambda v: isinstance(v, dict) and TEXTS.fits([*v.values()])
     ),
 }
-JOIN_SECONDS = 9.0  # for the trainers' first answer
 ANSWER_SECONDS = 9.0  # of one task buffer
 TELL_SECONDS = 60.0  # between two words on trainers that do not answer
 CALL_SECONDS = 30.0
@@ -148,15 +148,15 @@ class Joining:
         """Of this worker."""
         return self._name
 
-    def first(
-        self, seconds: float = JOIN_SECONDS, stopped: Callable[[], bool] = lambda: False
-    ) -> Links | None:
+    def first(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> Links | None:
         """Links to the task buffers; None if the run has ended. NobodyAnswers, with its address,
         where a task buffer does not answer in time, or before `stopped()`; ValueError with the
         reason for which it refuses."""
         links, why = self._joined(seconds, stopped)
         if why:
-            raise NobodyAnswers(f"{why}; {START_THEM}")
+            raise NobodyAnswers(
+                f"{why} within {seconds:g} s; {START_THEM.format(longer=max(600, 2 * seconds))}"
+            )
         return links
 
     def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:
@@ -180,14 +180,14 @@ class Joining:
     ) -> tuple[Links | None, str]:
         """(links or None after the end of the run, "" or why there are none)."""
         end, why = time.monotonic() + seconds, ""
-        told = time.monotonic()
+        told = time.monotonic() + ANSWER_SECONDS - TELL_SECONDS
         while True:
             addresses = None if self._given else read_addresses(self._join)
             if addresses is not None and addresses.ended:
                 return None, ""
             buffers = self._given or (addresses.buffers if addresses else ())
             if not buffers:
-                why = f"{self._join!r} has no task_buffers.json"
+                why = f"no trainer has opened {self._join!r}"
             for place, address in enumerate(buffers):
                 left = (end - time.monotonic()) / (len(buffers) - place)
                 try:
@@ -198,7 +198,7 @@ class Joining:
                 return None, why
             if time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
-                log.warning("%s; waiting for %.0f s more", why, end - told)
+                log.warning("%s; waiting for the trainers, up to %.0f s more", why, end - told)
             time.sleep(TRY_SECONDS)
 
     def _meet(self, address: str, seconds: float) -> Links:

@@ -77,7 +77,7 @@ class Reception:
     def admit(self, proof: bytes) -> tuple[bytes, "Session"]:
         """(the server's own proof, its side of the session) for a caller that has the token."""
         if not is_signed(self._key, proof, b"client", self._said):
-            raise Stranger("its token is another one; set DISTFLOW_TOKEN alike on both sides")
+            raise Stranger("the token differs; set DISTFLOW_TOKEN alike on both sides")
         return sign(self._key, b"server", self._said), Session(
             _own(self._key, self._said), self._name
         )

@@ -79,7 +79,7 @@ class WireClient:
             except OSError as error:
                 raise self._unreachable(error) from None
             except Stranger as stranger:
-                raise Refused(f"{self.address}: {stranger}") from None
+                raise Refused(str(stranger)) from None
             on_failure.callback(self._drop, stream)  # after a lost answer the numbers may differ
             if len(payload) <= lane.limit:
                 try:

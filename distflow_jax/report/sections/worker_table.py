@@ -1,0 +1,59 @@
+"""Table of a run's workers: steps and groups that each sampled for, and the age of its tokens."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distflow_jax.report.page_style import escaped
+
+_MOST_WORKERS = 200
+_HEADS = ("worker", "first step", "last step", "groups", "mean age in steps")
+
+
+@dataclasses.dataclass
+class _Work:
+    """What a worker has sampled."""
+
+    first: int
+    last: int
+    groups: int = 0
+    responses: int = 0
+    age: int = 0  # of the oldest token of each response, in sum
+
+    def cells(self) -> tuple[str, ...]:
+        mean = f"{self.age / self.responses:.2f}" if self.responses else ""
+        return str(self.first), str(self.last), str(self.groups), mean
+
+
+def worker_table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """HTML of the workers in the lines of WORKDIR/groups, by first step; "" without any."""
+    found: dict[str, _Work] = {}
+    for line in lines:
+        try:
+            step, ages = int(line["step"]), dict[int, list[int]]()
+            for uid, age in zip(line["uid"], line["age"], strict=True):
+                ages.setdefault(uid[0], []).append(int(age))
+            for name, counters in line["workers"].items():
+                work = found.setdefault(name, _Work(step, step))
+                of_worker = [age for counter in counters for age in ages.get(counter, ())]
+                work.first, work.last = min(work.first, step), max(work.last, step)
+                work.groups += len(counters)
+                work.responses, work.age = (
+                    work.responses + len(of_worker),
+                    work.age + sum(of_worker),
+                )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            continue
+    shown = sorted(found.items(), key=lambda item: item[1].first)
+    rows = [(name, *work.cells()) for name, work in shown[-_MOST_WORKERS:]]
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in _HEADS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    left = (
+        f"<p class='about'>The last {len(rows)} of {len(shown)}.</p>" if shown[len(rows) :] else ""
+    )
+    table = f"<table class='idle'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"{left}<div class='wide'>{table}</div>"

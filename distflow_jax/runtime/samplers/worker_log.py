@@ -1,0 +1,69 @@
+"""Log lines of a trainer on its workers: who joins, leaves, stalls, is lost or is missing."""
+
+import logging
+from collections.abc import Sequence
+
+from distflow_jax.stream.leases import Move
+
+SUM_SECONDS = 5.0  # between two words on moves: thousands of workers make few lines
+MOST_NAMES = 3  # of workers in one line
+WORDS = {
+    "joined": "joined",
+    "left": "left",
+    "stalled": "stalled: called, but submitted nothing of {its} groups for a lease; these go to "
+    "other workers, and a stalled worker gets one group at a time until it submits something",
+    "lost": "sent nothing for {seconds:.0f} s; {its} {groups} go to other workers",
+}
+
+log = logging.getLogger("distflow_jax")
+
+
+class WorkerLog:
+    """The log of one process. `how`: the command that starts a worker."""
+
+    def __init__(self, how: str):
+        self._how, self._next, self._moves = how, 0.0, list[Move]()
+        self._met = False  # whether a worker has ever joined
+
+    def moved(self, moves: Sequence[Move], at_work: int, now: float) -> None:
+        """Tells of moves of workers, of which `at_work` are left: at once, or with those of the
+        next seconds where it has just told of some."""
+        self._moves += moves
+        self._met |= at_work > 0
+        if not self._moves or now < self._next:
+            return
+        self._next = now + SUM_SECONDS
+        for what in WORDS:
+            if of_kind := [move for move in self._moves if move.what == what]:
+                level = logging.INFO if what in ("joined", "left") else logging.WARNING
+                log.log(level, "%s (%d at work)", sentence(what, of_kind), at_work)
+        self._moves = []
+
+    def missing(self, seconds: float, groups: int, node: str, lacking: bool) -> None:
+        """Tells that no worker was there for some seconds, while groups wait for one; `node`: of a
+        host node that it would run, `lacking`: prompts wait to be drawn as well."""
+        which = f" that runs node {node!r}" if node else ""
+        log.warning(
+            "waits for samples: no worker%s %s, and %d prompts wait for one%s; start one, unless "
+            "it is starting: %s%s",
+            which,
+            f"was at work for {seconds:.0f} s" if self._met else "has joined",
+            groups,
+            ", and further ones cannot begin" if lacking else "",
+            self._how,
+            f" --nodes={node}" if node else "",
+        )
+
+
+def sentence(what: str, moves: Sequence[Move]) -> str:
+    """A sentence on workers that have made the same move."""
+    names = ", ".join(move.worker for move in moves[:MOST_NAMES])
+    more = f" and {len(moves) - MOST_NAMES} more" if len(moves) > MOST_NAMES else ""
+    groups = sum(move.groups for move in moves)
+    one = len(moves) == 1
+    words = WORDS[what].format(
+        its="its" if one else "their",
+        seconds=max(move.seconds for move in moves),
+        groups=f"{groups} group{'' if groups == 1 else 's'}",
+    )
+    return f"worker{'' if one else 's'} {names}{more} {words}"
