@@ -17,7 +17,6 @@ in flight; at boundaries such responses start over (TaskBuffer).
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -172,7 +171,7 @@ class Leases:
             end = now - self.seconds
             lost |= {name for name, heard in self.workers.items() if heard <= end}
         ended |= {task.key: task for name in lost for task in self.open.held(name)}
-        groups = Counter(task.worker for task in ended.values())
+        groups = {name: sum(t.worker == name for t in ended.values()) for name in lost}
         for task in ended.values():
             task.silent.add(task.worker)
             self.open.free(task)
