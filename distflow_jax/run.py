@@ -123,10 +123,7 @@ def train_here(
         date = recorded_date(pathlib.Path(replay or folder))
         prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
         files.enter_context(contextlib.closing(prepared))
-        if prepared.config.stream.workers:
-            found = commands(run_end.RunEnd(str(folder), answers=True, waits=True))
-            unknown = f"distflow worker --config=... --join={folder}"
-            prepared.worker_command = found.get("worker", unknown)
+        prepared.worker_command = lambda: run_end.worker_command(str(folder), commands)
         watchdog = watchdog or Watchdog(config.health, 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)

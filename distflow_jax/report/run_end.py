@@ -38,6 +38,12 @@ def no_commands(end: RunEnd) -> Mapping[str, str]:
     return {}
 
 
+def worker_command(folder: str, commands: Commands) -> str:
+    """The command that starts a worker of a run."""
+    found = commands(RunEnd(folder, answers=True, waits=True))
+    return found.get("worker", f"distflow worker --config=... --join={folder}")
+
+
 def print_end(terminal: Terminal, run: RunFolder, folder: pathlib.Path) -> None:
     """Prints evaluations before and after with their standard error, rewards or losses, and the
     report's path. Nothing of it is there for a run without a step."""

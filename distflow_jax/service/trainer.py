@@ -36,7 +36,7 @@ from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
 from distflow_jax.stream.links.buffer_addresses import read_addresses
-from distflow_jax.stream.links.buffer_links import ANSWER_SECONDS, Joining
+from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
@@ -44,6 +44,7 @@ from distflow_jax.watchdog.exit_codes import EXIT_DONE
 PROMPTS = "prompts.jsonl"  # in the run's folder
 READ = ("uid", "prompt")  # columns that a program may get
 WRITTEN = ("uid", "response", "rollout_logp")  # columns that it puts; "version" may come too
+JOIN_SECONDS = 9.0  # for an answer of the training, which has begun
 END_SECONDS = 60.0  # for a training that does not answer to end
 LOOK_SECONDS = 0.05  # between two questions for what is not there yet
 
@@ -271,7 +272,7 @@ class Trainer:
         table = config_table(config)
         tables = shared_tables(table, processes.code_table(), source.tokenizer)
         name = f"outside-{os.getpid()}-{secrets.token_hex(3)}"
-        links = Joining(str(self._folder), name, tables).first(ANSWER_SECONDS)
+        links = Joining(str(self._folder), name, tables).first(JOIN_SECONDS)
         if links is None:
             return None
         sizes = derive_sizes(config, source.config, Machine.current(), self._graph)

@@ -29,8 +29,7 @@ FIRST_SECONDS = 10.0  # before the first one
 class WorkerServer:
     """The server that workers call."""
 
-    # moves of workers, how many are at work, and the time
-    moved: Callable[[Sequence[Move], int, float], None]
+    moved: Callable[[Sequence[Move], int, float], None]  # those at work are left, at a time
     # seconds without a worker, for so many groups, of a node of workers (""), prompts missing too
     missing: Callable[[float, int, str, bool], None]
     answer_waiting: Callable[[float], None]  # questions that wait, at a time; under the lock
@@ -121,7 +120,7 @@ class BufferThread(SamplingSide):
                     news = self._producer.requests.has_news
                     self._tell()
                     evaluated = self._buffer.take_evaluations()
-                    moves, at_work = self._buffer.moves, len(self._buffer.workers)
+                    moves, at_work = self._buffer.moves, len(self._buffer.joined)
                     self._buffer.moves = []
                 for version, tasks in evaluated.items():
                     self._evaluations.answered(version, tasks)
@@ -165,13 +164,11 @@ class BufferThread(SamplingSide):
         now = time.monotonic()
         with self._lock:
             missing = self._unserved()
-            served = bool(missing) and missing[0] in self._buffer.served
-            tasks = self._buffer.num_open(missing[0]) if served else 0
-            groups = tasks or self._num_open()
+            node = next((name for name in missing[:1] if name in self._buffer.served), "")
+            groups = (self._buffer.num_open(node) if node else 0) or self._num_open()
             lacking, unfit = self._producer.lacks_prompts, self._buffer.unfit
         if not (missing or unfit):
             self._alone_since, self._next_told = now, now + FIRST_SECONDS
         elif missing and now >= self._next_told:
             self._next_told = now + TELL_SECONDS
-            node = missing[0] if served else ""
             self._server.missing(now - self._alone_since, groups, node, lacking)

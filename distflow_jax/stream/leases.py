@@ -17,7 +17,6 @@ in flight; at boundaries such responses start over (TaskBuffer).
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,8 +30,7 @@ T = TypeVar("T", bound=OpenTask)
 
 
 class Move(NamedTuple):
-    """A worker that has "joined", "left", "stalled", or is "lost" with so many groups, since it was
-    silent for some seconds."""
+    """A worker that has "joined", "left", "stalled" or is "lost": silent for some seconds."""
 
     worker: str
     what: str
@@ -49,6 +47,7 @@ class Leases:
         caller.
       expired: leases that ended without a result.
       workers: time of the last heartbeat, by worker, within one lease's time.
+      joined: those that have started, and asked for tasks.
       moves: of workers; drained by the caller.
       idle: versions for which workers found nothing to sample; without workers that have work.
       stalled: workers whose lease expired and that have submitted nothing since.
@@ -64,6 +63,7 @@ class Leases:
         self.given_up: dict[int, str] = {}
         self.expired = 0
         self.workers: dict[str, float] = {}
+        self.joined: set[str] = set()
         self.moves: list[Move] = []
         self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
@@ -73,9 +73,12 @@ class Leases:
         self._serving: dict[str, dict[str, None]] = {}  # workers by what they serve
         self._next_gone = math.inf  # before then no worker is
 
-    def heartbeat(self, worker: str, now: float, serves: Iterable[str] = SAMPLER) -> None:
-        """Notes that a worker lives, and what it serves."""
-        if worker not in self.workers:
+    def heartbeat(
+        self, worker: str, now: float, serves: Iterable[str] = SAMPLER, *, starts: bool = False
+    ) -> None:
+        """Notes that a worker lives, and what it serves; `starts`: it may be silent for a while."""
+        if not starts and worker not in self.joined:
+            self.joined.add(worker)
             self.moves.append(Move(worker, "joined"))
         self.workers[worker] = now
         self._next_gone = min(self._next_gone, now + self.seconds)
@@ -136,7 +139,7 @@ class Leases:
     def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
         self.unfit |= unfit
-        if worker in self.workers:
+        if worker in self.joined:
             self.moves.append(Move(worker, "left"))
         self._drop(worker)
         for task in self.open.held(worker):
@@ -168,13 +171,14 @@ class Leases:
             end = now - self.seconds
             lost |= {name for name, heard in self.workers.items() if heard <= end}
         ended |= {task.key: task for name in lost for task in self.open.held(name)}
-        groups = Counter(task.worker for task in ended.values())
+        groups = {name: sum(t.worker == name for t in ended.values()) for name in lost}
         for task in ended.values():
             task.silent.add(task.worker)
             self.open.free(task)
         self.expired += len(ended)
         for name in sorted(lost):
-            self.moves.append(Move(name, "lost", groups[name], now - self.workers[name]))
+            if name in self.joined:
+                self.moves.append(Move(name, "lost", groups[name], now - self.workers[name]))
             self._drop(name)
         if now >= self._next_gone:
             self._next_gone = min(self.workers.values(), default=math.inf) + self.seconds
@@ -186,6 +190,7 @@ class Leases:
     def _drop(self, worker: str) -> None:
         """Forgets that a worker is there."""
         self.workers.pop(worker, None)
+        self.joined.discard(worker)
         self.idle.pop(worker, None)
         self.stalled.discard(worker)
         for node, serving in list(self._serving.items()):

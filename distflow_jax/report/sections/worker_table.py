@@ -11,8 +11,8 @@ _HEADS = ("worker", "first step", "last step", "groups", "mean age in steps")
 
 
 @dataclasses.dataclass
-class _Work:
-    """What a worker has sampled."""
+class _WorkerShare:
+    """The share of one worker in the samples of a run."""
 
     first: int
     last: int
@@ -27,14 +27,14 @@ class _Work:
 
 def worker_table(lines: Iterable[Mapping[str, Any]]) -> str:
     """HTML of the workers in the lines of WORKDIR/groups, by first step; "" without any."""
-    found: dict[str, _Work] = {}
+    found: dict[str, _WorkerShare] = {}
     for line in lines:
         try:
             step, ages = int(line["step"]), dict[int, list[int]]()
             for uid, age in zip(line["uid"], line["age"], strict=True):
                 ages.setdefault(uid[0], []).append(int(age))
             for name, counters in line["workers"].items():
-                work = found.setdefault(name, _Work(step, step))
+                work = found.setdefault(name, _WorkerShare(step, step))
                 of_worker = [age for counter in counters for age in ages.get(counter, ())]
                 work.first, work.last = min(work.first, step), max(work.last, step)
                 work.groups += len(counters)

@@ -12,7 +12,7 @@ WORDS = {
     "left": "left",
     "stalled": "stalled: called, but submitted nothing of {its} groups for a lease; these go to "
     "other workers, and a stalled worker gets one group at a time until it submits something",
-    "lost": "sent nothing for {seconds:.0f} s; {its} {groups} go to other workers",
+    "lost": "sent nothing for {seconds:.0f} s{groups}",
 }
 
 log = logging.getLogger("distflow_jax")
@@ -61,9 +61,12 @@ def sentence(what: str, moves: Sequence[Move]) -> str:
     more = f" and {len(moves) - MOST_NAMES} more" if len(moves) > MOST_NAMES else ""
     groups = sum(move.groups for move in moves)
     one = len(moves) == 1
+    its = "its" if one else "their"
     words = WORDS[what].format(
-        its="its" if one else "their",
+        its=its,
         seconds=max(move.seconds for move in moves),
-        groups=f"{groups} group{'' if groups == 1 else 's'}",
+        groups=f"; {its} {groups} group{'' if groups == 1 else 's'} go to other workers"
+        if groups
+        else "",
     )
     return f"worker{'' if one else 's'} {names}{more} {words}"

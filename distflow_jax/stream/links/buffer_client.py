@@ -89,8 +89,7 @@ class BufferClient:
             try:
                 self._talk(self.state.links)
             except Unreachable as error:
-                seconds = self._orphan_seconds
-                log.warning("%s; waiting for the trainers, up to %g s", error, seconds)
+                log.warning("%s; waiting for it, up to %g s", error, self._orphan_seconds)
                 self._rejoin()
             except Refused as error:
                 raise ValueError(str(error)) from error

@@ -26,8 +26,7 @@ from distflow_jax.stream.wire.wire_client import WireClient
 
 START_THEM = (
     "if it is still starting (it loads and compiles first), start the worker again or wait longer "
-    "with --join_seconds={longer:.0f}; otherwise start it with stream.workers=True, and if it runs "
-    "on another host, check stream.listen, its port and the firewall"
+    "with --join_seconds={:.0f}; on another host, check stream.listen, its port and the firewall"
 )
 STATE = {  # of a task buffer, which each answer has
     "attempt": TEXT,
@@ -154,9 +153,7 @@ class Joining:
         reason for which it refuses."""
         links, why = self._joined(seconds, stopped)
         if why:
-            raise NobodyAnswers(
-                f"{why} within {seconds:g} s; {START_THEM.format(longer=max(600, 2 * seconds))}"
-            )
+            raise NobodyAnswers(f"{why} within {seconds:g} s; {START_THEM.format(5 * seconds)}")
         return links
 
     def again(self, seconds: float, stopped: Callable[[], bool]) -> Links | None:

@@ -162,7 +162,7 @@ class BufferService:
             raise Refused(text)
         with self._lock:
             # an answer without the task buffers means that the trainers are starting: try again
-            self._buffer.heartbeat(worker, time.monotonic(), nodes or SAMPLER)
+            self._buffer.heartbeat(worker, time.monotonic(), nodes or SAMPLER, starts=True)
             return Frame({**self._facts, **self._state(worker)})
 
     def _lease(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
