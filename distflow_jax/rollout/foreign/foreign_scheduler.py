@@ -30,6 +30,7 @@ from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.sequences import RequestGroup, WaitingQueue
 
 FIRST_PAUSE, LAST_PAUSE = 0.2, 5.0  # seconds between two looks at an engine that is away
+TELL_SECONDS = 30.0  # between two lines about it
 log = logging.getLogger("distflow_jax")
 
 STEP_SECONDS = 0.05  # that `step` waits for an answer
@@ -363,6 +364,7 @@ class ForeignScheduler:
 
     def _put_back(self, failures: Sequence[Failure], cost: int = 1) -> None:
         """Lets responses wait for another try. `cost`: tries that it takes each of them."""
+        said: dict[tuple[int, str], list[tuple[int, int]]] = {}  # uids that failed alike
         for failure in failures:
             entry = self._running.pop(failure.id, None)
             if entry is None:
@@ -370,15 +372,7 @@ class ForeignScheduler:
             key = (entry.group.id, entry.partial.sample)
             tries = self._failed[key] = self._failed.get(key, 0) + cost
             uid = (entry.group.request.prompt.counter, entry.partial.sample)
-            log.warning(
-                "%s: response %s of prompt %d, try %d of %d: %s",
-                self.engine.name,
-                uid[1],
-                uid[0],
-                tries,
-                self._limits.most_tries,
-                failure.reason,
-            )
+            said.setdefault((tries, failure.reason), []).append(uid)
             pause = min(MOST_PAUSE, LEAST_PAUSE * 2 ** max(0, tries - 1))
             self._later.append((time.monotonic() + pause, entry.group, entry.partial))
             if tries >= self._limits.most_tries:
@@ -387,6 +381,17 @@ class ForeignScheduler:
                     f"{uid[0]}: {failure.reason}"
                 )
                 self._given_up.append(TriesEnded(text, entry.group, entry.partial.sample))
+        for (tries, reason), uids in said.items():
+            name, most = self.engine.name, self._limits.most_tries
+            log.warning("%s: %s, try %d of %d: %s", name, _listed(uids), tries, most, reason)
+
+
+def _listed(uids: Sequence[tuple[int, int]]) -> str:
+    """Responses by (prompt, sample), in words."""
+    if len(uids) == 1:
+        return f"response {uids[0][1]} of prompt {uids[0][0]}"
+    prompts = [prompt for prompt, _ in uids]
+    return f"{len(uids)} responses, of prompts {min(prompts)} to {max(prompts)}"
 
 
 def check_request(engine: ForeignEngine, request: GroupRequest) -> None:
@@ -476,7 +481,8 @@ class LostEngine:
         EngineError where that takes too long, or it has others after several loads.
         """
         self._answers.clear()
-        wrong, end, pause = 0, time.monotonic() + self._seconds, FIRST_PAUSE
+        wrong, pause = 0, FIRST_PAUSE
+        begin = told = time.monotonic()
         log.warning("%s: waiting up to %g s for it", self._engine.name, self._seconds)
         while True:
             try:
@@ -488,11 +494,14 @@ class LostEngine:
                 wrong += isinstance(error, WrongWeights)
                 if wrong >= WRONG_LOADS:
                     raise
-                if time.monotonic() + pause > end:
+                now = time.monotonic()
+                if now - begin + pause > self._seconds:
                     raise EngineError(
                         f"{self._engine.name} was away for {self._seconds:g} s: {error}"
                     ) from error
-                log.warning("%s", error)
+                if now - told >= TELL_SECONDS:
+                    log.warning("away for %d of %g s: %s", now - begin, self._seconds, error)
+                    told = now
             time.sleep(pause)
             pause = min(LAST_PAUSE, 2 * pause)
 

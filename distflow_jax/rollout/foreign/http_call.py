@@ -102,7 +102,7 @@ class HttpServer:
             if time.monotonic() >= end:
                 raise CallFailed(f"no answer within {seconds:g} s") from error
             reason = str(error) or type(error).__name__
-            raise CallFailed(f"{self.url} broke off: {reason}", lost=True) from error
+            raise CallFailed(f"the connection broke off: {reason}", lost=True) from error
         finally:
             if clock is not None:
                 clock.cancel()

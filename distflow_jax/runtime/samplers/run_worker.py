@@ -243,7 +243,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         finished = client.sample(worker, link, ended)
     asked.terminal.print(
         f"ended after {worker.groups} groups; {worker.loads} loads of weights stopped it for "
-        f"{1e3 * worker.load_seconds:.2f} ms"
+        f"{worker.load_seconds:.3g} s"
     )
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
