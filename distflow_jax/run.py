@@ -123,7 +123,8 @@ def train_here(
         date = recorded_date(pathlib.Path(replay or folder))
         prepared = prepare(config, chosen, terminal.activity, recording, dataset, date)
         files.enter_context(contextlib.closing(prepared))
-        prepared.worker_command = lambda: run_end.worker_command(str(folder), commands)
+        if not prepared.trainers_sample:
+            prepared.worker_command = run_end.worker_command(str(folder), commands)
         watchdog = watchdog or Watchdog(config.health, 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)

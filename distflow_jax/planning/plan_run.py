@@ -280,7 +280,7 @@ class PreparedRun(RunPlan):
     rewards: RewardPool
     environments: Environments | None  # None: a response is one turn
     recording: Recording | None = None  # whose training the run repeats
-    worker_command: Callable[[], str] = str  # that starts a worker of the run
+    worker_command: str = ""  # that starts a worker of the run
 
     @property
     def has_sampler(self) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 
 from distflow_jax.cluster import processes
 from distflow_jax.resharding.weight_sync import WeightSync
-from distflow_jax.stream.leases import Move
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
 from distflow_jax.stream.tasks import ENVIRONMENT, EVALUATION, SAMPLING
@@ -29,7 +28,8 @@ FIRST_SECONDS = 10.0  # before the first one
 class WorkerServer:
     """The server that workers call."""
 
-    moved: Callable[[Sequence[Move], int, float], None]  # those at work are left, at a time
+    # Leases.moves, how many workers are at work, and the time
+    moved: Callable[[Sequence[tuple[str, str, int, float]], int, float], None]
     # seconds without a worker, for so many groups, of a node of workers (""), prompts missing too
     missing: Callable[[float, int, str, bool], None]
     answer_waiting: Callable[[float], None]  # questions that wait, at a time; under the lock

@@ -18,7 +18,7 @@ in flight; at boundaries such responses start over (TaskBuffer).
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
 from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
@@ -27,15 +27,6 @@ MOST_ENDED = 10_000  # names of workers that are remembered
 SILENT = 0.6  # of a lease's time: one that lives is heard of more often, whatever it does
 
 T = TypeVar("T", bound=OpenTask)
-
-
-class Move(NamedTuple):
-    """A worker that has "joined", "left", "stalled" or is "lost": silent for some seconds."""
-
-    worker: str
-    what: str
-    groups: int = 0
-    seconds: float = 0.0
 
 
 class Leases:
@@ -48,7 +39,8 @@ class Leases:
       expired: leases that ended without a result.
       workers: time of the last heartbeat, by worker, within one lease's time.
       joined: those that have started, and asked for tasks.
-      moves: of workers; drained by the caller.
+      moves: (worker, "joined", "left", "stalled" or "lost", groups that a lost one held, seconds
+        since it was heard of); drained by the caller.
       idle: versions for which workers found nothing to sample; without workers that have work.
       stalled: workers whose lease expired and that have submitted nothing since.
       ended: workers that receive no more work, with reason and time.
@@ -64,7 +56,7 @@ class Leases:
         self.expired = 0
         self.workers: dict[str, float] = {}
         self.joined: set[str] = set()
-        self.moves: list[Move] = []
+        self.moves: list[tuple[str, str, int, float]] = []
         self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
@@ -79,7 +71,7 @@ class Leases:
         """Notes that a worker lives, and what it serves; `starts`: it may be silent for a while."""
         if not starts and worker not in self.joined:
             self.joined.add(worker)
-            self.moves.append(Move(worker, "joined"))
+            self.moves.append((worker, "joined", 0, 0.0))
         self.workers[worker] = now
         self._next_gone = min(self._next_gone, now + self.seconds)
         for node in serves:
@@ -140,7 +132,7 @@ class Leases:
         """Notes that a worker has gone: what it holds is for others at once."""
         self.unfit |= unfit
         if worker in self.joined:
-            self.moves.append(Move(worker, "left"))
+            self.moves.append((worker, "left", 0, 0.0))
         self._drop(worker)
         for task in self.open.held(worker):
             self.open.free(task)
@@ -178,12 +170,12 @@ class Leases:
         self.expired += len(ended)
         for name in sorted(lost):
             if name in self.joined:
-                self.moves.append(Move(name, "lost", groups[name], now - self.workers[name]))
+                self.moves.append((name, "lost", groups[name], now - self.workers[name]))
             self._drop(name)
         if now >= self._next_gone:
             self._next_gone = min(self.workers.values(), default=math.inf) + self.seconds
         stalled = sorted(holders - lost - self.stalled)
-        self.moves += [Move(name, "stalled") for name in stalled]
+        self.moves += [(name, "stalled", 0, 0.0) for name in stalled]
         self.stalled.update(stalled)
         return stalled
 

@@ -13,12 +13,11 @@ from support.waiting import until
 from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.runtime.samplers.worker_log import WorkerLog
+from distflow_jax.runtime.samplers.worker_log import Move, WorkerLog
 from distflow_jax.stream import buffer_thread
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
-from distflow_jax.stream.leases import Move
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.sampling_side import Hooks

@@ -92,7 +92,7 @@ def deliver_to_workers(
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
     answers.meet(buffers)
-    workers = WorkerLog(prepared.worker_command())
+    workers = WorkerLog(prepared.worker_command)
     first = processes.process_index() == 0
     if first:
         addresses.write(workdir)

@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-
-from distflow_jax.stream.leases import Move
+from typing import NamedTuple
 
 SUM_SECONDS = 5.0  # between two words on moves: thousands of workers make few lines
 MOST_NAMES = 3  # of workers in one line
@@ -18,6 +17,15 @@ WORDS = {
 log = logging.getLogger("distflow_jax")
 
 
+class Move(NamedTuple):
+    """A worker that has joined, left, stalled, or is lost: see Leases.moves."""
+
+    worker: str
+    what: str
+    groups: int = 0
+    seconds: float = 0.0
+
+
 class WorkerLog:
     """The log of one process. `how`: the command that starts a worker."""
 
@@ -25,10 +33,10 @@ class WorkerLog:
         self._how, self._next, self._moves = how, 0.0, list[Move]()
         self._met = False  # whether a worker has ever joined
 
-    def moved(self, moves: Sequence[Move], at_work: int, now: float) -> None:
+    def moved(self, moves: Sequence[tuple[str, str, int, float]], at_work: int, now: float) -> None:
         """Tells of moves of workers, of which `at_work` are left: at once, or with those of the
         next seconds where it has just told of some."""
-        self._moves += moves
+        self._moves += [Move(*move) for move in moves]
         self._met |= at_work > 0
         if not self._moves or now < self._next:
             return
