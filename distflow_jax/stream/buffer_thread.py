@@ -120,8 +120,8 @@ class BufferThread(SamplingSide):
                     news = self._producer.requests.has_news
                     self._tell()
                     evaluated = self._buffer.take_evaluations()
-                    moves, at_work = self._buffer.moves, len(self._buffer.joined)
-                    self._buffer.moves = []
+                    moves, at_work = list(self._buffer.moves), len(self._buffer.joined)
+                    self._buffer.moves.clear()
                 for version, tasks in evaluated.items():
                     self._evaluations.answered(version, tasks)
                 self._server.moved(moves, at_work, now)

@@ -16,6 +16,7 @@ Finished responses of a task are kept. Of unfinished ones, the tokens are kept w
 in flight; at boundaries such responses start over (TaskBuffer).
 """
 
+import collections
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -56,7 +57,7 @@ class Leases:
         self.expired = 0
         self.workers: dict[str, float] = {}
         self.joined: set[str] = set()
-        self.moves: list[tuple[str, str, int, float]] = []
+        self.moves = collections.deque[tuple[str, str, int, float]](maxlen=MOST_ENDED)
         self.idle: dict[str, int] = {}
         self.stalled: set[str] = set()
         self.ended: dict[str, tuple[str, float]] = {}
@@ -175,7 +176,7 @@ class Leases:
         if now >= self._next_gone:
             self._next_gone = min(self.workers.values(), default=math.inf) + self.seconds
         stalled = sorted(holders - lost - self.stalled)
-        self.moves += [(name, "stalled", 0, 0.0) for name in stalled]
+        self.moves.extend((name, "stalled", 0, 0.0) for name in stalled)
         self.stalled.update(stalled)
         return stalled
 
