@@ -141,6 +141,7 @@ def logged(capsys):
     root, own = logging.getLogger(), logging.getLogger(log_lines.OWN)
     before = list(root.handlers), root.level, own.level, warnings.formatwarning
     root.setLevel(logging.INFO)
+    logging.captureWarnings(False)  # an import may have captured them, before pytest did
     log_lines.use_lines()
     yield lambda: capsys.readouterr().err
     logging.captureWarnings(False)
