@@ -445,8 +445,8 @@ def test_workers_are_shown_with_what_each_sampled(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"stream": {"workers": True}}))
     rows = re.findall(r"<tr>(<td>.*?)</tr>", worker_table(read_run(tmp_path).groups))
     assert [re.findall("<td>(.*?)</td>", row) for row in rows] == [
-        ["&lt;a&gt;", "1", "2", "2", "0.75"],
-        ["b", "1", "1", "1", "0.00"],
+        ["&lt;a&gt;", "1", "2", "66.7%", "0.75"],
+        ["b", "1", "1", "33.3%", "0.00"],
     ]
     assert "<h2>Workers</h2>" in report(tmp_path)
 

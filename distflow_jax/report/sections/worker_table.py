@@ -1,4 +1,7 @@
-"""Table of a run's workers: steps and groups that each sampled for, and the age of its tokens."""
+"""Table of a run's workers: steps and groups that each sampled, and the age of its tokens.
+
+Of a long run not every step is read: shares of the groups stay right then, numbers would not.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -7,7 +10,7 @@ from typing import Any
 from distflow_jax.report.page_style import escaped
 
 _MOST_WORKERS = 200
-_HEADS = ("worker", "first step", "last step", "groups", "mean age in steps")
+_HEADS = ("worker", "first step", "last step", "share of groups", "mean age in steps")
 
 
 @dataclasses.dataclass
@@ -20,9 +23,10 @@ class _WorkerShare:
     responses: int = 0
     age: int = 0  # of the oldest token of each response, in sum
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, groups: int) -> tuple[str, ...]:
+        """The row's cells, with the share of all `groups`."""
         mean = f"{self.age / self.responses:.2f}" if self.responses else ""
-        return str(self.first), str(self.last), str(self.groups), mean
+        return str(self.first), str(self.last), f"{self.groups / max(groups, 1):.1%}", mean
 
 
 def worker_table(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -38,14 +42,13 @@ def worker_table(lines: Iterable[Mapping[str, Any]]) -> str:
                 of_worker = [age for counter in counters for age in ages.get(counter, ())]
                 work.first, work.last = min(work.first, step), max(work.last, step)
                 work.groups += len(counters)
-                work.responses, work.age = (
-                    work.responses + len(of_worker),
-                    work.age + sum(of_worker),
-                )
+                work.responses += len(of_worker)
+                work.age += sum(of_worker)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             continue
     shown = sorted(found.items(), key=lambda item: item[1].first)
-    rows = [(name, *work.cells()) for name, work in shown[-_MOST_WORKERS:]]
+    groups = sum(work.groups for work in found.values())
+    rows = [(name, *work.cells(groups)) for name, work in shown[-_MOST_WORKERS:]]
     if not rows:
         return ""
     head = "".join(f"<th>{name}</th>" for name in _HEADS)
