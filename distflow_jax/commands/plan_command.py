@@ -30,6 +30,7 @@ from distflow_jax.planning.program_table import (
 )
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
+from distflow_jax.pods.pod_tables import describe_plan
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.programs.text_table import fill_lines
@@ -113,7 +114,7 @@ def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:
         compiled=options.compile and pod.compiles,
         only=options.only,
     )
-    text = f"{planned.text()}\n{found.describe()}"
+    text = f"{planned.text()}\n{describe_plan(found)}"
     print(text)
     if options.mermaid:
         print(to_mermaid(planned.plan))

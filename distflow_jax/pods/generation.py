@@ -11,9 +11,12 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.parameters import num_active_params
+from distflow_jax.models.parameters import num_active_params, num_params
+from distflow_jax.pods.efficiency import DECODE, PREFILL, Efficiency, Range, decode_of
+from distflow_jax.pods.response_lengths import spread
 from distflow_jax.pods.roofline import Estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.rollout.cache_sizing import page_bytes, weight_bytes
@@ -37,17 +40,32 @@ class Load:
         return min(self.responses, self.slots)
 
     @property
-    def full_steps(self) -> float:
-        """Decode steps with all slots running: m N / S, as a free slot is filled at once."""
-        return self.mean * self.responses / self.at_once
-
-    @property
-    def last_steps(self) -> float:
-        """The straggler term, L - m: steps after the last response has started.
+    def steps(self) -> float:
+        """Decode steps: m N / S, as a free slot is filled at once, and L - m of stragglers.
 
         Exact if all responses are equally long, and if all start at once.
         """
-        return self.longest - self.mean
+        return self.mean * self.responses / self.at_once + self.longest - self.mean
+
+    @property
+    def last_steps(self) -> float:
+        """The last steps, in which slots become idle: 2 (L - m), in which on average half run.
+
+        At most all steps, in which then fewer than half of the slots run on average. The number of
+        tokens is N m in any case.
+        """
+        return min(2 * (self.longest - self.mean), self.steps)
+
+    @property
+    def full_steps(self) -> float:
+        """The steps before, in which all slots run."""
+        return self.steps - self.last_steps
+
+    @property
+    def last_running(self) -> float:
+        """Slots that run on average in the last steps."""
+        left = self.responses * self.mean - self.at_once * self.full_steps
+        return left / self.last_steps if self.last_steps else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +79,17 @@ class GenerationEstimate:
 
     @property
     def whole(self) -> Estimate:
-        """The sum of all three."""
+        """All three, one after the other."""
         return self.prefill + self.full + self.stragglers
 
     @property
     def total(self) -> float:
         """Seconds in all; nothing overlaps."""
-        return self.prefill.total + self.full.total + self.stragglers.total
+        return self.whole.total
+
+    def expected(self, efficiency: Efficiency) -> Range:
+        """Expected seconds in all."""
+        return self.whole.expected(efficiency)
 
     def to_tree(self) -> dict[str, Any]:
         """The estimates as plain JSON values."""
@@ -79,20 +101,21 @@ class GenerationEstimate:
 def estimate_generation(
     pod: Pod, model: DecoderConfig, engine: EngineConfig, tensor: int, load: Load
 ) -> GenerationEstimate:
-    """Estimates prefill of N / G prompts, m N / S decode steps of S slots, L - m steps of S / 2.
+    """Estimates prefill of N / G prompts, decode steps of all S slots, and those of stragglers.
 
-    A decode step reads all weights once, the keys and values of every slot (half a mean response),
-    and those of every prompt with running responses (once for all of them). `tensor`: T.
+    A decode step reads all weights once, the keys and values of every running slot, and those of
+    its share of prompts (once for all responses). A token has E[l^2] / 2 m tokens of its own
+    response before it on average, with lengths l of response_lengths.spread. `tensor`: T.
     """
     prompts = -(-load.responses // load.group)
     step = _Step(pod, model, engine, tensor)
-    full = step.cost(load, load.at_once, load.mean / 2)
-    last = step.cost(load, load.at_once / 2, (load.mean + load.longest) / 2)
+    lengths = spread(load.mean, load.longest, load.responses)
+    own = float(np.mean(lengths**2) / (2 * np.mean(lengths)))
     return GenerationEstimate(
         step.prefill(prompts, load.prompt),
-        _times(full, load.full_steps),
-        _times(last, load.last_steps),
-        load.full_steps + load.last_steps,
+        step.cost(load, load.at_once, own) * load.full_steps,
+        step.cost(load, load.last_running, own) * load.last_steps,
+        load.steps,
     )
 
 
@@ -111,30 +134,52 @@ class _Step:
         self._attended = 4 * model.num_layers * model.num_heads * model.head_dim
 
     def cost(self, load: Load, slots: float, own: float) -> Estimate:
-        """A decode step of `slots` running slots, each with `own` tokens besides its prompt."""
-        flops = slots * (self._products + self._attended * (own + load.prompt)) / self._tensor
+        """A decode step of `slots` running slots, each with `own` tokens besides its prompt.
+
+        A layer's products, which read its weights, and its attention, which reads the cache, run
+        one after the other.
+        """
         cached = slots * own + slots / load.group * load.prompt
-        return self._estimate(flops, self._weights + cached * self._cached, slots)
+        kind, weights = decode_of(self._model), self._read_weights(slots)
+        products = self._estimate(kind, slots * self._products, weights)
+        flops = slots * self._attended * (own + load.prompt)
+        attention = self._estimate(DECODE, flops, cached * self._cached)
+        sums = self._sums(slots)
+        links = Estimate(0.0, 0.0, {"tensor": sums} if sums else {}, sums, DECODE, steps=1.0)
+        return products + attention + links
+
+    def _read_weights(self, slots: float) -> float:
+        """Bytes of the weights that `slots` tokens pass through.
+
+        Of E experts, k for each token, a step reads a share 1 - (1 - k / E)^slots on average.
+        """
+        experts, chosen = self._model.num_experts, self._model.experts_per_token
+        if not experts:
+            return self._weights
+        idle = (1 - chosen / experts) ** slots
+        every = num_params(self._model)
+        others = every - num_active_params(self._model)  # than the k experts of a token
+        return self._weights * (1 - idle * others / every * experts / (experts - chosen))
 
     def prefill(self, prompts: int, length: int) -> Estimate:
         """Prefill of `prompts` prompts; causal attention is computed without skipping."""
         tokens = prompts * length
-        flops = tokens * (self._products + self._attended * length) / self._tensor
-        return self._estimate(flops, self._weights + tokens * self._cached, tokens)
+        flops = tokens * (self._products + self._attended * length)
+        found = self._estimate(PREFILL, flops, self._weights + tokens * self._cached)
+        sums = self._sums(tokens)
+        return dataclasses.replace(found, links={"tensor": sums} if sums else {}, exposed=sums)
 
-    def _estimate(self, flops: float, accessed: float, rows: float) -> Estimate:
+    def _estimate(self, kind: str, flops: float, accessed: float) -> Estimate:
+        """`flops` of all T chips, `accessed` bytes of one."""
         chip = self._pod.chip
-        links, exposed = {}, 0.0
-        if self._tensor > 1:
-            # partial sums after attention and after the MLP of every layer; nothing overlaps
-            size = rows * self._model.hidden_size * self._item
-            span = self._pod.interconnect.span(range(self._tensor))
-            assert span is not None, self._tensor  # within a host, or whole hosts
-            exposed = 2 * self._model.num_layers * span.seconds("all-reduce", size)
-            links = {"tensor": exposed}
-        return Estimate(flops / chip.flops, accessed / chip.memory_bandwidth, links, exposed)
+        seconds = flops / self._tensor / chip.flops
+        return Estimate(seconds, accessed / chip.memory_bandwidth, {}, 0.0, kind)
 
-
-def _times(one: Estimate, count: float) -> Estimate:
-    links = {axes: count * seconds for axes, seconds in one.links.items()}
-    return Estimate(count * one.compute, count * one.memory, links, count * one.exposed)
+    def _sums(self, rows: float) -> float:
+        """Seconds of partial sums after attention and after the MLP of every layer, alone."""
+        if self._tensor == 1:
+            return 0.0
+        size = rows * self._model.hidden_size * self._item
+        span = self._pod.interconnect.span(range(self._tensor))
+        assert span is not None, self._tensor  # within a host, or whole hosts
+        return 2 * self._model.num_layers * span.seconds("all-reduce", size)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,13 +22,13 @@ from distflow_jax.pods.compile import (
     compile_sync,
     sampled_params,
 )
+from distflow_jax.pods.efficiency import Efficiency, Range, efficiency_of, training_of
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
+from distflow_jax.pods.response_lengths import share_of_rows
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.text_table import fill_lines, text_table
 from distflow_jax.programs.traffic import CollectiveTraffic
-from distflow_jax.programs.units import format_bytes, format_decimal
 from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import trace
 
@@ -59,19 +60,34 @@ class PodPlan:
     generation: GenerationEstimate | None  # None: the run samples nothing
     reshards: tuple[Reshard, ...]
     memory: MemoryPlan
+    efficiency: Efficiency  # shares of the peak rates that are expected of these chips
     refused: Mapping[str, str]  # programs too large by themselves, which have no costs: reasons
     missing: str  # settings to change if memory does not suffice; "" if it does
     left_out: tuple[str, ...] = ()  # programs not compiled on request, which have no costs
+    # share of its rows that responses of the mean length fill, of each program over rows; 1: all
+    filled: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def estimates(self) -> dict[str, Estimate]:
-        """Estimate of each segment from its program's costs; see `generation` for sampling."""
+        """Estimate of each segment from its program's costs; see `generation` for sampling.
+
+        Costs are those of all rows; empty rows cost nothing.
+        """
+        kind = training_of(self.planned.source.config)
         found = {}
         for name, cost in self.costs.items():
             flops = cost.flops / self.chips[name]
             accessed = cost.bytes_accessed or 0.0
-            found[name] = estimate(self.pod, flops=flops, accessed=accessed, traffic=cost.traffic)
+            traffic = cost.traffic
+            whole = estimate(self.pod, flops=flops, accessed=accessed, traffic=traffic, kind=kind)
+            found[name] = whole * self.filled.get(name, 1.0)
         return found
+
+    @property
+    def expected(self) -> Range:
+        """Expected seconds of a whole step; its parts run one after the other."""
+        found = (e.expected(self.efficiency) for e in self.parts.values())
+        return sum(found, Range(0.0, 0.0))
 
     @property
     def problem(self) -> str:
@@ -84,17 +100,6 @@ class PodPlan:
     def spare(self) -> float:
         """The share of HBM that the fullest segment leaves; negative if it does not fit."""
         return 1 - self.memory.fullest.total / self.pod.chip.memory
-
-    def _describe_spare(self) -> str:
-        fullest = self.memory.fullest
-        text = f"{self.spare:.1%} of HBM to spare, in {fullest.name!r}"
-        if self.refused:
-            return f"{text}, without what is too large\n"
-        if self.memory.unknown:
-            return f"{text}, without temporaries of {', '.join(self.memory.unknown)}\n"
-        if self.spare < SPARE:
-            return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
-        return f"{text}\n"
 
     @property
     def parts(self) -> dict[str, Estimate]:
@@ -110,32 +115,8 @@ class PodPlan:
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of a whole step; its parts run one after the other."""
+        """The bound on the seconds of a whole step; its parts run one after the other."""
         return sum(e.total for e in self.parts.values())
-
-    def describe(self) -> str:
-        """The plan as tables of text."""
-        how = (
-            "of each program"
-            if any(cost.peak_bytes for cost in self.costs.values())
-            else "of each program, FLOPs only: nothing was compiled"
-        )
-        parts = [
-            self.pod.describe(),
-            f"memory of a chip, {how}\n\n{text_table(self._memory_rows())}\n",
-            f"{self.memory.describe()}\n{self._describe_spare()}",
-            f"traffic of a chip, over all trips of loops\n\n{text_table(self._traffic_rows())}\n",
-        ]
-        if self.reshards:
-            parts.append(f"reshards between layouts\n\n{text_table(self._reshard_rows())}\n")
-        parts.append(
-            "ESTIMATED seconds, all rows filled, every rate at its peak (docs/scaling.md): bounds, "
-            f"nothing of this was measured\n\n{text_table(self._seconds_rows())}\n\n"
-            f"a step: {self.seconds:.3g} s, without rewards and other work of the hosts"
-            f"{', without programs that are too large' if self.refused else ''}"
-            f"{', without programs that were not compiled' if self.left_out else ''}\n"
-        )
-        return fill_lines("\n".join(parts))
 
     def to_tree(self) -> dict[str, Any]:
         """The plan as plain JSON values."""
@@ -150,17 +131,21 @@ class PodPlan:
             },
             "segments": {
                 name: cost.to_tree()
-                | {"chips": self.chips[name], "estimated_seconds": estimates[name].to_tree()}
+                | {"chips": self.chips[name], "estimated_seconds": self._tree_of(estimates[name])}
                 | {"traffic": [self._traffic_tree(t) for t in cost.traffic]}
                 for name, cost in self.costs.items()
             },
             "reshards": [dataclasses.asdict(reshard) for reshard in self.reshards],
             "memory": self.memory.to_tree() | {"spare": self.spare},
-            "estimated_generation": self.generation.to_tree() if self.generation else None,
+            "estimated_generation": self.generation and self._tree_of(self.generation),
             "estimated_step_seconds": self.seconds,
+            "expected_step_seconds": self.expected.to_tree(),
             "not_compiled": list(self.left_out),
             "problem": self.problem,
         }
+
+    def _tree_of(self, found: Estimate | GenerationEstimate) -> dict[str, Any]:
+        return found.to_tree() | {"expected": found.expected(self.efficiency).to_tree()}
 
     def _traffic_tree(self, traffic: CollectiveTraffic) -> dict[str, Any]:
         return {
@@ -172,56 +157,6 @@ class PodPlan:
             "estimated_seconds": collective_seconds(self.pod.interconnect, traffic),
         }
 
-    def _memory_rows(self) -> list[tuple[str, ...]]:
-        rows = [
-            ("program", "arguments", "outputs", "in place of", "temporaries", "sum", "of HBM",
-             "FLOPs of a chip"),
-        ]  # fmt: skip
-        for name, cost in self.costs.items():
-            sizes = cost.argument_bytes, cost.output_bytes, cost.alias_bytes, cost.temp_bytes
-            cells = ["-" if size is None else format_bytes(size) for size in sizes]
-            peak = cost.peak_bytes
-            share = "-" if peak is None else f"{peak / self.pod.chip.memory:.0%}"
-            cells += ["-" if peak is None else format_bytes(peak), share]
-            rows.append((name, *cells, format_decimal(cost.flops / self.chips[name], "")))
-        rows += [(name, *["-"] * 4, "too large", "-", "-") for name in self.refused]
-        rows += [(name, *["-"] * 4, "not compiled", "-", "-") for name in self.left_out]
-        return rows
-
-    def _traffic_rows(self) -> list[tuple[str, ...]]:
-        rows = [("program", "axes", "collective", "bytes", "times", "", "estimated s")]
-        for name, cost in self.costs.items():
-            for t in cost.traffic:
-                seconds = collective_seconds(self.pod.interconnect, t)
-                overlapped = "overlapped" if t.overlapped else ""
-                sizes = format_bytes(t.bytes), f"{t.times:,.0f}", overlapped, f"{seconds:.2g}"
-                rows.append((name, "*".join(t.axes), t.kind, *sizes))
-        return rows
-
-    def _reshard_rows(self) -> list[tuple[str, ...]]:
-        rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
-        for r in self.reshards:
-            sizes = format_bytes(r.bytes), format_bytes(r.chip_bytes)
-            rows.append((r.field, r.source, r.target, r.layouts, *sizes))
-        return rows
-
-    def _seconds_rows(self) -> list[tuple[str, ...]]:
-        rows = [("segment", "compute", "memory", "links", "exposed", "in all", "bound by")]
-        rows += [(name, *_cells(e)) for name, e in self.parts.items()]
-        return rows
-
-
-def _cells(e: Estimate) -> tuple[str, ...]:
-    links = ", ".join(f"{axes} {s:.2g}" for axes, s in e.links.items() if s >= 5e-7) or "-"
-    return (
-        f"{e.compute:.3g}",
-        f"{e.memory:.3g}",
-        links,
-        f"{e.exposed:.3g}",
-        f"{e.total:.3g}",
-        e.bound,
-    )
-
 
 def plan_on(
     pod: Pod,
@@ -231,16 +166,19 @@ def plan_on(
     compiled: bool = True,
     programs: Mapping[str, Program] | None = None,
     only: Collection[str] = (),
+    measured: Efficiency | None = None,
 ) -> PodPlan:
     """Compiles a run for a pod, or prices it by formulas. Allocates no array.
 
     Args:
       pod: the pod.
       planned: a plan on the pod's devices.
-      mean_response: tokens, for the time of sampling; 0: the longest allowed.
+      mean_response: tokens, for the time of sampling and the rows that responses fill; 0: the
+        longest allowed.
       compiled: compile the programs, which needs a pod that compiles; else formulas give the costs.
       programs: those of runtime.build.trace; None: they are traced here.
       only: names of the programs to compile; (): all.
+      measured: of these chips, in place of the published range.
 
     Raises ValueError if a mesh does not fit the pod, or the formulas do not cover it, and for an
     unknown name in `only`.
@@ -273,9 +211,11 @@ def plan_on(
         _generation(pod, planned, load) if planned.own_samplers else None,
         tuple(_reshards(planned, programs)),
         memory,
+        measured or efficiency_of(pod.chip),
         refused,
         "" if refused else shortage(planned, memory, programs, known),
         left_out,
+        _filled(planned, programs, load) if mean_response else {},
     )
 
 
@@ -355,6 +295,20 @@ def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
         longest=longest,
         group=config.rollout.num_samples,
     )
+
+
+def _filled(planned: RunPlan, programs: Mapping[str, Program], load: Load) -> dict[str, float]:
+    """The share of its rows that responses fill, of each program; in whole micro-batches."""
+    packing, filled = planned.sizes.packing, {}
+    prompts = packing.prompts_per_step // packing.mini_batches
+    lengths = load.prompt, load.mean, load.longest
+    share = share_of_rows(prompts, load.group, *lengths, packing.limits)
+    for name, program in programs.items():
+        layout = program.unit.layout
+        at_once = planned.sizes.rows_at_a_time(layout)
+        whole = packing.rows[layout] // at_once
+        filled[name] = math.ceil(share * whole) / whole
+    return filled
 
 
 def _reshards(planned: RunPlan, programs: Mapping[str, Program]) -> Iterator[Reshard]:

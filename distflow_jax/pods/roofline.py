@@ -1,4 +1,5 @@
-"""Roofline model: a lower bound on a program's time from the peak rates of its chips.
+"""Roofline model: a bound on a program's time at the peak rates of its chips, and the time that is
+expected at the shares of these rates that programs reach (efficiency.py).
 
 Williams et al. 2009 (doi.org/10.1145/1498765.1498785), with links in addition to compute and
 memory. docs/scaling.md lists all formulas.
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.pods.efficiency import TRAINING, Efficiency, Range
 from distflow_jax.pods.interconnect import GroupRates, Interconnect
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.traffic import CollectiveTraffic
@@ -17,16 +19,21 @@ from distflow_jax.programs.traffic import CollectiveTraffic
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a program at the peak rates of its chips; not measured."""
+    """Seconds of a program at the peak rates of its chips: a bound, not measured."""
 
     compute: float
     memory: float  # of HBM
     links: Mapping[str, float]  # by mesh axes, "fsdp" or "data*fsdp": all collectives over them
     exposed: float  # of `links`, the time that overlaps with nothing
+    kind: str = TRAINING  # of work; see efficiency.py
+    steps: float = 0.0  # decode steps, which cost more than their products, memory and links
+    parts: tuple["Estimate", ...] = ()  # that run one after the other; (): it is one program
 
     @property
     def total(self) -> float:
-        """The longest of the terms that overlap, plus the exposed time."""
+        """The longest of the terms that overlap, plus the exposed time; of parts, their sum."""
+        if self.parts:
+            return sum(part.total for part in self.parts)
         overlapped = sum(self.links.values()) - self.exposed
         return max(self.compute, self.memory, overlapped) + self.exposed
 
@@ -36,27 +43,64 @@ class Estimate:
         terms = {"compute": self.compute, "memory": self.memory} | dict(self.links)
         return max(terms, key=terms.__getitem__)
 
+    def expected(self, efficiency: Efficiency) -> Range:
+        """Seconds at the shares of the peak rates that programs reach."""
+        if self.parts:
+            return sum((part.expected(efficiency) for part in self.parts), Range(0.0, 0.0))
+        of, links, step = efficiency.work[self.kind], efficiency.links, efficiency.step
+        slow = self._at(of.compute.low, of.memory.low, links.low) + self.steps * step.high
+        fast = self._at(of.compute.high, of.memory.high, links.high) + self.steps * step.low
+        return Range(fast, slow)
+
+    def _at(self, compute: float, memory: float, links: float) -> float:
+        """Seconds at these shares of the peak rates."""
+        overlapped = sum(self.links.values()) - self.exposed
+        longest = max(self.compute / compute, self.memory / memory, overlapped / links)
+        return longest + self.exposed / links
+
     def __add__(self, other: "Estimate") -> "Estimate":
+        """One after the other."""
         axes = dict.fromkeys([*self.links, *other.links])
         return Estimate(
             self.compute + other.compute,
             self.memory + other.memory,
             {a: self.links.get(a, 0.0) + other.links.get(a, 0.0) for a in axes},
             self.exposed + other.exposed,
+            steps=self.steps + other.steps,
+            parts=(*(self.parts or [self]), *(other.parts or [other])),
+        )
+
+    def __mul__(self, count: float) -> "Estimate":
+        """`count` times, one after the other."""
+        return Estimate(
+            self.compute * count,
+            self.memory * count,
+            {axes: seconds * count for axes, seconds in self.links.items()},
+            self.exposed * count,
+            self.kind,
+            self.steps * count,
+            tuple(part * count for part in self.parts),
         )
 
     def to_tree(self) -> dict[str, Any]:
         """The estimate as plain JSON values."""
-        return dataclasses.asdict(self) | {"total": self.total, "bound": self.bound}
+        found = {name: getattr(self, name) for name in ("compute", "memory", "links", "exposed")}
+        return found | {"total": self.total, "bound": self.bound}
 
 
 def estimate(
-    pod: Pod, *, flops: float, accessed: float, traffic: Iterable[CollectiveTraffic]
+    pod: Pod,
+    *,
+    flops: float,
+    accessed: float,
+    traffic: Iterable[CollectiveTraffic],
+    kind: str = TRAINING,
 ) -> Estimate:
     """Roofline estimate of a program on a pod.
 
-    `flops` and `accessed` (bytes of HBM) are per chip. Different axes use different links, but a
-    program waits for one collective after the other, so their times are added.
+    `flops` and `accessed` (bytes of HBM) are per chip; `kind` is that of its work. Different axes
+    use different links, but a program waits for one collective after the other, so their times are
+    added.
     """
     links: dict[str, float] = {}
     exposed = 0.0
@@ -66,7 +110,7 @@ def estimate(
         links[name] = links.get(name, 0.0) + seconds
         exposed += 0.0 if one.overlapped else seconds
     chip = pod.chip
-    return Estimate(flops / chip.flops, accessed / chip.memory_bandwidth, links, exposed)
+    return Estimate(flops / chip.flops, accessed / chip.memory_bandwidth, links, exposed, kind)
 
 
 def collective_seconds(interconnect: Interconnect, traffic: CollectiveTraffic) -> float:

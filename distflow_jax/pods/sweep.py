@@ -69,6 +69,7 @@ class Candidate:
             "fullest": self.compiled.memory.fullest.total,
             "spare": self.compiled.spare,
             "estimated_step_seconds": self.compiled.seconds,
+            "expected_step_seconds": self.compiled.expected.to_tree(),
             "problem": self.compiled.problem,
         }
         return {
@@ -77,6 +78,7 @@ class Candidate:
             "living_bytes": self.guess.memory.fullest.total,
             "living_spare": self.guess.spare,
             "estimated_step_seconds": self.guess.seconds,
+            "expected_step_seconds": self.guess.expected.to_tree(),
             "compiled": compiled,
             "fits": self.fits if self.compiled else None,
         }

@@ -27,20 +27,28 @@ def steps_taken(lengths, slots):
 @pytest.mark.parametrize("responses", [8, 32, 64, 320])
 def test_steps_are_exact_where_all_are_equally_long(responses):
     load = dataclasses.replace(LOAD, responses=responses)
-    steps = load.full_steps + load.last_steps
-    assert steps == steps_taken([64] * responses, 32)
+    assert load.steps == steps_taken([64] * responses, 32)
 
 
 def test_steps_are_exact_where_all_start_at_once():
     lengths = np.arange(1, 33)
     load = dataclasses.replace(LOAD, mean=lengths.mean(), longest=32)
-    assert load.full_steps + load.last_steps == pytest.approx(steps_taken(lengths, 32))
+    assert load.steps == pytest.approx(steps_taken(lengths, 32))
 
 
 def test_steps_are_close_where_lengths_differ():
     lengths = np.random.default_rng(0).integers(1, 512, 320)
     load = Load(320, 32, 16, lengths.mean(), lengths.max(), 4)
-    assert load.full_steps + load.last_steps == pytest.approx(steps_taken(lengths, 32), rel=0.1)
+    assert load.steps == pytest.approx(steps_taken(lengths, 32), rel=0.1)
+
+
+@pytest.mark.parametrize("mean", [1, 16, 32, 48, 64])
+@pytest.mark.parametrize("responses", [8, 32, 320])
+def test_every_token_is_decoded_once(mean, responses):
+    load = dataclasses.replace(LOAD, responses=responses, mean=mean)
+    tokens = load.full_steps * load.at_once + load.last_steps * load.last_running
+    assert tokens == pytest.approx(responses * mean)
+    assert 0 <= load.full_steps and load.last_running <= load.at_once / 2
 
 
 def test_a_decode_step_reads_the_weights_and_what_is_cached():
@@ -61,13 +69,25 @@ def test_a_shared_copy_is_read_faster_and_talks():
 
 
 def test_stragglers_cost_steps_of_few():
-    even = estimate_generation(POD, TINY, ENGINE, 1, dataclasses.replace(LOAD, mean=32))
-    assert even.steps == 64
-    # half of the slots, each with 48 tokens and its prompt of 16, not 16 and the prompt
-    products = 2 * num_params(TINY)
-    attended = 4 * TINY.num_layers * TINY.num_heads * TINY.head_dim
-    wanted = 16 * (products + 64 * attended) / (32 * (products + 32 * attended))
-    assert even.stragglers.compute / even.full.compute == pytest.approx(wanted)
+    """Of which each reads the weights as a full step does, and computes half as much."""
+    load = dataclasses.replace(LOAD, responses=128, mean=60)
+    found = estimate_generation(POD, TINY, ENGINE, 1, load)
+    steps = load.last_steps / load.full_steps
+    assert (load.last_steps, load.last_running) == (2 * (64 - 60), 16)
+    assert found.stragglers.compute / found.full.compute == pytest.approx(steps / 2)
+    weights = 2 * num_params(TINY) / POD.chip.memory_bandwidth
+    cached = [e.memory - n * weights for e, n in ((found.full, load.full_steps),
+                                                  (found.stragglers, load.last_steps))]  # fmt: skip
+    assert cached[1] / cached[0] == pytest.approx(steps / 2)
+
+
+def test_products_and_attention_run_one_after_the_other():
+    load = dataclasses.replace(LOAD, responses=4096, slots=4096)
+    found = estimate_generation(POD, TINY, ENGINE, 1, load).full
+    products, attention, _ = found.parts
+    assert products.compute > products.memory and attention.memory > attention.compute
+    assert found.total == products.compute + attention.memory
+    assert found.total > max(found.compute, found.memory)
 
 
 def test_of_a_mixture_only_the_experts_of_a_token_multiply():

@@ -23,6 +23,7 @@ from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods.compile import TooLarge, compile_program, reporting_size
 from distflow_jax.pods.pod_picture import MEMORY_COLORS, draw_pod
 from distflow_jax.pods.pod_plan import plan_on
+from distflow_jax.pods.pod_tables import describe_plan
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.hlo import read
 from distflow_jax.report.drawing import Line, Rect, Text
@@ -73,17 +74,20 @@ def joined(text):
 
 
 def test_the_tables_fit_a_terminal(of_gpus):
-    text = of_gpus.describe()
+    text = describe_plan(of_gpus)
     assert max(map(len, text.splitlines())) <= 80
     traffic = cells_of(text, ["program", "axes"])
     assert len(traffic) == sum(len(cost.traffic) for cost in of_gpus.costs.values())
     assert {row[1] for row in traffic} >= {"fsdp", "tensor"}
-    seconds = {row[0]: row[5] for row in cells_of(text, ["segment", "compute"], key=5)}
-    assert seconds == {name: f"{e.total:.3g}" for name, e in of_gpus.parts.items()}
+    seconds = {row[0]: row[4:6] for row in cells_of(text, ["segment", "compute"], key=4)}
+    assert seconds == {
+        name: [f"{e.total:.3g}", str(e.expected(of_gpus.efficiency))]
+        for name, e in of_gpus.parts.items()
+    }
 
 
 def test_seconds_are_said_to_be_estimates(of_gpus):
-    text = joined(of_gpus.describe())
+    text = joined(describe_plan(of_gpus))
     assert "ESTIMATED seconds" in text and "nothing of this was measured" in text
     assert "nothing was compiled" in text
     tree = json.loads(json.dumps(of_gpus.to_tree()))
@@ -91,6 +95,18 @@ def test_seconds_are_said_to_be_estimates(of_gpus):
     assert tree["segments"]["actor_train"]["estimated_seconds"]["total"] > 0
     step = sum(s["estimated_seconds"]["total"] for s in tree["segments"].values())
     assert step + tree["estimated_generation"]["total"] == pytest.approx(of_gpus.seconds)
+    for end, seconds in tree["expected_step_seconds"].items():
+        segments = [s["estimated_seconds"]["expected"][end] for s in tree["segments"].values()]
+        of_sampling = tree["estimated_generation"]["expected"][end]
+        assert sum(segments) + of_sampling == pytest.approx(seconds)
+
+
+def test_a_step_is_expected_to_take_longer_than_its_bound(of_gpus):
+    expected = of_gpus.expected
+    assert of_gpus.seconds < expected.low < expected.middle < expected.high
+    assert expected.high <= 1.6 * expected.low
+    text = joined(describe_plan(of_gpus))
+    assert f"a step: expected {expected} s, bound {of_gpus.seconds:.3g} s" in text
 
 
 def test_the_picture_has_every_byte_and_second(of_gpus):
@@ -113,8 +129,10 @@ def test_the_picture_has_every_byte_and_second(of_gpus):
 
 
 def test_a_faster_chip_and_shorter_responses_take_less_time(of_gpus):
-    same = plan_on(of_gpus.pod, of_gpus.planned, mean_response=8, compiled=False)
-    assert same.generation.total < of_gpus.generation.total
+    shorter = plan_on(of_gpus.pod, of_gpus.planned, mean_response=8, compiled=False)
+    assert shorter.generation.total < of_gpus.generation.total
+    for name in ("reference", "actor_train"):  # which skip empty rows
+        assert shorter.estimates[name].total < of_gpus.estimates[name].total
     h200 = plan_on(*planned_for("h200:4x8", "mesh.tensor=2"), compiled=False)
     assert h200.generation.total < of_gpus.generation.total
     assert h200.estimates["actor_train"].compute == of_gpus.estimates["actor_train"].compute
@@ -160,7 +178,7 @@ def test_it_says_how_much_memory_is_left(of_gpus):
     fullest = of_gpus.memory.fullest
     has = of_gpus.pod.chip.memory
     assert of_gpus.spare == pytest.approx(1 - fullest.total / has)
-    said = joined(of_gpus.describe())
+    said = joined(describe_plan(of_gpus))
     assert "to spare" in said and "without temporaries of update_weights, rollout, " in said
     segments = tuple(
         dataclasses.replace(s, temporaries=int(0.95 * has) - s.live - s.gradients)
@@ -168,7 +186,7 @@ def test_it_says_how_much_memory_is_left(of_gpus):
     )
     memory = dataclasses.replace(of_gpus.memory, segments=segments)
     tight = dataclasses.replace(of_gpus, memory=memory)
-    assert "WARNING: 5.0% of HBM to spare" in tight.describe() and not tight.problem
+    assert "WARNING: 5.0% of HBM to spare" in describe_plan(tight) and not tight.problem
     assert tight.to_tree()["memory"]["spare"] == pytest.approx(0.05)
 
 
@@ -177,7 +195,7 @@ def test_what_is_too_large_is_shown_and_said(of_gpus):
     refused = {"actor_train": "actor_train alone needs 17GiB of 15GiB of HBM"}
     found = dataclasses.replace(of_gpus, costs=costs, refused=refused)
     assert found.problem == "actor_train alone needs 17GiB of 15GiB of HBM, which does not fit"
-    rows = {row[0]: row for row in cells_of(found.describe(), ["program", "arguments"])}
+    rows = {row[0]: row for row in cells_of(describe_plan(found), ["program", "arguments"])}
     assert rows["actor_train"][5] == "too large" and found.seconds < of_gpus.seconds
     assert {row[5] for name, row in rows.items() if name != "actor_train"} == {"-"}
 
@@ -282,7 +300,7 @@ def test_tpus_are_compiled_for(of_tpus):
         assert cost.unread == 0 and cost.unbounded == (), name
         assert cost.peak_bytes > 0 and all("?" not in t.axes for t in cost.traffic), name
     assert not of_tpus.problem and of_tpus.memory.fullest.total < of_tpus.pod.chip.memory
-    text = of_tpus.describe()
+    text = describe_plan(of_tpus)
     assert "rollout: stragglers" in text and "overlapped" in text
 
 
@@ -359,7 +377,7 @@ def test_programs_that_are_not_compiled_are_named(of_gpus):
     names = tuple(n for n in of_gpus.costs if n != "actor_train")
     costs = {"actor_train": of_gpus.costs["actor_train"]}
     found = dataclasses.replace(of_gpus, costs=costs, left_out=names)
-    text = found.describe()
+    text = describe_plan(found)
     rows = cells_of(text, ["program", "arguments"])
     assert [row[0] for row in rows if row[5] == "not compiled"] == list(names)
     assert "without programs that were not compiled" in joined(text)

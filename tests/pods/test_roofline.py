@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from distflow_jax.planning.chips import CHIPS
+from distflow_jax.pods.efficiency import efficiency_of
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.traffic import CollectiveTraffic
@@ -55,7 +57,26 @@ def test_groups_that_are_no_box_go_round_everything():
     assert collective_seconds(POD.interconnect, odd) == whole.seconds("all-gather", 1e9)
 
 
-def test_estimates_add_up():
+def test_what_runs_one_after_the_other_adds_up():
     one = Estimate(1.0, 2.0, {"fsdp": 3.0}, 1.0)
     other = Estimate(1.0, 0.0, {"fsdp": 1.0, "tensor": 2.0}, 0.0)
-    assert one + other == Estimate(2.0, 2.0, {"fsdp": 4.0, "tensor": 2.0}, 1.0)
+    both = one + other
+    assert (both.compute, both.memory, both.exposed) == (2.0, 2.0, 1.0)
+    assert both.links == {"fsdp": 4.0, "tensor": 2.0} and both.bound == "fsdp"
+    assert both.total == one.total + other.total == 6.0
+    assert (both * 3).total == 18.0 and ((one * 3) + (other * 3)).total == 18.0
+    efficiency = efficiency_of(POD.chip)
+    apart = one.expected(efficiency) + other.expected(efficiency)
+    assert both.expected(efficiency) == apart
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_expected_seconds_are_a_narrow_range_above_the_bound(chip):
+    """For every mixture of terms: a step, which is a sum of them, is as narrow."""
+    drawn, efficiency = np.random.default_rng(0), efficiency_of(chip)
+    for kind in 100 * tuple(efficiency.work):
+        compute, memory, exposed, overlapped = drawn.exponential(size=4) ** 4
+        links = {"fsdp": exposed + overlapped}
+        found = Estimate(compute, memory, links, exposed, kind, steps=drawn.integers(1000))
+        expected = found.expected(efficiency)
+        assert found.total < expected.low <= expected.high <= 1.6 * expected.low * (1 + 1e-12)
