@@ -3,13 +3,15 @@
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 python benchmarks/gpu.py --out=gpu.json
     python benchmarks/gpu.py --parts=update --models=random:configs/shapes/llama32_1b \\
         --micro-rows=1,2,4,8 --remat=dots
+    python benchmarks/gpu.py --attention=kernel --decode-attention=gpu
     python benchmarks/gpu.py --quick
 
+The third command measures our Triton kernels, which `auto` does not choose on GPUs.
 Runs on the devices that JAX finds, in one process, without the network, with random weights.
 Several devices divide parameters and rows. Parts:
 
 check   log-probs, loss, gradient and sampled tokens of a small model against this machine's CPU, in
-        float32, and in bfloat16 by the platform's kernels. A wrong result ends the program with
+        float32, and in bfloat16 by the chosen attention. A wrong result ends the program with
         exit code 1 before anything is timed. JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
 update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW. MFU counts the FLOPs
         of the mathematics (models/model_flops.py), causal attention as half of a square.
@@ -49,6 +51,7 @@ from device.step import time_step
 from device.update import time_update
 from device.work import QUICK, Work
 
+from distflow_jax.config.attention_table import DECODE, ROWS, names
 from distflow_jax.models.remat import REMATS
 from distflow_jax.planning.chips import Chip
 
@@ -77,6 +80,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes, to check the setup")
     parser.add_argument("--micro-rows", default="", help="per device in an update, comma-separated")
     parser.add_argument("--remat", choices=REMATS, default="none")
+    parser.add_argument("--attention", choices=names(ROWS), default="auto", help="of the trainer")
+    parser.add_argument(
+        "--decode-attention", choices=names(DECODE), default="auto", help="of the sampler"
+    )
     parser.add_argument("--step-rows", type=int, default=1, help="per device at a time, in a step")
     args = parser.parse_args()
     args.parts = args.parts.split(",")
@@ -116,7 +123,12 @@ class Results:
 def work_of(args: argparse.Namespace) -> Work:
     """Sizes for the available devices."""
     work = QUICK if args.quick else Work()
-    chosen = dataclasses.replace(work, micro_rows=args.micro_rows or work.micro_rows)
+    chosen = dataclasses.replace(
+        work,
+        micro_rows=args.micro_rows or work.micro_rows,
+        attention=args.attention,
+        decode_attention=args.decode_attention,
+    )
     return chosen.on(jax.device_count())
 
 
@@ -234,7 +246,7 @@ def main() -> int:
         flush=True,
     )
     if "check" in args.parts:
-        comparisons = check(jax.devices()[0])
+        comparisons = check(jax.devices()[0], args.attention, args.decode_attention)
         print(describe(comparisons), flush=True)
         results.add("check", "small", {"comparisons": [vars(c) for c in comparisons]})
         if not all(c.holds for c in comparisons):

@@ -84,7 +84,7 @@ INNER_FLOORS = {
         {"scheduling"},
         {"engine"},
         {"prefill"},
-        {"sampler_program", "cache_sizing"},
+        {"sampler_program", "cache_sizing", "sampler_trial"},
         {"decode_state", "response_checks"},
         {"kv_cache", "requests", "engine_interface"},
         {"occupancy", "engine_stand_ins", "jetstream_install"},

@@ -1,7 +1,7 @@
 """Comparison of a device with the CPU of its machine: the trainer's numbers, and sampled tokens.
 
 Float32 uses the most exact products of the device, so that differences are rounding only. bfloat16
-runs as in training, with the platform's Pallas kernels. Both are compared with float32 on the CPU.
+runs as in training, with the attention that is named. Both are compared with float32 on the CPU.
 """
 
 import contextlib
@@ -69,15 +69,21 @@ class Comparison:
         return f"{decision:5s} {self.what}: {self.error:.2g}, at most {self.tolerance:.2g}"
 
 
-def check(device: jax.Device) -> list[Comparison]:
-    """All comparisons of a device with this machine's CPU."""
+def check(
+    device: jax.Device, attention: str = "auto", decode_attention: str = "auto"
+) -> list[Comparison]:
+    """All comparisons of a device with this machine's CPU.
+
+    The names are for bfloat16 on the device; what float32 takes is left to auto.
+    """
     host = jax.devices("cpu")[0]
     params = _params()
     trained, sampled = _trainer(host, params, "float32"), _sampler(host, params, "float32")
     found = []
     for dtype, tolerances in TOLERANCES.items():
-        errors = _errors(_trainer(device, params, dtype), trained)
-        errors |= _token_errors(_sampler(device, params, dtype), sampled)
+        rows, decode = (attention, decode_attention) if dtype == "bfloat16" else ("auto", "auto")
+        errors = _errors(_trainer(device, params, dtype, rows), trained)
+        errors |= _token_errors(_sampler(device, params, dtype, decode), sampled)
         for name, error in errors.items():
             kind = name.split()[0]
             found.append(Comparison(f"{dtype} {name}", error, tolerances[kind]))
@@ -128,13 +134,16 @@ def _batch() -> PolicyBatch:
     return PolicyBatch(rows, advantage.astype(np.float32), None, None, None)
 
 
-def _trainer(device: jax.Device, params: Any, dtype: str) -> dict[str, Any]:
+def _trainer(
+    device: jax.Device, params: Any, dtype: str, attention: str = "auto"
+) -> dict[str, Any]:
     """Log-probs [R, L], loss and gradient of the policy's objective on a device, as NumPy."""
     group = MODEL.num_heads // MODEL.num_kv_heads
-    sizes = AttentionSizes(_LENGTH, _LENGTH, _ROWS, group, MODEL.head_dim, dtype)
-    attention = row_attention("auto", device.platform, sizes)
+    shared = frozenset({"shared prompts"})
+    sizes = AttentionSizes(_LENGTH, _LENGTH, _ROWS, group, MODEL.head_dim, dtype, features=shared)
+    chosen = row_attention(attention, device.platform, sizes)
     forward = ForwardConfig(
-        dtype, 128, "none", attention_block=attention.block, attention_by=attention.by
+        dtype, 128, "none", attention_block=chosen.block, attention_by=chosen.by
     )
     objective = policy_objective(MODEL, ALGORITHM, forward, max_response=_LENGTH)
 
@@ -172,7 +181,9 @@ def _errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
 # -- the sampler ---------------------------------------------------------------------------------
 
 
-def _sampler(device: jax.Device, params: Any, dtype: str) -> dict[float, list[Response]]:
+def _sampler(
+    device: jax.Device, params: Any, dtype: str, attention: str = "auto"
+) -> dict[float, list[Response]]:
     """Responses by temperature: several to each of some prompts, over several pages."""
     mesh = Mesh(np.array([[device]], dtype=object), ("data", "tensor"))
     config = EngineConfig(
@@ -183,6 +194,7 @@ def _sampler(device: jax.Device, params: Any, dtype: str) -> dict[float, list[Re
         page_size=16 if device.platform != "tpu" else 128,
         group_size=_SAMPLES,
         dtype=dtype,
+        attention=attention,
     )
     rng, found = np.random.default_rng(2), {}
     prompts = rng.integers(3, MODEL.vocab_size, (4, _PROMPT), dtype=np.int32)

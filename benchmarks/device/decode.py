@@ -39,6 +39,7 @@ def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any
         "tokens_per_call": TOKENS_PER_CALL,
         "page_size": 128 if chip.platform == "tpu" else 64,
         "dtype": dtype,
+        "attention": work.decode_attention,
     }
     compilations = Compilations()
     params = random_params(source.config, dtype, mesh)

@@ -22,6 +22,7 @@ from distflow_jax.planning.run_models import optimizer_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.runtime.build import make_meshes, trace
+from distflow_jax.runtime.settled_attention import settle_attention
 from distflow_jax.training.state import init_state
 
 UPDATE = "actor_train"
@@ -36,6 +37,7 @@ def time_update(
     recomputation counts nothing. Raises ValueError if sizes do not fit together.
     """
     planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
+    settle_attention(planned)
     config, decoder = planned.config, planned.source.config
     program = trace(planned)[UPDATE]
     started = time.perf_counter()
@@ -64,6 +66,7 @@ def time_update(
         "micro_rows": micro_rows,
         "remat": remat,
         "attention": planned.sizes.attention.name,
+        "attention_why": planned.sizes.attention.why,
         "compute_dtype": planned.sizes.forward.compute_dtype,
         "compile_seconds": compiling,
         "seconds": seconds,

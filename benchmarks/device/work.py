@@ -27,6 +27,8 @@ class Work:
     response: int = 512  # limit, which random weights nearly always reach
     steps: int = 4  # not counting the first
     repeats: int = 5  # of all other measurements
+    attention: str = "auto"  # training.attention
+    decode_attention: str = "auto"  # rollout.attention
 
     def on(self, devices: int) -> "Work":
         """The work of `devices` devices together."""
@@ -60,7 +62,10 @@ def update_run(model: str, work: Work, micro_rows: int, remat: str) -> Config:
             num_samples=2, max_response_length=work.row_tokens - work.prompt, num_slots=8
         ),
         training=TrainingConfig(
-            row_tokens=work.row_tokens, micro_batch_rows=micro_rows, remat=remat
+            row_tokens=work.row_tokens,
+            micro_batch_rows=micro_rows,
+            remat=remat,
+            attention=work.attention,
         ),
     )
 
@@ -74,10 +79,14 @@ def step_run(model: str, work: Work, micro_rows: int) -> Config:
             num_samples=work.samples,
             max_response_length=work.response,
             num_slots=work.prompts * work.samples,
+            attention=work.decode_attention,
         ),
         # a digit anywhere counts: random weights sample one now and then
         reward=RewardConfig(function="pattern", kwargs={"pattern": ".*[0-9].*"}),
         training=TrainingConfig(
-            steps=1 + work.steps, row_tokens=work.row_tokens, micro_batch_rows=micro_rows
+            steps=1 + work.steps,
+            row_tokens=work.row_tokens,
+            micro_batch_rows=micro_rows,
+            attention=work.attention,
         ),
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from distflow_jax.config.attention_table import DECODE, PREFILL, names
 from distflow_jax.config.data_config import check_columns
 from distflow_jax.parsing.checked_fields import Kind, above, at_least, between, is_number, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
@@ -18,8 +19,7 @@ TOP_P = Kind(
     f"above 0 (at least {LEAST_TOP_P:.6g}) and at most 1",
     lambda value: is_number(value) and LEAST_TOP_P <= value <= 1,
 )
-# attention of a decode step: pages (CPU), a kernel (gpu or tpu), or a mask (reference)
-ATTENTION = one_of(("auto", "pages", "reference", "gpu", "tpu"))
+DECODE_ATTENTION = one_of(names(DECODE))
 STORED = one_of(("auto", "int8"))  # dtypes of keys and values, and of weights
 _WITH_ENVIRONMENT: Mapping[str, tuple[()]] = {"environment": ()}
 
@@ -47,8 +47,9 @@ class RolloutConfig(Section, name="rollout"):
     # tokens guessed per step from repeated text; 0: off
     speculative_tokens: int = setting(0, at_least(0))
     speculative_ngram: int = setting(2, at_least(1))  # repeated tokens that must precede a guess
-    # attention of a decode step: pages (CPU), a kernel (gpu or tpu), or a mask (reference)
-    attention: str = setting("auto", ATTENTION)
+    # attention of decode steps, or of prefill for a name that serves it, see
+    # [attention](attention.md)
+    attention: str = setting("auto", one_of(names(DECODE, PREFILL)))
     # tokens per page of the key/value cache; 0: 64, on TPUs 128
     page_size: int = setting(0, at_least(0))
     # type of keys and values: auto (the compute dtype), or int8 with a float32 per token and head,

@@ -58,9 +58,19 @@ def within(position_BT: jax.Array, key_position_BS: jax.Array, window: jax.Array
 
 
 def masked_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array,
+    sinks_N: jax.Array | None = None,
+    soft_cap: float = 0.0,
 ) -> jax.Array:
-    """softmax(q k / sqrt(H)) v with grouped heads; softmax in float32. Returns [B, T, N, H]."""
+    """softmax(q k / sqrt(H)) v with grouped heads; softmax in float32. Returns [B, T, N, H].
+
+    `sinks_N`: logits that take part in the softmax and have no value, one per query head (Xiao et
+    al. 2023, arxiv.org/abs/2309.17453). `soft_cap` c: scores are c tanh(score / c) (Gemma 2,
+    arxiv.org/abs/2408.00118, sec. 2); 0: off.
+    """
     batch, length, heads, head_dim = q_BTNH.shape
     kv_heads = k_BSKH.shape[2]
     groups = heads // kv_heads
@@ -70,9 +80,16 @@ def masked_attention(
     q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, head_dim)
     k, v = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
     logits = jnp.einsum("BKQH,BKSH->BKQS", q, k).astype(jnp.float32) * head_dim**-0.5
+    if soft_cap:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = logits.reshape(batch, kv_heads, groups, length, -1)
     logits = jnp.where(mask_BTS[:, None, None], logits, _MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    if sinks_N is None:
+        weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    else:
+        sinks = sinks_N.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1)
+        logits = jnp.concatenate([logits, sinks + jnp.zeros_like(logits[..., :1])], axis=-1)
+        weights = jax.nn.softmax(logits, axis=-1)[..., :-1].astype(v.dtype)
     weights = weights.reshape(batch, kv_heads, groups * length, -1)
     out = jnp.einsum("BKQS,BKSH->BKQH", weights, v)
     out = out.reshape(batch, kv_heads, groups, length, head_dim)

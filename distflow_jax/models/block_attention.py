@@ -35,6 +35,7 @@ def block_attention(
     across: tuple[str, ...] = (),
     reach: Reach | None = None,
     implementation: str = "loops",
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k / sqrt(H)) v over the pairs that packed_mask allows, [B, T, N, H] like q.
 
@@ -48,6 +49,8 @@ def block_attention(
         them, and again in the backward pass instead of being kept.
       reach: limits the pairs to a sliding window.
       implementation: one of IMPLEMENTATIONS: loops on a CPU, the device's kernel elsewhere.
+      sinks_N: as of masked_attention. A sink scales the output by sigmoid(lse - sink), so no kernel
+        has to know it.
     """
     rows, length, heads, head_dim = q_BTNH.shape
     kv_heads, size = k_BTKH.shape[2], tiles.segment.shape[2]
@@ -63,7 +66,10 @@ def block_attention(
             position_BT=reach.position_BT.reshape(tiles.segment.shape),
             key_position_BS=reach.key_position_BS.reshape(tiles.key_segment.shape),
         )
-    out = _attention(q, k, v, tiles, reach, across, implementation)
+    out, lse = _attention(q, k, v, tiles, reach, across, implementation)
+    if sinks_N is not None:
+        sinks = jnp.repeat(sinks_N.astype(jnp.float32).reshape(kv_heads, -1), size, axis=1)
+        out *= jax.nn.sigmoid(lse - sinks[None, None])[..., None].astype(out.dtype)
     out = out.reshape(rows, blocks, kv_heads, heads // kv_heads, size, head_dim)
     return out.transpose(0, 1, 4, 2, 3, 5).reshape(q_BTNH.shape)
 
@@ -87,8 +93,9 @@ def _attention(
     reach: Reach | None,
     across: tuple[str, ...],
     implementation: str,
-) -> jax.Array:
-    """Attention of q [B, n, K, X, H] over k and v [B, n, K, C, H], shaped as q.
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, n, K, X, H] over k and v [B, n, K, C, H], shaped as q, and the
+    log-sum-exps of scores [B, n, K, X], 0 where a query has no keys.
 
     Positions of `reach` are [B, n, C] and [B, m, C].
     """
@@ -100,15 +107,17 @@ def _forward(q, k, v, tiles, reach, across, implementation):
     found = forward(q, _gathered(k, across), _gathered(v, across), tiles, reach)
     # named here, because these are the arrays that the backward pass takes
     out, lse = (named(ATTENTION, x) for x in found)
-    return out, (q, k, v, tiles, reach, out, lse)
+    return (out, lse), (q, k, v, tiles, reach, out, lse)
 
 
-def _backward(across, implementation, residuals, d_out):
+def _backward(across, implementation, residuals, gradients):
+    d_out, d_lse = gradients
     q, k, v, tiles, reach, out, lse = residuals
     _, backward = IMPLEMENTATIONS[implementation]
     k, v = _gathered(k, across), _gathered(v, across)
     # sum over the keys of weight * its gradient (the paper's D)
     delta = jnp.einsum("BnKXH,BnKXH->BnKX", d_out, out, preferred_element_type=jnp.float32)
+    delta -= d_lse  # a score's gradient is weight * (its gradient - D + that of the log-sum-exp)
     d_q, d_k, d_v = backward(q, k, v, tiles, reach, lse, delta, d_out)
     return d_q, _summed(d_k, across), _summed(d_v, across), None, None
 

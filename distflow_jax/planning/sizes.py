@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from distflow_jax.batch import TokenColumn
 from distflow_jax.config.mesh_config import MeshConfig
@@ -24,13 +24,18 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes, sampler_submesh
 from distflow_jax.planning.room_checks import check_batch_room, check_sampler_room
 from distflow_jax.rollout.cache_sizing import fitting_slots, trajectories
-from distflow_jax.rollout.decode_state import EngineConfig, check_attention, check_speculation
+from distflow_jax.rollout.decode_state import (
+    EngineConfig,
+    SamplerAttentions,
+    check_speculation,
+    sampler_attentions,
+)
 from distflow_jax.rollout.prefill.prefix_cache import check_prefix_cache
 from distflow_jax.stages.reward import overlong_tokens
 from distflow_jax.training.attention_choice import (
     AttentionSizes,
     RowAttention,
-    row_attention,
+    row_attentions,
     tile_unit,
     tower_form,
 )
@@ -57,8 +62,12 @@ class Sizes:
     engine: EngineConfig
     forward: ForwardConfig
     attention: RowAttention  # the attention of `forward`, with the reason for the choice
+    # those that a trial at the start may find faster, and those of samplers
+    other_attentions: tuple[RowAttention, ...]
+    sampler_attentions: SamplerAttentions
     micro_rows: int  # rows of a micro-batch per data rank
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
+    sampler_attention_why: str = ""  # of a trial
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
     # of a partial batch, if steps are trained on in partial batches
     partial_batch: PackingPlan | None = None
@@ -131,22 +140,10 @@ def derive_sizes(
     of_samplers = _machine_of_samplers(config, submesh, machine)
     check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
     hosts = _sampler_hosts(config, of_samplers)
-    dtype = _compute_dtype(training, machine)
+    dtype = _compute_dtype(training, machine.platform)
     rows = micro * max((together // n for n in pipelines if n > 1), default=1)
-    attention = row_attention(
-        training.attention,
-        machine.platform,
-        AttentionSizes(
-            training.row_tokens,
-            _longest(config),
-            rows,
-            model.num_heads // model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            chunks,
-            min(m.context for m in meshes),
-        ),
-    )
+    attention, *others = _row_attentions(config, model, machine.platform, rows, meshes)
+    in_sampler = sampler_attentions(config.rollout.attention, model, dtype, machine.platform)
     sizes = Sizes(
         mesh=mesh,
         role_meshes=roles,
@@ -156,7 +153,7 @@ def derive_sizes(
         workers_sample=config.stream.workers,
         sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
         packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
-        engine=_engine_config(config, model, of_samplers, dtype, hosts),
+        engine=_engine_config(config, model, of_samplers, dtype, hosts, in_sampler),
         forward=_forward_config(
             training,
             dtype,
@@ -166,6 +163,8 @@ def derive_sizes(
             microbatches=together,
         ),
         attention=attention,
+        other_attentions=tuple(others),
+        sampler_attentions=in_sampler,
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
@@ -174,11 +173,40 @@ def derive_sizes(
     return _with_images(sizes, config, model, machine.platform)
 
 
-def _compute_dtype(training: TrainingConfig, machine: Machine) -> str:
+def _row_attentions(
+    config: Config,
+    model: DecoderConfig,
+    platform: str,
+    rows: int,
+    meshes: Sequence[MeshSizes],
+) -> list[RowAttention]:
+    """The attention that training.attention allows, the preferred first; `rows` rows at a time."""
+    training, context = config.training, [m.context for m in meshes]
+    needed = {
+        "shared prompts": training.share_prompts,
+        "windows": model.sliding_window,
+        "image tokens": model.vision is not None and model.image_both_ways,
+        "divided rows": max(context) > 1,
+    }
+    sizes = AttentionSizes(
+        training.row_tokens,
+        _longest(config),
+        rows,
+        model.num_heads // model.num_kv_heads,
+        model.head_dim,
+        _compute_dtype(training, platform),
+        math.lcm(*(m.row_chunks for m in meshes)),
+        min(context),
+        frozenset(name for name, asked in needed.items() if asked),
+    )
+    return row_attentions(training.attention, platform, sizes)
+
+
+def _compute_dtype(training: TrainingConfig, platform: str) -> str:
     """The dtype of training.compute_dtype."""
     if training.compute_dtype != "auto":
         return training.compute_dtype
-    return "float32" if machine.platform == "cpu" else "bfloat16"
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def _with_images(sizes: Sizes, config: Config, model: DecoderConfig, platform: str) -> Sizes:
@@ -378,11 +406,15 @@ def _routed(model: DecoderConfig) -> TokenColumn:
 
 
 def _engine_config(
-    config: Config, model: DecoderConfig, machine: Machine, dtype: str, hosts: int
+    config: Config,
+    model: DecoderConfig,
+    machine: Machine,
+    dtype: str,
+    hosts: int,
+    attentions: SamplerAttentions,
 ) -> EngineConfig:
     """Sizes of one sampler, with rollout.num_slots slots, or as many as fit for 0."""
     data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
-    check_attention(rollout.attention, machine.platform)
     samplers, ranks = machine.processes // hosts, machine.devices // tensor
     response = max(rollout.max_response_length, config.eval.max_response_length)
     longest_prompt = max(data.max_prompt_length, rollout.prefill_tokens)
@@ -394,7 +426,8 @@ def _engine_config(
         speculative_tokens=rollout.speculative_tokens,
         speculative_ngram=rollout.speculative_ngram,
         page_size=rollout.page_size or (128 if machine.platform == "tpu" else 64),
-        attention=rollout.attention,
+        attention=attentions.decode[0],
+        prefill_by=attentions.prefill[0],
         cache_dtype=rollout.cache_dtype,
         weights_dtype=rollout.weights_dtype,
         cache_tokens=rollout.cache_tokens // samplers,

@@ -49,6 +49,7 @@ def describe_sizes(
         ("row", p.limits.tokens, _row(sizes)),
         ("attention in rows", sizes.attention.name, sizes.attention.why),
         *_tower_rows(sizes),
+        ("attention of decode steps", sizes.engine.attention, _prefill(sizes)),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
         *_partial_batch_rows(sizes, config),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),
@@ -142,6 +143,11 @@ def _row(sizes: Sizes) -> str:
     limits, shards = sizes.packing.limits, sizes.mesh.context
     text = f"tokens, at most {limits.sequences} sequences"
     return text if shards == 1 else f"{text}; {limits.tokens // shards} on each of {shards} devices"
+
+
+def _prefill(sizes: Sizes) -> str:
+    by = "masked" if sizes.engine.prefill_by == "loops" else sizes.engine.prefill_by
+    return "; ".join(filter(None, (f"prefill: {by}", sizes.sampler_attention_why)))
 
 
 def _tower_rows(sizes: Sizes) -> list[tuple]:

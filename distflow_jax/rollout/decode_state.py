@@ -4,17 +4,17 @@ B slots in all, D data ranks, S = B / D slots and P = S prompts of a rank, V voc
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from distflow_jax.config.rollout_config import ATTENTION, STORED
+from distflow_jax.config.attention_table import DECODE, PREFILL, Need, candidates, named, names
+from distflow_jax.config.rollout_config import DECODE_ATTENTION, STORED
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.kernels.decode_attention import implementation_for
 from distflow_jax.models.moe import recording
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.parallel.rules import sharding
@@ -46,7 +46,8 @@ class EngineConfig(Section, name="rollout"):
     weights_dtype: str = setting("auto", STORED)
     # of keys and values: "auto": `dtype`, "int8": with a scale per token
     cache_dtype: str = setting("auto", STORED)
-    attention: str = setting("auto", ATTENTION)
+    attention: str = setting("auto", DECODE_ATTENTION)
+    prefill_by: str = "loops"  # one of library_attention.BY_MASK
     weights: str = "auto"  # of layers, one of matmul_layouts.WEIGHTS
     speculative_tokens: int = 0  # d: guessed in a step, beside the one that is drawn; 0: off
     # tokens that must have stood before for a guess
@@ -125,13 +126,38 @@ def check_recording(config: EngineConfig, model: DecoderConfig) -> None:
         )
 
 
-def check_attention(name: str, platform: str) -> None:
-    """ValueError for a kernel that is not for this platform."""
-    if name in ("gpu", "tpu") and implementation_for(platform) != name:
-        raise ValueError(
-            f"rollout.attention={name!r} is a kernel for {name.upper()}s, and the devices here are "
-            f'of platform {platform!r}: use "auto" or "pages"'
-        )
+def attention_need(model: DecoderConfig, dtype: str, platform: str, where: str = DECODE) -> Need:
+    """The needs of a sampler, for decode steps or for prefill."""
+    features = {"shared prompts"} | ({"windows"} if model.sliding_window else set())
+    return Need(where, platform, model.head_dim, dtype, frozenset(features))
+
+
+class SamplerAttentions(NamedTuple):
+    """Attention that a sampler may have, the preferred first."""
+
+    decode: tuple[str, ...]  # for EngineConfig.attention
+    prefill: tuple[str, ...]  # for EngineConfig.prefill_by
+
+
+def sampler_attentions(
+    name: str, model: DecoderConfig, dtype: str, platform: str
+) -> SamplerAttentions:
+    """Resolves rollout.attention, a name of decode steps' attention or of prefill's.
+
+    Prefill by a library is left to a trial, unless it is named. Raises ValueError for a name that
+    cannot do what the sampler needs.
+    """
+    need = attention_need(model, dtype, platform)
+    where = PREFILL if name in names(PREFILL)[1:] else DECODE
+    if name != "auto":
+        named("rollout.attention", name, need._replace(where=where))
+    decode = tuple(one.name for one in candidates(need))
+    if where == PREFILL:
+        return SamplerAttentions(decode, ("loops" if name == "masked" else name,))
+    if name != "auto":
+        return SamplerAttentions((name,), ("loops",))
+    others = (one.name for one in candidates(need._replace(where=PREFILL)))
+    return SamplerAttentions(decode, ("loops", *(n for n in others if n != "masked")))
 
 
 def stored_dtype(config: EngineConfig) -> str:
@@ -193,11 +219,11 @@ def num_pages(config: EngineConfig, ranks: int) -> int:
 
 
 def attention_for(config: EngineConfig, model: DecoderConfig, mesh: Mesh) -> str:
-    """How attention runs on the mesh."""
+    """How attention of decode steps runs on the mesh."""
     if config.attention != "auto":
         return config.attention
-    kernel = implementation_for(mesh.devices.flat[0].platform)
-    return "pages" if kernel == "reference" else kernel
+    platform = mesh.devices.flat[0].platform
+    return next(candidates(attention_need(model, config.dtype, platform))).name
 
 
 def _check_int8_pages(shapes: "StateShapes") -> None:

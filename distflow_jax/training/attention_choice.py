@@ -1,9 +1,18 @@
 """Choice of attention over packed rows and in a tower, by setting, sizes and platform."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
+from distflow_jax.config.attention_table import (
+    ATTENTIONS,
+    ROWS,
+    Need,
+    candidates,
+    named,
+    preferred_lacks,
+)
 from distflow_jax.models.kernels import flash_gpu, flash_tpu
+from distflow_jax.models.kernels.library_attention import SPLASH_UNIT
 from distflow_jax.models.vision.patch_attention import WHOLE, Form
 from distflow_jax.models.vision.vision_config import VisionConfig
 
@@ -23,12 +32,13 @@ class AttentionSizes(NamedTuple):
     dtype: str
     row_chunks: int = 1  # chunks of a row on the mesh; a tile lies within one of them
     context_shards: int = 1  # shards of a row, one of them per device
+    features: frozenset[str] = frozenset()  # of attention_table.FEATURES, beside packed rows
 
 
 class RowAttention(NamedTuple):
     """The attention of a run."""
 
-    name: str  # masked, blocks or kernel
+    name: str  # of attention_table.ATTENTIONS
     block: int  # ForwardConfig.attention_block: tokens of a tile's side, 0: no tiles
     by: str  # ForwardConfig.attention_by
     why: str  # the reason, as text for the report
@@ -36,38 +46,68 @@ class RowAttention(NamedTuple):
 
 class _Kernel(NamedTuple):
     sides: tuple[int, ...]  # tile sides, the best first
-    head_dims: Sequence[int]  # rising
     check: Callable[..., None]
 
 
 _KERNELS = {
-    "gpu": _Kernel(flash_gpu.SIDES, flash_gpu.HEAD_DIMS, flash_gpu.check_flash_gpu),
-    "tpu": _Kernel(flash_tpu.SIDES, flash_tpu.HEAD_DIMS, flash_tpu.check_flash_tpu),
+    "gpu": _Kernel(flash_gpu.SIDES, flash_gpu.check_flash_gpu),
+    "tpu": _Kernel(flash_tpu.SIDES, flash_tpu.check_flash_tpu),
 }
 
 
 def row_attention(attention: str, platform: str, sizes: AttentionSizes) -> RowAttention:
-    """Resolves training.attention: masked, blocks, kernel or auto.
+    """The first of row_attentions."""
+    return row_attentions(attention, platform, sizes)[0]
 
-    Raises ValueError if blocks or kernel are set and do not fit the sizes or the platform.
+
+def row_attentions(attention: str, platform: str, sizes: AttentionSizes) -> list[RowAttention]:
+    """Resolves training.attention: all that auto may choose, the preferred one first, or the one
+    that is named.
+
+    All scores at once are for sizes that nothing else fits. Raises ValueError if an implementation
+    is named and cannot do what is needed, or does not fit the sizes.
     """
-    masked = RowAttention("masked", 0, "loops", "all scores of a row at once")
-    if attention == "masked":
-        return masked
-    try:
-        if not _by_loops(attention, platform):
-            return _by_kernel(platform, sizes)
+    features = sizes.features | {"packed rows"}
+    need = Need(ROWS, platform, sizes.head_dim, sizes.dtype, features)
+    if attention != "auto":
+        one = named("training.attention", attention, need)
+        try:
+            return [_fitted(one.name, platform, sizes)]
+        except ValueError as error:
+            raise ValueError(
+                f"training.attention={attention!r}: {error}, or attention='masked'"
+            ) from error
+    found, refused = [], preferred_lacks(need)
+    for one in candidates(need):
+        if one.name == "masked" and found:
+            break
+        try:
+            found.append(_fitted(one.name, platform, sizes))
+        except ValueError as error:
+            refused = refused or str(error)
+    if refused:
+        found[0] = found[0]._replace(why=f"{found[0].why}; {refused}")
+    return found
+
+
+def _fitted(name: str, platform: str, sizes: AttentionSizes) -> RowAttention:
+    """The attention of a name for sizes. Raises ValueError, with sizes that fit, if they do not."""
+    if name == "masked":
+        return RowAttention(name, 0, "loops", "all scores of a row at once")
+    if name == "blocks":
         best = sizes.longest // _BLOCKS_OF_SEQUENCE
         block = block_size(sizes.row_tokens, best, row_chunks=sizes.row_chunks)
-    except ValueError as error:
-        if attention == "auto":
-            return masked._replace(why=f"{masked.why}; {error}")
+        why = f"of {block} tokens, without those that are masked"
+        return RowAttention(name, block, "loops", why)
+    if name == "kernel":
+        return _by_kernel(platform, sizes)
+    if name == "splash" and sizes.row_tokens % SPLASH_UNIT:
         raise ValueError(
-            f"training.attention={attention!r}: {error}, or attention='masked'"
-        ) from error
-    return RowAttention(
-        "blocks", block, "loops", f"of {block} tokens, without those that are masked"
-    )
+            f"splash attention needs rows divisible by {SPLASH_UNIT} tokens, got "
+            f"training.row_tokens={sizes.row_tokens}; use "
+            f"{-(-sizes.row_tokens // SPLASH_UNIT) * SPLASH_UNIT}"
+        )
+    return RowAttention(name, 0, name, "of the whole row")
 
 
 def tower_form(
@@ -75,19 +115,22 @@ def tower_form(
 ) -> Form:
     """The form of a tower's attention between the patches of a chunk, of `chunk` patches.
 
-    By the setting of rows, see row_attention, and with a mask where no tile fits: nobody can change
-    the sizes of a tower. `rows` are those that a device encodes at a time, in `dtype`.
+    By the setting of rows, see row_attentions: masked, blocks or kernel; for others, which have no
+    form for towers, by a kernel on TPUs and by loops elsewhere. With a mask where no tile fits:
+    nobody can change the sizes of a tower. `rows` are those that a device encodes at a time, in
+    `dtype`.
     """
     if attention == "masked" or chunk <= _BLOCKS[-1]:
         return WHOLE
+    kernel = attention == "kernel" or (attention != "blocks" and platform == "tpu")
     try:
-        if _by_loops(attention, platform):
+        if not kernel:
             segment = vision.window**2 or (vision.grid**2 if vision.square else chunk)
             best = segment if segment <= _BLOCKS[-1] else segment // _BLOCKS_OF_SEQUENCE
             return Form(block_size(chunk, best))
         head_dim = _kernel_head_dim(platform, vision.head_dim)
-        sizes = AttentionSizes(chunk, chunk, rows, 1, head_dim, dtype)
-        found = _by_kernel(platform, sizes)
+        named("training.attention", "kernel", Need(ROWS, platform, head_dim, dtype))
+        found = _by_kernel(platform, AttentionSizes(chunk, chunk, rows, 1, head_dim, dtype))
     except ValueError:
         return WHOLE
     return Form(found.block, found.by, head_dim)
@@ -115,14 +158,10 @@ def block_size(row_tokens: int, best: int, *, row_chunks: int = 1) -> int:
     )
 
 
-def _by_loops(attention: str, platform: str) -> bool:
-    return platform == "cpu" if attention == "auto" else attention == "blocks"
-
-
 def _kernel_head_dim(platform: str, head_dim: int) -> int:
     """The least head dim of the platform's kernel to which heads can be padded; else `head_dim`."""
-    known = _KERNELS[platform].head_dims if platform in _KERNELS else ()
-    return next((n for n in known if n >= head_dim), head_dim)
+    kernels = (x for x in ATTENTIONS if x.name == "kernel" and platform in x.platforms)
+    return next((n for one in kernels for n in one.head_dims if n >= head_dim), head_dim)
 
 
 def _rows(row_chunks: int) -> str:
@@ -130,11 +169,7 @@ def _rows(row_chunks: int) -> str:
 
 
 def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
-    if platform not in _KERNELS:
-        raise ValueError(
-            f"there is no kernel for platform {platform!r}, only for {', '.join(_KERNELS)}"
-        )
-    sides, _, check = _KERNELS[platform]
+    sides, check = _KERNELS[platform]
     fits = [n for n in sides if sizes.row_tokens % (sizes.row_chunks * n) == 0]
     if not fits:
         unit = sizes.row_chunks * min(sides)

@@ -13,9 +13,15 @@ from jax.tree_util import Partial
 
 from distflow_jax.algorithms.packed import last_index, per_token
 from distflow_jax.batch import RowImages, Rows
-from distflow_jax.models.attention import UNLIMITED, InRow, masked_attention, packed_mask, within
+from distflow_jax.models.attention import UNLIMITED, InRow, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel
+from distflow_jax.models.kernels.library_attention import (
+    BY_MASK,
+    BY_SEGMENTS,
+    Segments,
+    in_segments,
+)
 from distflow_jax.models.kernels.tiles import Reach, Tiles, either, tiles_of
 from distflow_jax.models.moe import replay
 from distflow_jax.models.transformer import Attend, Seen, bind
@@ -38,7 +44,8 @@ class ForwardConfig:
     keep_logits: bool = False  # keep logits for the backward pass instead of recomputing them
     microbatches: int = 0  # micro-batches in the pipeline at once; 0: one per pipeline stage
     repeats: int = 1  # times that a micro-batch passes all pipeline stages
-    attention_by: str = "loops"  # one of block_attention.IMPLEMENTATIONS
+    # one of block_attention.IMPLEMENTATIONS for tiles, else of library_attention.py's
+    attention_by: str = "loops"
     tower: Form = WHOLE  # of attention between patches, where the model has a tower
 
 
@@ -71,12 +78,12 @@ def parent_segment(rows: Rows) -> jax.Array:
 class _Pairs(NamedTuple):
     """Pairs of tokens that attention allows; all arrays have rows as their first dim."""
 
-    allowed: Tiles | jax.Array  # tiles, or the mask [R, L, L]
+    allowed: Tiles | Segments | jax.Array  # tiles, segments, or the mask [R, L, L]
     near: Tiles | None  # tiles with a pair within the window, for layers with one
     positions: tuple[jax.Array, jax.Array] | None  # of queries and keys, for models with windows
 
 
-def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
+def row_attention_of(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
     """Attention over packed rows, or over the shards of rows that devices share."""
     sliding_window = model.sliding_window
     segment, parent = (
@@ -108,35 +115,42 @@ def _attend(rows: Rows, config: ForwardConfig, model: DecoderConfig) -> Attend:
         allowed = tiles_of(segment, parent, block, in_row)
         if sliding_window:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
+    elif config.attention_by in BY_SEGMENTS:
+        assert in_row is None, "segments are those of whole rows, see attention_table.py"
+        allowed, positions = Segments(segment, rows.position, rows.valid), None
     else:
         allowed = packed_mask(segment, parent, in_row)
 
     def attend(*arguments):
-        return _attend_pairs(config.attention_by, *arguments)
+        return _attend_pairs(config.attention_by, sliding_window, *arguments)
 
     return Partial(attend, _Pairs(allowed, near, positions))
 
 
 def _attend_pairs(
-    implementation: str, pairs: _Pairs, q, k, v, _, window=None
+    implementation: str, sliding_window: int, pairs: _Pairs, q, k, v, _, window=None
 ) -> tuple[jax.Array, None]:
-    """An Attend, given the first two arguments: attention over the allowed pairs.
+    """An Attend, given the first three arguments: attention over the allowed pairs.
 
-    Layers with a `window` use the pairs within it only. `implementation` is one of
-    block_attention.IMPLEMENTATIONS, for tiles.
+    Layers with a `window` use the pairs within it only. `implementation` is attention_by of a
+    ForwardConfig.
     """
     allowed, near, positions = pairs
     across, tiled = mesh_axes("context"), isinstance(allowed, Tiles)
     of_pairs = ("batch", "length", "length")
-    if tiled:
-        of_pairs = Tiles(*(("batch", *["length"] * (x.ndim - 1)) for x in allowed))
+    if not isinstance(allowed, jax.Array):
+        of_pairs = type(allowed)(*(("batch", *["length"] * (x.ndim - 1)) for x in allowed))
 
     def on_device(q, k, v, allowed, *reach):
         if tiled:
             return block_attention(q, k, v, allowed, across, *(reach or (None,)), implementation)
+        if isinstance(allowed, Segments):
+            return in_segments(
+                implementation, q, k, v, allowed, sliding_window, *(reach or (None,))
+            )
         if across:
             k, v = (jax.lax.all_gather(x, across, axis=1, tiled=True) for x in (k, v))
-        return masked_attention(q, k, v, allowed)
+        return BY_MASK[implementation](q, k, v, allowed)
 
     heads = ("batch", "length", "heads", "head_dim")
     # the mesh divides the query heads, but there are too few key/value heads to divide
@@ -147,6 +161,8 @@ def _attend_pairs(
         tiles = either(window < UNLIMITED, near, allowed)
         arguments = (q, k, v, tiles, Reach(*positions, window))
         dims = (*dims, Reach(("batch", "length"), ("batch", "length"), ()))
+    elif window is not None and isinstance(allowed, Segments):
+        arguments, dims = (*arguments, window), (*dims, ())
     elif window is not None:
         arguments = (q, k, v, allowed & within(*positions, window))
     return local(on_device, arguments, dims, heads, shape=q.shape), None
@@ -180,7 +196,7 @@ def packed_hidden(
     hidden, kept = decoder.hidden(
         context_parallel.divide(rows.tokens),
         context_parallel.divide(position),
-        _attend(rows, config, model),
+        row_attention_of(rows, config, model),
         layer_inputs=recorded,
         dtype=dtype,
         remat=config.remat,

@@ -148,10 +148,10 @@ def test_facts_are_read_among_other_lines():
             [(OK, "8 NVIDIA"), (PROBLEM, "JaxRuntimeError: INTERNAL: lost: restart")],
         ),
         (
-            {"devices": GPUS, "attention": {"rows": "kernel of 64 tokens", "pages": "gpu"}},
+            {"devices": GPUS, "attention": {"rows": "blocks of 64 tokens", "decode": "a loop"}},
             [],
             {},
-            [(OK, "8 NVIDIA"), (OK, "training: kernel of 64 tokens; sampling: the GPU kernel")],
+            [(OK, "8 NVIDIA"), (OK, "training: blocks of 64 tokens; sampling: a loop")],
         ),
     ],
 )

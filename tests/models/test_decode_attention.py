@@ -17,7 +17,7 @@ import pytest
 from support.accelerators import TRITON_DEPRECATED, abstract_gpu
 
 from distflow_jax.models.kernels import decode_gpu, decode_tpu
-from distflow_jax.models.kernels.decode_attention import implementation_for, partial_attention
+from distflow_jax.models.kernels.decode_attention import partial_attention
 from distflow_jax.models.kernels.merge_partial import merge
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
@@ -257,7 +257,7 @@ def test_compiled_for_a_device(platform, dtype, windows):
     case = make_case(ragged(128), width=128, head_dim=64, dtype=dtype)
     case = with_windows(case, 128) if windows else case
     case = jax.device_put(case, jax.devices(platform)[0])
-    run = functools.partial(partial_attention, implementation=implementation_for(platform))
+    run = functools.partial(partial_attention, implementation=platform)
     # exponentials of accelerators are good to about six digits
     assert_states(jax.jit(lambda case: run(**case))(case), case, TOLERANCE.get(dtype, 1e-4) * 3)
 
@@ -270,7 +270,7 @@ def test_compiled_for_a_device(platform, dtype, windows):
     [(3, 64, 128, False), (72, 128, 256, False), (24, 256, 128, True)],
 )
 def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width, windows):
-    implementation = implementation_for(platform)
+    implementation = "gpu" if platform == "cuda" else platform
     case = make_case([5, 0], rows=rows, head_dim=head_dim, width=width, dtype=dtype)
     case = with_windows(case, width) if windows else case
     traced = jax.jit(lambda case: partial_attention(**case, implementation=implementation))
@@ -287,7 +287,7 @@ def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width, w
         ("tpu", {"width": 16}, "got 16: use 128"),
         ("tpu", {"width": 128, "head_dim": 40}, 'got 40: use implementation="reference"'),
         ("tpu", {"width": 128, "rows": 3000}, "fewer than 3000 query rows per call"),
-        ("gpt", {}, "auto, reference, gpu, tpu, got 'gpt'"),
+        ("gpt", {}, "reference, gpu, tpu, got 'gpt'"),
     ],
 )
 def test_a_shape_that_cannot_run_says_what_would(implementation, sizes, message):
@@ -324,13 +324,3 @@ def test_int8_pages_need_scales():
     del case["value_scale"]
     with pytest.raises(ValueError, match="int8 pages take a key_scale and a value_scale"):
         partial_attention(**case, implementation="reference")
-
-
-def test_the_implementation_follows_the_platform():
-    names = [implementation_for(p) for p in ("cpu", "cuda", "rocm", "gpu", "tpu")]
-    assert names == ["reference", "gpu", "gpu", "gpu", "tpu"]
-    with pytest.raises(ValueError, match="platform 'metal'"):
-        implementation_for("metal")
-    case = make_case([1, 2])
-    auto = partial_attention(**case, implementation="auto")
-    assert_states(auto, case, 1e-5)

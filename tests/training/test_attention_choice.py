@@ -15,7 +15,8 @@ from distflow_jax.training.attention_choice import (
     tower_form,
 )
 
-SIZES = AttentionSizes(2048, 1024, rows=2, heads=4, head_dim=128, dtype="bfloat16")
+SHARED = frozenset({"shared prompts"})
+SIZES = AttentionSizes(2048, 1024, rows=2, heads=4, head_dim=128, dtype="bfloat16", features=SHARED)
 
 
 def chosen(attention, platform, **sizes):
@@ -59,7 +60,7 @@ def test_a_kernel_where_sizes_fit():
     [
         (dict(row_tokens=320), "rows divisible by 128 tokens, got .*row_tokens=320; use 384"),
         (dict(row_tokens=1024, row_chunks=16), "rows of 16 chunks .*row_tokens=1024; use 2048"),
-        (dict(head_dim=40), "a head dim that is a multiple of 16, got 40"),
+        (dict(head_dim=40), "supports head dims divisible by 16 up to 512, and the model's is 40"),
         (dict(row_tokens=2**17), "2 rows of 1024 x 1024 may hold 2097152: use fewer rows"),
         (dict(heads=64), "for 64 query heads x 128 tokens with a head dim of 128, and"),
     ],
@@ -94,7 +95,8 @@ SMALL = VisionConfig("smolvlm", 96, 3, 4, 192, patch_size=8, merge=2, grid=6)
         ("auto", "cpu", SMALL, 108, Form()),
         ("kernel", "tpu", QWEN, 4000, Form()),
         ("kernel", "cpu", QWEN, 4096, Form()),
-        ("auto", "gpu", QWEN, 4096, Form(64, "gpu", 128)),
+        ("auto", "gpu", QWEN, 4096, Form(64)),
+        ("cudnn", "gpu", QWEN, 4096, Form(64)),
     ],
 )
 def test_a_towers_attention(attention, platform, vision, chunk, wanted):
@@ -121,6 +123,8 @@ def test_what_is_asked_for_and_cannot_be():
     with pytest.raises(ValueError, match=message):
         chosen("blocks", "gpu", row_tokens=256, longest=320, row_chunks=16)
     with pytest.raises(
-        ValueError, match="attention='kernel': there is no kernel for platform 'cpu'"
+        ValueError,
+        match="attention='kernel': it runs on TPUs or GPUs, and the devices here are of platform "
+        "'cpu'; use 'auto', 'blocks' or 'masked'",
     ):
         chosen("kernel", "cpu")

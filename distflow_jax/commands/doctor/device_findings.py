@@ -23,7 +23,6 @@ ACCELERATORS = {
     "tpu": (("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"), ("libtpu",)),
 }
 _LEAVE_SECONDS = 2.0  # for a killed process: one that waits for a driver does not end
-_SAMPLING = {"reference": "pages", "gpu": "the GPU kernel", "tpu": "the TPU kernel"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +130,7 @@ def device_findings(
     for one in present if devices["platform"] == "cpu" else ():
         yield _unused(one, messages, chosen)
     if attention := answer.facts.get("attention"):
-        sampling = _SAMPLING[attention["pages"]]
-        text = f"training: {attention['rows']}; sampling: {sampling}"
+        text = f"training: {attention['rows']}; sampling: {attention['decode']}"
         yield Finding(OK, "attention", text)
     for device, error in answer.facts.get("errors", {}).items():
         fix = "restart the machine, or leave the device out"

@@ -12,11 +12,11 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.models.kernels.decode_attention import implementation_for
+from distflow_jax.config.attention_table import DECODE, Need, candidates
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 
 # of the shipped configs for accelerators: rows of 4096 tokens in bfloat16, heads of 64 or 128
-_SIZES = AttentionSizes(4096, 2048, 1, 8, 128, "bfloat16")
+_SIZES = AttentionSizes(4096, 2048, 1, 8, 128, "bfloat16", features=frozenset({"shared prompts"}))
 _SIDE = 256  # of the matrices that each device multiplies
 
 
@@ -58,7 +58,8 @@ def main() -> None:
     kinds = [device.device_kind for device in devices]
     tell("devices", {"platform": platform, "kinds": kinds, "memory": memory})
     rows = row_attention("auto", platform, _SIZES)
-    tell("attention", {"rows": f"{rows.name} {rows.why}", "pages": implementation_for(platform)})
+    decode = next(candidates(Need(DECODE, platform, _SIZES.head_dim, _SIZES.dtype)))
+    tell("attention", {"rows": f"{rows.name} {rows.why}", "decode": decode.by})
     tell("errors", {str(d.id): error for d in devices if (error := computes(d))})
 
 

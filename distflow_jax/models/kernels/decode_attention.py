@@ -14,27 +14,6 @@ from distflow_jax.models.kernels.decode_tpu import tpu_attention
 from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
-# platform names of devices and of lowerings
-_PLATFORMS = {
-    "cpu": "reference",
-    "gpu": "gpu",
-    "cuda": "gpu",
-    "rocm": "gpu",
-    "tpu": "tpu",
-}
-
-
-def implementation_for(platform: str) -> str:
-    """The implementation for a device's `platform` ("cpu", "gpu", "cuda", "rocm" or "tpu").
-
-    Raises ValueError for any other platform.
-    """
-    if platform not in _PLATFORMS:
-        raise ValueError(
-            f"there is no attention kernel for platform {platform!r}, only for "
-            f'{", ".join(_PLATFORMS)}: use implementation="reference"'
-        )
-    return _PLATFORMS[platform]
 
 
 def partial_attention(
@@ -62,8 +41,7 @@ def partial_attention(
       table: block table, int32 [O, C]: page numbers in order. Entries from ceil(length / W) on are
         not used.
       length: int32 [O], tokens of each owner, 0 to C W. Contents of pages beyond are not used.
-      implementation: "reference", "gpu" or "tpu". "auto" takes that of the default backend, which
-        is wrong for a mesh of other devices; use `implementation_for(device.platform)` there.
+      implementation: "reference", "gpu" or "tpu".
       key_scale: float32 [N, K, W] for int8 pages: a token's key is int8 x scale.
       value_scale: as key_scale, of values.
       first: int32 [O, R] in layers with a window: first token that each row attends to; below 1
@@ -78,8 +56,6 @@ def partial_attention(
     Raises:
       ValueError: for shapes or dtypes that do not fit, or that the kernel does not support.
     """
-    if implementation == "auto":
-        implementation = implementation_for(jax.default_backend())
     _check(q, key_pages, value_pages, table, length, key_scale, value_scale, first)
     arguments = (q, key_pages, value_pages, table, length, key_scale, value_scale, first)
     if implementation == "reference":
@@ -88,9 +64,7 @@ def partial_attention(
         return gpu_attention(*arguments, interpret=interpret)
     if implementation == "tpu":
         return tpu_attention(*arguments, interpret=interpret)
-    raise ValueError(
-        f"implementation must be auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-    )
+    raise ValueError(f"implementation must be {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 
 def _check(q, key_pages, value_pages, table, length, key_scale, value_scale, first) -> None:

@@ -25,7 +25,6 @@ from distflow_jax.models.kernels.tiles import (
 
 # tile sides: a tile of sums and two of scores and their gradients fit a program's registers
 SIDES = (64,)
-HEAD_DIMS = (16, 32, 64, 128, 256)
 ROW_CHANNELS = 128 * 128  # R x H of a step's queries at most, of one or two heads: more do not fit
 _LOG2_E = math.log2(math.e)  # exp2 is one instruction, exp takes a product more
 
@@ -35,21 +34,12 @@ def check_flash_gpu(
 ) -> None:
     """Raises ValueError for sizes that the kernels do not support, with one that they do.
 
-    Any `rows`, `blocks`, `key_blocks` and `heads` are supported.
+    Any `rows`, `blocks`, `key_blocks` and `heads` are supported; head dims and dtypes are those of
+    config/attention_table.py.
     """
     if side not in SIDES:
         raise ValueError(
             f"the GPU kernel needs blocks of {SIDES[0]} tokens, got {side}: use {SIDES[0]}"
-        )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(
-            "the GPU kernel needs a head dim of 16, 32, 64, 128 or 256 (Triton's blocks are powers "
-            f"of two), got {head_dim}: use attention='blocks'"
-        )
-    if dtype != "bfloat16":
-        raise ValueError(
-            "the GPU kernel multiplies in bfloat16 (tensor cores do not take float32), got "
-            f"training.compute_dtype={dtype!r}: use 'bfloat16'"
         )
 
 

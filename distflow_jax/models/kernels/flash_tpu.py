@@ -26,7 +26,6 @@ from distflow_jax.models.kernels.tiles import (
 
 LANES = 128
 SIDES = (128, 256)  # of tiles: shorter ones are masked less, but the list is longer
-HEAD_DIMS = range(16, 513, 16)
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # two int32 per tile: 512 KiB of the 1 MiB of scalar memory
 _SUBLANES = 8
@@ -44,11 +43,6 @@ def check_flash_tpu(
         raise ValueError(
             f"the TPU kernel needs blocks of a multiple of {LANES} tokens (a vector's lanes), got "
             f"{side}: use {-(-side // LANES) * LANES}"
-        )
-    if head_dim % 16:
-        raise ValueError(
-            f"the TPU kernel needs a head dim that is a multiple of 16, got {head_dim}: use "
-            "attention='blocks'"
         )
     tiles = rows * blocks * key_blocks
     if tiles > MAX_LISTED:

@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distflow_jax.models.attention import masked_attention, within
+from distflow_jax.models.attention import within
+from distflow_jax.models.kernels.library_attention import BY_MASK
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.transformer import head_logits, hidden_states
 from distflow_jax.parallel.rules import sharding, use_mesh
@@ -104,8 +105,8 @@ def pack(prompts: Sequence[np.ndarray], config: EngineConfig) -> PackedPrompts:
     return PackedPrompts(tokens, segment, position, last, tuple(map(int, starts[:-1])))
 
 
-def _attention(q, k, v, mask, places, *window, also=None):
-    """masked_attention of one row [1, T, N, H] over [1, S, K, H], within the layer's window where
+def _attention(shapes, q, k, v, mask, places, *window, also=None):
+    """Attention of one row [1, T, N, H] over [1, S, K, H], within the layer's window where
     the model has windows; mask bool [T, S]. `places`: positions of queries [T] and keys [S];
     `also`, a mask too, allows pairs of any distance."""
     if window:
@@ -113,7 +114,7 @@ def _attention(q, k, v, mask, places, *window, also=None):
         mask = mask & within(position_T[None], key_position_S[None], *window)[0]
     if also is not None:
         mask = mask | also
-    return masked_attention(q, k, v, mask[None])
+    return BY_MASK[shapes.config.prefill_by](q, k, v, mask[None])
 
 
 def _same_image(sight: Sight | None, start: Any, keys: int):
@@ -159,7 +160,7 @@ def read_row(shapes: StateShapes, params, tokens_T, segment_T, position_T, last_
 
         def attend(q, k, v, _, *window):
             places = position_T, position_T
-            return _attention(q, k, v, mask, places, *window, also=also), (k[0], v[0])
+            return _attention(shapes, q, k, v, mask, places, *window, also=also), (k[0], v[0])
 
         kept, hidden = _read(shapes, params, tokens_T, position_T, attend, sight=sight)
         return kept, head_logits(shapes.model, params, hidden[last_G])
@@ -196,7 +197,7 @@ def read_row_after(
                 for old, new in zip(before, (k, v), strict=True)
             )
             places = position, key_position
-            out = _attention(q, keys, values, mask, places, *window, also=also)
+            out = _attention(shapes, q, keys, values, mask, places, *window, also=also)
             return out, (k[0], v[0])
 
         old = shared.key, shared.value
@@ -223,7 +224,7 @@ def read_chunk(shapes: StateShapes, params, tokens_T, length, kept, before, sigh
                 for old, new in zip(cached, (k, v), strict=True)
             )
             places = here, seen
-            out = _attention(q, keys[None], values[None], mask, places, *window, also=also)
+            out = _attention(shapes, q, keys[None], values[None], mask, places, *window, also=also)
             return out, (keys, values)
 
         old = key, value

@@ -1,0 +1,53 @@
+"""Attention of a run on its devices: self-check and trial, before programs are traced."""
+
+import dataclasses
+
+from distflow_jax.cluster import processes
+from distflow_jax.models.kernels.attention_trial import Tried, fastest
+from distflow_jax.planning.plan_run import RunPlan
+from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
+from distflow_jax.training.row_trial import try_rows
+
+
+def settle_attention(run: RunPlan) -> None:
+    """Replaces each attention of the plan by the fastest that agrees with float32 on every process.
+
+    Collective. On CPUs nothing is tried and the plan stays. Raises ValueError if an implementation
+    that the config names is wrong here, or if none can be used.
+    """
+    if run.machine.platform == "cpu":
+        return
+    sizes, model, training = run.sizes, run.source.config, run.config.training
+    rows = {one.name: one for one in (sizes.attention, *sizes.other_attentions)}
+    shared, tokens = training.share_prompts, training.row_tokens
+    mine = [
+        try_rows([*rows.values()], model, sizes.forward, row_tokens=tokens, shared=shared),
+        *([{}, {}] if not run.own_samplers else _try_sampler(run)),
+    ]
+    gathered = processes.all_gather_json(mine)
+    best = []
+    for i, setting in enumerate(("training.attention", *["rollout.attention"] * 2)):
+        found = [{name: Tried(*x) for name, x in one[i].items()} for one in gathered]
+        best.append(fastest(setting, found) if found[0] else ("", ""))
+    (name, why), decode, prefill = best
+    chosen = rows[name]._replace(why=f"{rows[name].why}; {why}")
+    engine = dataclasses.replace(
+        sizes.engine,
+        attention=decode[0] or sizes.engine.attention,
+        prefill_by=prefill[0] or sizes.engine.prefill_by,
+    )
+    forward = dataclasses.replace(
+        sizes.forward, attention_block=chosen.block, attention_by=chosen.by
+    )
+    run.sizes = dataclasses.replace(
+        sizes,
+        attention=chosen,
+        forward=forward,
+        engine=engine,
+        sampler_attention_why="; prefill ".join(filter(None, (decode[1], prefill[1]))),
+    )
+
+
+def _try_sampler(run: RunPlan) -> list[dict[str, Tried]]:
+    found, model, engine = run.sizes.sampler_attentions, run.source.config, run.sizes.engine
+    return [try_decode(found.decode, model, engine), try_prefill(found.prefill, model, engine)]
