@@ -98,7 +98,7 @@ ATTENTIONS = (  # auto takes an earlier one first
               checked="not run: written against release 2.20.2"),
     Attention("tokamax", (ROWS,), (_GPU, _TPU), "`tokamax.dot_product_attention`, by a mask",
               _MASK | {"soft caps"}, auto=(_GPU, _TPU), dtypes=_BFLOAT16, packages=("tokamax",),
-              install="pip install tokamax", checked="its XLA form on a CPU"),
+              install="pip install tokamax", checked="its XLA form on a CPU, release 0.0.12"),
     Attention("blocks", (ROWS,), _EVERYWHERE, "tiles in loops of XLA", _TILES,
               auto=(_CPU, _GPU), checked="on CPUs"),
     Attention("masked", (ROWS, PREFILL), _EVERYWHERE, "all scores of a row at once", _ALL,

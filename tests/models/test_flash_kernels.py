@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from support.accelerators import TRITON_DEPRECATED, abstract_gpu, needs_libtpu
 from support.waiting import HANG
 
 from distflow_jax.models.attention import InRow, masked_attention
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.kernels.flash_tpu import listed_tiles
+from distflow_jax.models.kernels.library_attention import Segments, cudnn_attention, in_segments
 from distflow_jax.models.kernels.tiles import Reach, flash_cost, tiles_of
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 
@@ -59,15 +61,49 @@ def test_lowers_without_a_device(platform, by, sizes):
         assert f"flash_attention_{name}_kernel" in text
 
 
+def traced_by_library(function, *last, sharding=None, head_dim=64):
+    """Output and gradients of two rows of 512 tokens by `function(q, k, v, *last)`; ids and masks
+    are given by their shapes and dtypes."""
+
+    def run(q, k, v, g, *last):
+        out, back = jax.vjp(lambda *x: function(*x, *last), q, k, v)
+        return out, *back(g)
+
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    q, k = (shape((2, 512, n, head_dim), jnp.bfloat16) for n in (8, 2))
+    return jax.jit(run).trace(q, k, k, q, *(shape(*x) for x in last))
+
+
+def traced_splash(sharding=None, head_dim=64):
+    """Splash attention in a layer that may have a window of 200 tokens."""
+
+    def attend(q, k, v, segment, window):
+        return in_segments("splash", q, k, v, Segments(segment, segment, segment), 200, window)
+
+    ids = ((2, 512), jnp.int32), ((), jnp.int32)
+    return traced_by_library(attend, *ids, sharding=sharding, head_dim=head_dim)
+
+
+def test_cudnn_is_called_forward_and_back_without_repeated_heads(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    traced = traced_by_library(cudnn_attention, ((2, 512, 512), jnp.bool_))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
+        assert text.count(f"@__cudnn${name}(") == 1
+    assert "tensor<2x512x8x64xbf16>, tensor<2x512x2x64xbf16>, tensor<2x512x2x64xbf16>" in text
+
+
 COMPILE = """
 import sys
 import jax
 from distflow_jax.pods.topology import open_topology
 pod = open_topology(sys.argv[1])
-from test_flash_kernels import traced
+from test_flash_kernels import traced, traced_splash
 sharding = jax.sharding.SingleDeviceSharding(pod.devices[0])
 for sizes in ({}, dict(heads=9, kv_heads=3), dict(head_dim=256, dtype="float32")):
     traced("tpu", sharding=sharding, **sizes).lower(lowering_platforms=("tpu",)).compile()
+for head_dim in (64, 80, 128, 256):
+    traced_splash(sharding, head_dim).lower(lowering_platforms=("tpu",)).compile()
 print("compiled")
 """
 

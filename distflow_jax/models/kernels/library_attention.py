@@ -10,6 +10,7 @@ import importlib
 from typing import NamedTuple
 
 import jax
+from absl import flags
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
@@ -58,6 +59,8 @@ def tokamax_attention(
 ) -> jax.Array:
     """masked_attention by the first implementation of tokamax that takes these arguments."""
     tokamax = importlib.import_module("tokamax")
+    if not flags.FLAGS.is_parsed():  # tokamax would parse the arguments of this program
+        flags.FLAGS(["tokamax"])
     out = tokamax.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], logits_soft_cap=soft_cap or None
     )

@@ -108,8 +108,8 @@ def keep(
     split = (shapes.model.num_layers, shapes.ranks, -1)
     made = key, value, experts
     key, value, experts = jax.tree.map(lambda x: x.reshape(*split, *x.shape[3:]), made)
-    if shapes.attention == "tpu":
-        mesh = shapes.mesh
+    mesh = shapes.mesh
+    if "tpu" in (shapes.attention, mesh.devices.flat[0].platform):
         return kernel_attention.append_pages(cache, key, value, page, within, mesh, experts)
     return cache_lib.append(cache, key, value, page, within, experts)
 
