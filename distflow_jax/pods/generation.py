@@ -144,8 +144,7 @@ class _Step:
         products = self._estimate(kind, slots * self._products, weights)
         flops = slots * self._attended * (own + load.prompt)
         attention = self._estimate(DECODE, flops, cached * self._cached)
-        sums = self._sums(slots)
-        links = Estimate(0.0, 0.0, {"tensor": sums} if sums else {}, sums, DECODE, steps=1.0)
+        links = self._with_sums(Estimate(0.0, 0.0, {}, 0.0, DECODE, steps=1.0), slots)
         return products + attention + links
 
     def _read_weights(self, slots: float) -> float:
@@ -166,8 +165,7 @@ class _Step:
         tokens = prompts * length
         flops = tokens * (self._products + self._attended * length)
         found = self._estimate(PREFILL, flops, self._weights + tokens * self._cached)
-        sums = self._sums(tokens)
-        return dataclasses.replace(found, links={"tensor": sums} if sums else {}, exposed=sums)
+        return self._with_sums(found, tokens)
 
     def _estimate(self, kind: str, flops: float, accessed: float) -> Estimate:
         """`flops` of all T chips, `accessed` bytes of one."""
@@ -175,11 +173,13 @@ class _Step:
         seconds = flops / self._tensor / chip.flops
         return Estimate(seconds, accessed / chip.memory_bandwidth, {}, 0.0, kind)
 
-    def _sums(self, rows: float) -> float:
-        """Seconds of partial sums after attention and after the MLP of every layer, alone."""
+    def _with_sums(self, one: Estimate, rows: float) -> Estimate:
+        """With partial sums after attention and after the MLP of every layer, alone."""
         if self._tensor == 1:
-            return 0.0
+            return one
         size = rows * self._model.hidden_size * self._item
         span = self._pod.interconnect.span(range(self._tensor))
         assert span is not None, self._tensor  # within a host, or whole hosts
-        return 2 * self._model.num_layers * span.seconds("all-reduce", size)
+        times = 2 * self._model.num_layers
+        seconds, latency = (times * span.seconds("all-reduce", n) for n in (size, 0.0))
+        return dataclasses.replace(one, links={"tensor": seconds}, exposed=seconds, latency=latency)

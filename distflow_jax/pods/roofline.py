@@ -26,6 +26,7 @@ class Estimate:
     links: Mapping[str, float]  # by mesh axes, "fsdp" or "data*fsdp": all collectives over them
     exposed: float  # of `links`, the time that overlaps with nothing
     kind: str = TRAINING  # of work; see efficiency.py
+    latency: float = 0.0  # of `exposed`, what does not depend on the links' rates
     steps: float = 0.0  # decode steps, which cost more than their products, memory and links
     parts: tuple["Estimate", ...] = ()  # that run one after the other; (): it is one program
 
@@ -56,7 +57,7 @@ class Estimate:
         """Seconds at these shares of the peak rates."""
         overlapped = sum(self.links.values()) - self.exposed
         longest = max(self.compute / compute, self.memory / memory, overlapped / links)
-        return longest + self.exposed / links
+        return longest + (self.exposed - self.latency) / links + self.latency
 
     def __add__(self, other: "Estimate") -> "Estimate":
         """One after the other."""
@@ -66,6 +67,7 @@ class Estimate:
             self.memory + other.memory,
             {a: self.links.get(a, 0.0) + other.links.get(a, 0.0) for a in axes},
             self.exposed + other.exposed,
+            latency=self.latency + other.latency,
             steps=self.steps + other.steps,
             parts=(*(self.parts or [self]), *(other.parts or [other])),
         )
@@ -78,6 +80,7 @@ class Estimate:
             {axes: seconds * count for axes, seconds in self.links.items()},
             self.exposed * count,
             self.kind,
+            self.latency * count,
             self.steps * count,
             tuple(part * count for part in self.parts),
         )
@@ -103,14 +106,17 @@ def estimate(
     added.
     """
     links: dict[str, float] = {}
-    exposed = 0.0
+    exposed = latency = 0.0
     for one in traffic:
         seconds = collective_seconds(pod.interconnect, one)
         name = "*".join(one.axes)
         links[name] = links.get(name, 0.0) + seconds
-        exposed += 0.0 if one.overlapped else seconds
+        if not one.overlapped:
+            exposed += seconds
+            latency += collective_seconds(pod.interconnect, dataclasses.replace(one, bytes=0.0))
     chip = pod.chip
-    return Estimate(flops / chip.flops, accessed / chip.memory_bandwidth, links, exposed, kind)
+    terms = flops / chip.flops, accessed / chip.memory_bandwidth
+    return Estimate(*terms, links, exposed, kind, latency)
 
 
 def collective_seconds(interconnect: Interconnect, traffic: CollectiveTraffic) -> float:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.planning.chips import CHIPS
-from distflow_jax.pods.efficiency import efficiency_of
+from distflow_jax.pods.efficiency import Range, efficiency_of
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import open_topology
 from distflow_jax.programs.traffic import CollectiveTraffic
@@ -80,3 +80,16 @@ def test_expected_seconds_are_a_narrow_range_above_the_bound(chip):
         found = Estimate(compute, memory, links, exposed, kind, steps=drawn.integers(1000))
         expected = found.expected(efficiency)
         assert found.total < expected.low <= expected.high <= 1.6 * expected.low * (1 + 1e-12)
+
+
+def test_latencies_do_not_depend_on_the_rates_of_links():
+    efficiency = efficiency_of(POD.chip)
+    small, large = (
+        estimate(POD, flops=0.0, accessed=0.0, traffic=[gather(size, overlapped=False, times=9)])
+        for size in (0.0, 9e9)
+    )
+    assert small.latency == small.exposed == large.latency
+    assert small.expected(efficiency) == Range(small.exposed, small.exposed)
+    sent = large.exposed - large.latency
+    expected = large.expected(efficiency)
+    assert expected.low == pytest.approx(large.latency + sent / efficiency.links.high)
