@@ -148,7 +148,7 @@ def open_run(
     `build` defaults to runtime/build.py's; benchmarks may substitute other parts.
     """
     with terminal.activity("trying attention"):
-        settle_attention(prepared)
+        settle_attention(prepared, folder)
     introduce(prepared, terminal)
     with contextlib.ExitStack() as record, contextlib.ExitStack() as files:
         instruments = open_instruments(prepared.config.observe, folder, watchdog, terminal.activity)

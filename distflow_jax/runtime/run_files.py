@@ -34,8 +34,8 @@ from distflow_jax.watchdog.supervision import StopSignal
 # that a run makes
 FOLDERS = "checkpoints groups launches profile recorded samples tensorboard trackers".split()
 FILES = (
-    "config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl plan.json plan.svg "
-    "plan.txt report.html run.lock stragglers.jsonl trace.json"
+    "attention.json config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl "
+    "plan.json plan.svg plan.txt report.html run.lock stragglers.jsonl trace.json"
 ).split()
 
 log = logging.getLogger("distflow_jax")

@@ -1,34 +1,38 @@
 """Attention of a run on its devices: self-check and trial, before programs are traced."""
 
 import dataclasses
+import json
+import pathlib
+from typing import Any
 
 from distflow_jax.cluster import processes
 from distflow_jax.models.kernels.attention_trial import Tried, fastest
 from distflow_jax.planning.plan_run import RunPlan
+from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
 from distflow_jax.training.row_trial import try_rows
 
+_FILE = "attention.json"
 
-def settle_attention(run: RunPlan) -> None:
+
+def settle_attention(run: RunPlan, folder: pathlib.Path | None = None) -> None:
     """Replaces each attention of the plan by the fastest that agrees with float32 on every process.
 
-    Collective. On CPUs nothing is tried and the plan stays. Raises ValueError if an implementation
-    that the config names is wrong here, or if none can be used.
+    Collective. On CPUs nothing is tried and the plan stays. A run that resumes in `folder` keeps
+    the choice of its first start, unless chip or candidates have changed: a trial may end in
+    another way, and other sums would follow. Raises ValueError if an implementation that the config
+    names is wrong here, or if none can be used.
     """
     if run.machine.platform == "cpu":
         return
-    sizes, model, training = run.sizes, run.source.config, run.config.training
+    sizes = run.sizes
     rows = {one.name: one for one in (sizes.attention, *sizes.other_attentions)}
-    shared, tokens = training.share_prompts, training.row_tokens
-    mine = [
-        try_rows([*rows.values()], model, sizes.forward, row_tokens=tokens, shared=shared),
-        *([{}, {}] if not run.own_samplers else _try_sampler(run)),
-    ]
-    gathered = processes.all_gather_json(mine)
-    best = []
-    for i, setting in enumerate(("training.attention", *["rollout.attention"] * 2)):
-        found = [{name: Tried(*x) for name, x in one[i].items()} for one in gathered]
-        best.append(fastest(setting, found) if found[0] else ("", ""))
+    among = [run.machine.chip, [*rows], *map(list, sizes.sampler_attentions)]
+    best = processes.all_gather_json(_recorded(folder, among))[0]
+    if best is None:
+        best = _best(run)
+        if folder is not None and processes.process_index() == 0:
+            write_atomic(folder / _FILE, json.dumps({"among": among, "chosen": best}) + "\n")
     (name, why), decode, prefill = best
     chosen = rows[name]._replace(why=f"{rows[name].why}; {why}")
     engine = dataclasses.replace(
@@ -46,6 +50,32 @@ def settle_attention(run: RunPlan) -> None:
         engine=engine,
         sampler_attention_why="; prefill ".join(filter(None, (decode[1], prefill[1]))),
     )
+
+
+def _recorded(folder: pathlib.Path | None, among: list[Any]) -> list[Any] | None:
+    """The choice among the same candidates that an earlier start has left in a folder."""
+    try:
+        found = json.loads((folder / _FILE).read_text(encoding="utf-8")) if folder else {}
+        return found["chosen"] if found.get("among") == among else None
+    except (OSError, ValueError):
+        return None
+
+
+def _best(run: RunPlan) -> list[tuple[str, str]]:
+    """(name, reason) for rows, decode steps and prefill; ("", "") where nothing was tried.
+    Collective."""
+    sizes, model, training = run.sizes, run.source.config, run.config.training
+    rows = [sizes.attention, *sizes.other_attentions]
+    shared, tokens = training.share_prompts, training.row_tokens
+    mine = [
+        try_rows(rows, model, sizes.forward, row_tokens=tokens, shared=shared),
+        *([{}, {}] if not run.own_samplers else _try_sampler(run)),
+    ]
+    gathered, best = processes.all_gather_json(mine), []
+    for i, setting in enumerate(("training.attention", *["rollout.attention"] * 2)):
+        found = [{name: Tried(*x) for name, x in one[i].items()} for one in gathered]
+        best.append(fastest(setting, found) if found[0] else ("", ""))
+    return best
 
 
 def _try_sampler(run: RunPlan) -> list[dict[str, Tried]]:

@@ -5,6 +5,7 @@ L tokens, N heads, K key/value heads, H head dim.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,10 +16,11 @@ from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.kernels.attention_trial import Tried, tried
+from distflow_jax.models.kernels.library_attention import SPLASH_UNIT
 from distflow_jax.training.attention_choice import RowAttention
 from distflow_jax.training.forward import ForwardConfig, row_attention_of
 
-_CHECKED_TOKENS = 512
+_CHECKED_TOKENS = 512  # at least, in whole tiles
 _GROUPS, _MEMBERS = 2, 4
 
 
@@ -35,7 +37,8 @@ def try_rows(
     Each is compared with float32 on a short row, and timed on one of `row_tokens` where there is a
     choice.
     """
-    length = _CHECKED_TOKENS if row_tokens % _CHECKED_TOKENS == 0 else row_tokens
+    unit = math.lcm(SPLASH_UNIT, *(one.block or 1 for one in found))
+    length = min(row_tokens, -(-_CHECKED_TOKENS // unit) * unit)
     few, many = (_rows(n, shared) for n in (length, row_tokens))
     dtype, result = forward.compute_dtype, {}
     plain = dataclasses.replace(forward, attention_block=0, attention_by="loops")

@@ -16,6 +16,7 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
+from distflow_jax.runtime import settled_attention
 from distflow_jax.runtime.settled_attention import settle_attention
 from distflow_jax.training.attention_choice import RowAttention
 from distflow_jax.training.forward import ForwardConfig
@@ -93,18 +94,30 @@ def planned(platform):
     return run
 
 
-def test_a_run_takes_the_best_and_says_why(libraries):
+def with_cudnn_first(run):
+    cudnn = RowAttention("cudnn", 0, "cudnn", "of the whole row")
+    blocks = BLOCKS._replace(block=32, why="of 32 tokens")
+    return dataclasses.replace(run.sizes, attention=cudnn, other_attentions=(blocks,))
+
+
+def test_a_run_takes_the_best_says_why_and_keeps_it_when_it_resumes(
+    libraries, tmp_path, monkeypatch
+):
     run = planned("gpu")
-    run.sizes = dataclasses.replace(
-        run.sizes,
-        attention=RowAttention("cudnn", 0, "cudnn", "of the whole row"),
-        other_attentions=(BLOCKS._replace(block=32, why="of 32 tokens"),),
-    )
-    settle_attention(run)
+    planned_sizes = run.sizes = with_cudnn_first(run)
+    settle_attention(run, tmp_path)
     assert (run.sizes.forward.attention_by, run.sizes.forward.attention_block) == ("loops", 32)
     table = {name: (value, why) for name, value, why in run.table()}
     value, why = table["attention in rows"]
     assert value == "blocks" and "of 32 tokens; agrees with float32" in why and "not cudnn" in why
+    chosen, run.sizes = run.sizes, planned_sizes
+    with monkeypatch.context() as patch:
+        patch.setattr(settled_attention, "try_rows", None)  # a second trial would fail
+        settle_attention(run, tmp_path)
+    assert run.sizes == chosen
+    run.sizes = dataclasses.replace(planned_sizes, other_attentions=(MASKED,))
+    settle_attention(run, tmp_path)
+    assert run.sizes.attention.name == "masked"
 
 
 def test_a_cpu_tries_nothing():
