@@ -206,7 +206,7 @@ def test_documents_show_commands():
 def flags_of(script):
     name = pathlib.Path(script).with_suffix("").relative_to("scripts")
     command = "launch local" if str(name) == "launch_local" else " ".join(name.parts)
-    return {flag.name for flag in make_reference.flags_of(command)}
+    return {flag.name for flag in make_reference.flags_of(command)} | {"flagfile"}
 
 
 @pytest.mark.parametrize(

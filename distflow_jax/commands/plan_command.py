@@ -31,6 +31,8 @@ from distflow_jax.planning.program_table import (
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.pod_tables import describe_plan
+from distflow_jax.pods.pricing import Pricing
+from distflow_jax.pods.search import Search
 from distflow_jax.pods.sweep import sweep
 from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.programs.text_table import fill_lines
@@ -51,6 +53,8 @@ def main(options: SimpleNamespace) -> int:
             f"--topology={options.topology} has a number of devices: leave "
             f"--devices={options.devices} out"
         )
+    if options.apply and not options.sweep:
+        raise ValueError(f"--apply={options.apply} writes the flags of --sweep: add --sweep")
     if options.sweep and not options.topology:
         raise ValueError("--sweep needs a machine: give --topology, such as v5p-128")
     pod = open_topology(options.topology) if options.topology else None
@@ -131,15 +135,15 @@ def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:
 def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
     """Searches the fastest layout on a pod that fits, and prints it."""
     found = sweep(
-        pod,
-        config,
-        options.chosen,
-        mean_response=options.mean_response,
+        Search(Pricing(pod, config, options.chosen, mean_response=options.mean_response)),
         compiles=options.sweep_compile if options.compile else 0,
         say=lambda line: print(line, file=sys.stderr),
     )
     text = found.describe()
     print(text)
+    if options.apply and found.best:
+        pathlib.Path(options.apply).write_text(found.flag_file(), encoding="utf-8")
+        print(f"train with these settings: --flagfile={options.apply}")
     if options.out:
         folder = pathlib.Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)

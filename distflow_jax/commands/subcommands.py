@@ -136,10 +136,11 @@ PLAN = Subcommand(
             "Mean tokens of a response, for --topology's estimate; 0: the longest.",
             0,
         ),
-        switch("sweep", False, "Search the fastest layout of --topology that fits."),
+        switch("sweep", False, "Search the fastest settings of a run on --topology that fit."),
         integer(
             "sweep_compile", 3, "Number of --sweep's best layouts to compile; 0: only formulas.", 0
         ),
+        Flag("apply", "new_file", "", "File for --sweep's flags, for --flagfile; empty: none."),
         Flag(
             "only",
             "list",
@@ -169,9 +170,10 @@ FLOPs, bytes, memory. --nocompile only traces them. --topology compiles for a
 pod that need not exist, and estimates seconds: see docs/scaling.md;
 --only=actor_train compiles one program of several. --out writes plan.txt,
 plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
-also pod.svg, its memory and seconds. --sweep searches the fastest layout of the
-pod that fits, whatever config.mesh says, and prints its flags; --out then
-writes sweep.txt and sweep.json.
+also pod.svg, its memory and seconds. --sweep searches the fastest settings that
+fit: mesh, remat, micro-batches, samplers' width and cache, but for keys that
+the command line sets. It prints their flags, and --apply=FILE writes them:
+train with --flagfile=FILE. --out then writes sweep.txt and sweep.json.
 
 Exit code 0: nothing was found that ends a run before step 1. No data and no
 weights were read, and memory is without the temporaries of what was not

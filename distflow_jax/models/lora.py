@@ -94,4 +94,5 @@ def merged_one(
         return weight
     layers, rank = b.shape[:2]
     product = matmul(a.reshape(layers, -1, rank), b.reshape(layers, rank, -1))
-    return weight + scale * product.reshape(weight.shape)
+    # a frozen weight may be stored in the dtype of the activations
+    return weight.astype(product.dtype) + scale * product.reshape(weight.shape)

@@ -22,6 +22,7 @@ class Chip:
     link_bandwidth: float
     hop_seconds: float  # latency to a neighbour
     source: str
+    host_bandwidth: float  # bytes, one way, between a device and its host
     # -- TPU: a torus
     dims: int = 0  # of the torus; 0: nodes instead of a torus
     # the ends of a dim of the torus are joined if its size is a multiple of this
@@ -42,7 +43,9 @@ class Chip:
 # of a v4, v5p or tpu7x is made of cubes of 4x4x4, whose faces are joined by optical switches; on
 # v5e and v6e only a dim of 16 wraps around (scaling-book/tpus). A link's rate is the chip's
 # bandwidth in both directions, divided by 2 x its ports; that of a v4 is from scaling-book/tpus.
-# The number in the name of a slice counts two TensorCores of each chip, on v5e and v6e one.
+# The number in the name of a slice counts two TensorCores of each chip, on v5e and v6e one. To the
+# host: PCIe, about 15 GB/s a chip, on v6e 32 (scaling-book/tpus); no
+# source for a tpu7x, which is taken to have what a v5p has.
 _V4 = Chip(
     name="v4",
     platform="tpu",
@@ -52,6 +55,7 @@ _V4 = Chip(
     link_bandwidth=45 * _GB,
     hop_seconds=1 * _US,
     source="cloud.google.com/tpu/docs/v4",
+    host_bandwidth=15 * _GB,
     dims=3,
     wraps=4,
     largest=(16, 16, 16),
@@ -78,6 +82,7 @@ _TPU7X = dataclasses.replace(
     memory_bandwidth=7380 * _GB / 2,
     link_bandwidth=1200 * _GB / (2 * 6),
     source="cloud.google.com/tpu/docs/tpu7x",
+    host_bandwidth=15 * _GB / 2,
     largest=(16, 24, 24),
     devices=2,
     inner_bandwidth=6 * 1200 * _GB / (2 * 6),
@@ -91,6 +96,7 @@ _V5E = Chip(
     link_bandwidth=400 * _GB / (2 * 4),
     hop_seconds=1 * _US,
     source="cloud.google.com/tpu/docs/v5e",
+    host_bandwidth=15 * _GB,
     dims=2,
     wraps=16,
     largest=(16, 16),
@@ -104,10 +110,12 @@ _V6E = dataclasses.replace(
     memory_bandwidth=1638 * _GB,
     link_bandwidth=800 * _GB / (2 * 4),
     source="cloud.google.com/tpu/docs/v6e",
+    host_bandwidth=32 * _GB,
 )
 # SXM, in nodes of up to 8 on NVLink 4 (900 GB/s in both directions), with one 400 Gbit/s adapter
 # each. JAX takes 3/4 of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set; here 0.95.
-# Latencies: NCCL's own model of a ring (src/graph/tuning.cc, hwLat, Simple).
+# To the host: PCIe 5.0 x16. Latencies: NCCL's own model of a ring (src/graph/tuning.cc, hwLat,
+# Simple).
 _H100 = Chip(
     name="h100",
     platform="gpu",
@@ -117,6 +125,7 @@ _H100 = Chip(
     link_bandwidth=450 * _GB,
     hop_seconds=3.4 * _US,
     source="nvidia.com/en-us/data-center/h100",
+    host_bandwidth=64 * _GB,
     network_bandwidth=50 * _GB,
     network_seconds=14 * _US,
 )
@@ -137,7 +146,8 @@ _B200 = dataclasses.replace(
     link_bandwidth=900 * _GB,
     source="nvidia.com/en-us/data-center/dgx-b200",
 )
-# SXM on NVLink 3, 600 GB/s in both directions; a DGX A100 has a 200 Gbit/s adapter for each GPU.
+# SXM on NVLink 3, 600 GB/s in both directions, and PCIe 4.0 x16; a DGX A100 has a 200 Gbit/s
+# adapter for each GPU.
 _A100 = dataclasses.replace(
     _H100,
     name="a100",
@@ -146,6 +156,7 @@ _A100 = dataclasses.replace(
     memory_bandwidth=1555 * _GB,
     link_bandwidth=300 * _GB,
     source="nvidia.com/en-us/data-center/a100",
+    host_bandwidth=32 * _GB,
     network_bandwidth=25 * _GB,
 )
 _A100_80 = dataclasses.replace(
@@ -163,6 +174,7 @@ _L4 = dataclasses.replace(
     link_bandwidth=32 * _GB,
     hop_seconds=5.7 * _US,
     source="nvidia.com/en-us/data-center/l4",
+    host_bandwidth=32 * _GB,
     network_bandwidth=0.0,
     network_seconds=0.0,
 )

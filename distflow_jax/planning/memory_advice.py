@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+from distflow_jax.config.graph_settings import with_values
 from distflow_jax.dag.residency import plan_residency
 from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
@@ -112,7 +113,11 @@ def _changes(
     if config.training.offload == "none" and moves and planned.machine.platform != "cpu":
         apart = planned.samples_apart
         residencies = plan_residency(planned.plan, planned.own_samplers, apart=apart)
-        waiting = plan_memory(planned, programs, costs, residencies)
+        # adapters do not share their base with other models on the host
+        idle = with_values(config, {"training.offload": "idle"})
+        waiting = plan_memory(
+            dataclasses.replace(planned, config=idle), programs, costs, residencies
+        )
         yield Change("training.offload='idle'", waiting.fullest.total)
     yield from _smaller_cache(planned, memory, change)
     yield from _fewer_trajectories(planned, memory, change)

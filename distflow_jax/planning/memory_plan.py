@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from distflow_jax.dag.plan import Unit
-from distflow_jax.dag.residency import UPDATE_WEIGHTS, Item, Residency
+from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, Item, Residency
 from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
@@ -193,6 +193,20 @@ def plan_memory(
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
 
 
+def offload_bytes(planned: RunPlan, programs: Mapping[str, Program]) -> tuple[int, int]:
+    """(bytes that a device fetches from its host in a step, bytes that it evicts to it).
+
+    A cache is neither: it is empty between two rollouts. A frozen model is evicted once a run.
+    """
+    items = _items(planned, programs)
+    moving = [own for name, own in planned.residencies.items() if name != EVALUATE]
+    fetched = [item for own in moving for item in own.prefetch if item[1] != "cache"]
+    evicted = {item for own in moving for item in own.evict if item[1] != "cache"}
+    frozen = {(key, "params") for key, model in planned.models.items() if not model.trained}
+    held = [sum(items[i].bytes for i in what if i in items) for what in (fetched, evicted - frozen)]
+    return held[0], held[1]
+
+
 def device_bytes(spec: Any) -> int:
     """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
     leaves = jax.tree.leaves(spec)
@@ -277,6 +291,8 @@ def _extra(program: Program, cost: Costs) -> int | None:
     """Bytes of a program beyond its arguments and output fields; None if unknown."""
     if cost.temp_bytes is None:
         return None
+    if cost.output_bytes is None or cost.alias_bytes is None:  # estimated by formulas
+        return cost.temp_bytes
     fresh = cost.output_bytes - cost.alias_bytes - device_bytes(program.outputs)
     return cost.temp_bytes + max(0, fresh)
 

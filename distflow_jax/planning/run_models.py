@@ -32,8 +32,8 @@ from distflow_jax.training.optimizer import learning_rate, make_optimizer
 from distflow_jax.training.state import (
     TrainState,
     abstract_state,
+    as_stored,
     init_state,
-    sharded_params,
 )
 
 SCALAR_ROLES = ("CRITIC", "REWARD")
@@ -171,7 +171,8 @@ def starting_weights(models: Mapping[str, ModelOfRun], source: ModelSource) -> d
 class States:
     """Makes the states of a run's models: from the source's weights, or for reading a checkpoint.
 
-    `meshes` are keyed by layout.
+    `meshes` are keyed by layout. Matrices that no update changes, those of frozen models and those
+    that adapters are added to, are stored in `compute_dtype`, in which products take them anyway.
     """
 
     def __init__(
@@ -180,25 +181,19 @@ class States:
         source: ModelSource,
         config: Config,
         meshes: Mapping[Layout, jax.sharding.Mesh],
+        compute_dtype: str,
     ):
         self._models, self._source, self._config, self._meshes = models, source, config, meshes
+        self._dtype = compute_dtype
 
     def abstract(self) -> dict[str, TrainState]:
         """The states that a checkpoint holds: ShapeDtypeStructs with shardings, by key."""
-        return {
-            key: abstract_state(*self._parts(model))
-            for key, model in self._models.items()
-            if model.trained
-        }
+        return {key: self._specs(m) for key, m in self._models.items() if m.trained}
 
     def specs(self) -> dict[str, Any]:
         """All states as `initial` makes them: ShapeDtypeStructs with shardings, by key."""
         frozen = {key: m for key, m in self._models.items() if not m.trained}
-        return self.abstract() | {
-            key: sharded_params(network, mesh)
-            for key, model in frozen.items()
-            for network, _, mesh in [self._parts(model)]
-        }
+        return self.abstract() | {key: self._specs(model).params for key, model in frozen.items()}
 
     def initial(
         self,
@@ -229,7 +224,7 @@ class States:
                 params = jax.tree.map(lambda x: x.copy(), policies[model.layout])
                 if not model.is_policy:
                     params = with_scalar_head(params)
-            params = completed(params, network, self._config.seed, mesh)
+            params = self._stored(model, completed(params, network, self._config.seed, mesh))
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
             states[key] = settle(key, params)
@@ -237,6 +232,15 @@ class States:
             network, _, _ = self._parts(self._models[base])
             states[key] = settle(key, lora.divide(network, states[base].params)[1])
         return states
+
+    def _specs(self, model: ModelOfRun) -> TrainState:
+        state = abstract_state(*self._parts(model))
+        return dataclasses.replace(state, params=self._stored(model, state.params))
+
+    def _stored(self, model: ModelOfRun, params: Any) -> Any:
+        """The parameters, arrays or ShapeDtypeStructs, in the dtypes in which they are stored."""
+        network, _, _ = self._parts(model)
+        return as_stored(params, network, self._dtype, trained=model.trained)
 
     def _parts(
         self, model: ModelOfRun

@@ -4,6 +4,7 @@ Per chip: A tokens of a micro-batch, M micro-batches of a step, P weights of the
 (all that it uses in a pass), c bytes of a weight or activation in the compute dtype.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from distflow_jax.dag.plan import Task
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
+from distflow_jax.pods.interconnect import Interconnect, Torus
+from distflow_jax.pods.temporaries import temporary_bytes
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.traffic import CollectiveTraffic
@@ -25,20 +28,28 @@ from distflow_jax.training.state import TrainState
 _KNOWN = ("data", "fsdp", "expert", "context", "tensor")
 
 
-def program_costs(planned: RunPlan, program: Program, numbers: np.ndarray) -> Costs:
+def program_costs(
+    planned: RunPlan,
+    program: Program,
+    interconnect: Interconnect,
+    numbers: np.ndarray,
+    flops: float | None = None,
+) -> Costs:
     """Costs of a program: FLOPs from the jaxpr, the rest by formulas.
 
     Overlapped with other work: weights gathered over fsdp in every pass of a micro-batch (forward;
     in an update also backward), and gradients summed afterwards over fsdp and the axes with copies.
+    An fsdp axis along all dims of a torus is compiled to all-reduces of whole arrays, which overlap
+    with nothing: of gradients, and on three dims of weights too (benchmarks/pod_collectives.py).
     Not overlapped: partial sums of tensor ranks, tokens sent to experts and back, keys and values
     of a row that devices share. HBM: weights once per product, accumulated gradients read and
     written, the optimizer's state once per step, and each product's input and output. Scores of
     attention stay on the chip.
 
-    `numbers`: of the mesh's devices, int [devices], as for traffic_of. Raises ValueError for a mesh
-    with axes that the formulas do not cover.
+    `numbers`: of the mesh's devices, int [devices], as for traffic_of. `flops`: of all devices,
+    where they are known; None: they are counted in the jaxpr. Raises ValueError for a mesh with
+    axes that the formulas do not cover.
     """
-    found = matmul_flops(program.traced.jaxpr)
     sizes = dict(program.mesh.shape)
     unknown = [f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis not in _KNOWN]
     if unknown:
@@ -46,11 +57,20 @@ def program_costs(planned: RunPlan, program: Program, numbers: np.ndarray) -> Co
             f"formulas cover the mesh axes {', '.join(_KNOWN)}, not {', '.join(unknown)}: use 1, "
             "or plan for TPUs, for which programs are compiled"
         )
-    costs = Costs(found.total, found.unbounded)
+    costs = Costs(flops) if flops is not None else flops_of(program)
     models = [task for task in program.unit.tasks if task.state_key in planned.models]
-    found = [_of_model(planned, program, numbers, t) for t in models]
+    dims = whole_torus(interconnect, numbers.reshape(program.mesh.devices.shape), program.mesh)
+    found = [_of_model(planned, program, numbers, t, dims) for t in models]
     traffic = [t for of_model, _ in found for t in of_model]
-    return _with(costs, traffic, sum(accessed for _, accessed in found))
+    of_all = _with(costs, traffic, sum(accessed for _, accessed in found))
+    needed = [temporary_bytes(planned, program, task) for task in models]
+    return dataclasses.replace(of_all, temp_bytes=max(needed, default=0))
+
+
+def flops_of(program: Program) -> Costs:
+    """Costs with the FLOPs of a traced program alone."""
+    found = matmul_flops(program.traced.jaxpr)
+    return Costs(found.total, found.unbounded)
 
 
 def sync_costs(planned: RunPlan, mesh: jax.sharding.Mesh, numbers: np.ndarray) -> Costs:
@@ -65,7 +85,7 @@ def sync_costs(planned: RunPlan, mesh: jax.sharding.Mesh, numbers: np.ndarray) -
     if axes:
         one = _along("all-gather", axes, mesh, numbers, size=size, times=1, overlapped=False)
         traffic.append(one)
-    return _with(Costs(0.0), traffic, 2 * size)
+    return dataclasses.replace(_with(Costs(0.0), traffic, 2 * size), temp_bytes=0)
 
 
 def _with(costs: Costs, traffic: Sequence[CollectiveTraffic], accessed: float) -> Costs:
@@ -82,7 +102,7 @@ def _with(costs: Costs, traffic: Sequence[CollectiveTraffic], accessed: float) -
 
 
 def _of_model(
-    planned: RunPlan, program: Program, numbers: np.ndarray, task: Task
+    planned: RunPlan, program: Program, numbers: np.ndarray, task: Task, dims: int
 ) -> tuple[list[CollectiveTraffic], float]:
     sizes, config, mesh = planned.sizes, planned.source.config, program.mesh
     layout = program.unit.layout
@@ -111,9 +131,11 @@ def _of_model(
             traffic.append(one)
 
     passes = 2 if trains else 1
-    add("all-gather", ["fsdp"], passes * micro * weights * item, passes * micro * layers)
+    gather = "all-reduce" if dims == 3 else "all-gather"
+    add(gather, ["fsdp"], passes * micro * weights * item, passes * micro * layers, dims == 3)
     if trains:
-        add("reduce-scatter", ["fsdp"], micro * weights * item, micro * layers)
+        sums = "all-reduce" if dims else "reduce-scatter"
+        add(sums, ["fsdp"], micro * weights * item, micro * layers, dims > 0)
         # of gradients that several devices have copies of
         each = micro / fsdp * item
         if expert == 1:
@@ -149,6 +171,21 @@ def _of_model(
         # gradients; parameters and two moments, read and written
         accessed += micro * 2 * own + steps * 7 * own
     return traffic, accessed
+
+
+def whole_torus(interconnect: Interconnect, numbers: np.ndarray, mesh: jax.sharding.Mesh) -> int:
+    """The number of dims of a torus, 2 or 3, if each fsdp group spans all of them; otherwise 0.
+
+    `numbers`: of the devices, int, shaped as `mesh.devices`.
+    """
+    if not isinstance(interconnect, Torus) or mesh.shape["fsdp"] == 1:
+        return 0
+    axis = mesh.axis_names.index("fsdp")
+    group = np.moveaxis(numbers, axis, -1).reshape(-1, mesh.shape["fsdp"])[0]
+    places = interconnect.places[group]
+    spanned = (places.max(0) > places.min(0)).sum()
+    dims = sum(size > 1 for size in interconnect.sizes)
+    return int(spanned) if spanned == dims > 1 else 0
 
 
 def _counts(params: Any) -> tuple[int, int]:

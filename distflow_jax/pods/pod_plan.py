@@ -11,7 +11,7 @@ import jax
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.planning.field_specs import num_bytes
 from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, plan_memory
+from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, offload_bytes, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods import formulas
@@ -26,6 +26,7 @@ from distflow_jax.pods.efficiency import Efficiency, Range, efficiency_of, train
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.response_lengths import share_of_rows
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
+from distflow_jax.pods.temporaries import sampler_bytes
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.traffic import CollectiveTraffic
@@ -66,6 +67,9 @@ class PodPlan:
     left_out: tuple[str, ...] = ()  # programs not compiled on request, which have no costs
     # share of its rows that responses of the mean length fill, of each program over rows; 1: all
     filled: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    offload: Estimate | None = (
+        None  # of transfers between a chip and its host; None: there are none
+    )
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -107,6 +111,7 @@ class PodPlan:
         # programs of samplers are compiled for their memory: how often they run depends on the data
         of_sampler = _of_sampler(self.planned)
         found = {name: e for name, e in self.estimates.items() if name not in of_sampler}
+        found |= {"offload": self.offload} if self.offload else {}
         if self.generation:
             g = self.generation
             phases = {"prefill": g.prefill, "decode, all slots": g.full, "stragglers": g.stragglers}
@@ -167,6 +172,7 @@ def plan_on(
     programs: Mapping[str, Program] | None = None,
     only: Collection[str] = (),
     measured: Efficiency | None = None,
+    flops: Mapping[str, float] | None = None,
 ) -> PodPlan:
     """Compiles a run for a pod, or prices it by formulas. Allocates no array.
 
@@ -179,6 +185,7 @@ def plan_on(
       programs: those of runtime.build.trace; None: they are traced here.
       only: names of the programs to compile; (): all.
       measured: of these chips, in place of the published range.
+      flops: of the programs, for formulas; None: counted in their jaxprs.
 
     Raises ValueError if a mesh does not fit the pod, or the formulas do not cover it, and for an
     unknown name in `only`.
@@ -194,13 +201,15 @@ def plan_on(
     if compiled:
         costs, refused = _compiled(pod, planned, programs, left_out)
     else:
-        costs, refused = _by_formulas(pod, planned, programs), {}
+        costs, refused = _by_formulas(pod, planned, programs, flops or {}), {}
     chips = {name: programs[name].mesh.size if name in programs else pod.size for name in costs}
     chips |= {n: pod.per_host * planned.sizes.sampler_hosts for n in of_sampler if n in costs}
     known = {name: costs.get(name, Costs(0.0)) for name in programs}
     taken = [costs[n].temp_bytes for n in of_sampler if n in costs]
     sync = costs[UPDATE_WEIGHTS].temp_bytes if UPDATE_WEIGHTS in costs else None
     needed = max(taken) if taken and len(taken) == len(of_sampler) else None
+    if not compiled and planned.own_samplers:
+        needed = sampler_bytes(planned)
     memory = plan_memory(planned, programs, known).with_sampler(needed, sync, left_out)
     return PodPlan(
         pod,
@@ -216,7 +225,15 @@ def plan_on(
         "" if refused else shortage(planned, memory, programs, known),
         left_out,
         _filled(planned, programs, load) if mean_response else {},
+        _offload(pod, planned, programs),
     )
+
+
+def _offload(pod: Pod, planned: RunPlan, programs: Mapping[str, Program]) -> Estimate | None:
+    """Seconds of a step's transfers, as if each were waited for."""
+    moved = sum(offload_bytes(planned, programs))
+    seconds = moved / pod.chip.host_bandwidth
+    return Estimate(0.0, 0.0, {"host": seconds}, seconds) if moved else None
 
 
 def _of_sampler(planned: RunPlan) -> tuple[str, ...]:
@@ -260,13 +277,17 @@ def _compiled(
     return costs, refused
 
 
-def _by_formulas(pod: Pod, planned: RunPlan, programs: Mapping[str, Program]) -> dict[str, Costs]:
+def _by_formulas(
+    pod: Pod, planned: RunPlan, programs: Mapping[str, Program], flops: Mapping[str, float]
+) -> dict[str, Costs]:
     costs = {}
     if planned.own_samplers:
         mesh = jax.tree.leaves(sampled_params(planned, programs))[0].sharding.mesh
         costs[UPDATE_WEIGHTS] = formulas.sync_costs(planned, mesh, pod.numbers(mesh))
     for name, program in programs.items():
-        costs[name] = formulas.program_costs(planned, program, pod.numbers(program.mesh))
+        costs[name] = formulas.program_costs(
+            planned, program, pod.interconnect, pod.numbers(program.mesh), flops.get(name)
+        )
     return costs
 
 

@@ -9,9 +9,9 @@ from distflow_jax.programs.units import format_bytes, format_decimal
 def describe_plan(plan: PodPlan) -> str:
     """The plan of a pod as tables of text."""
     how = (
-        "of each program"
-        if any(cost.peak_bytes for cost in plan.costs.values())
-        else "of each program, FLOPs only: nothing was compiled"
+        "of each program, as compiled"
+        if _is_compiled(plan)
+        else "of each program, by formulas: nothing was compiled"
     )
     parts = [
         plan.pod.describe(),
@@ -41,9 +41,15 @@ def _spare(plan: PodPlan) -> str:
         return f"{text}, without what is too large\n"
     if plan.memory.unknown:
         return f"{text}, without temporaries of {', '.join(plan.memory.unknown)}\n"
+    if not _is_compiled(plan):
+        text += ", with temporaries by formulas"
     if plan.spare < SPARE:
         return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
     return f"{text}\n"
+
+
+def _is_compiled(plan: PodPlan) -> bool:
+    return any(cost.peak_bytes for cost in plan.costs.values())
 
 
 def _memory_rows(plan: PodPlan) -> list[tuple[str, ...]]:

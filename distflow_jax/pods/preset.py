@@ -26,13 +26,16 @@ _SAMPLES = 8  # responses to a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Division of a model over devices of one kind; mesh.data takes the devices that are left."""
+    """Division of a model over devices of one kind, and the settings that go with it, as
+    `plan.py --sweep` finds them; mesh.data takes the devices that are left."""
 
     fsdp: int = 1
     tensor: int = 1
     rollout_tensor: int = 1
     expert: int = 1
     context: int = 1
+    remat: str = "full"
+    micro_rows: int = 1  # rows of a micro-batch, for each data rank
     cache_fraction: float = 0.15  # of HBM, for a sampler's keys and values
     # of a sampler's weights, keys and values; int8 turns the token_tis correction on
     sampler_dtype: str = "auto"
@@ -72,6 +75,7 @@ def grpo(
     machine, context = _read(choice)
     by = _division(source, choice, divisions, int(positions * yarn_factor))
     tokens, prompt = CONTEXTS[context], _PROMPT + image_tokens
+    data = machine.devices // by.devices
     return Config(
         model=ModelSourceConfig(source, yarn_factor=yarn_factor if tokens > positions else 1.0),
         algorithm=AlgorithmConfig(
@@ -100,7 +104,8 @@ def grpo(
         training=TrainingConfig(
             steps=200,
             row_tokens=tokens,
-            remat="full",
+            remat=by.remat,
+            micro_batch_rows=by.micro_rows * data * by.fsdp * by.expert,
             attention="kernel",  # auto would materialise the scores of a row where no kernel fits
             offload=by.offload,
             optimizer=OptimizerConfig(lr=1e-5 if by.lora_rank else 1e-6, moments=by.moments),
@@ -108,7 +113,7 @@ def grpo(
         lora=LoraConfig(rank=by.lora_rank),
         mesh=MeshConfig(
             chip=machine.chip.name,
-            data=machine.devices // by.devices,
+            data=data,
             fsdp=by.fsdp,
             expert=by.expert,
             context=by.context,

@@ -151,7 +151,8 @@ def _trace(
 ) -> tuple[dict[str, Program], PartialBatchPrograms | None]:
     """The programs of all units on meshes, and those of partial batches among them."""
     layouts = {task.state_key: task.layout for task in run.plan.tasks}
-    states = States(run.models, run.source, run.config, meshes).specs()
+    dtype = run.sizes.forward.compute_dtype
+    states = States(run.models, run.source, run.config, meshes, dtype).specs()
     for key, value in first_states.items():
         if layouts[key].kind == "mesh":
             whole = NamedSharding(meshes[layouts[key]], PartitionSpec())

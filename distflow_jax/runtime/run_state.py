@@ -55,7 +55,8 @@ def first_or_restored_state(
 
     Samplers have no state yet, see run_sampler.start_samplers.
     """
-    states = States(prepared.models, prepared.source, prepared.config, runtime.meshes)
+    dtype = prepared.sizes.forward.compute_dtype
+    states = States(prepared.models, prepared.source, prepared.config, runtime.meshes, dtype)
     offload, digests = runtime.offload, starting_weights(prepared.models, prepared.source)
     if checkpointer.latest() is None:
         first = states.initial({}, offload.adopt) | runtime.first_states

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distflow_jax.models import lora
-from distflow_jax.models.parameters import Network, abstract_params, param_shardings
+from distflow_jax.models.parameters import Network, abstract_params, param_shardings, param_specs
 from distflow_jax.training.compressed_moments import is_blocks, layout_of
 
 
@@ -89,3 +90,18 @@ def sharded_params(model: Network, mesh: jax.sharding.Mesh) -> Any:
         abstract_params(model),
         param_shardings(model, mesh),
     )
+
+
+def as_stored(params: Any, network: Network, compute_dtype: str, *, trained: bool) -> Any:
+    """Parameters, arrays or ShapeDtypeStructs, with matrices that no update changes in
+    `compute_dtype`, to which products cast them anyway.
+
+    `trained`: whether the network is trained, all of it or what lora.is_trained says.
+    """
+    specs, flat = param_specs(network), flatten_dict(params, sep="/")
+    for path, x in flat.items():
+        if specs[path].inputs and not (trained and lora.is_trained(network, path)):
+            is_spec = isinstance(x, jax.ShapeDtypeStruct)
+            dtype = jnp.dtype(compute_dtype)
+            flat[path] = x.update(dtype=dtype) if is_spec else x.astype(dtype)
+    return unflatten_dict(flat, sep="/")

@@ -86,7 +86,7 @@ def test_live_arrays_are_those_that_states_make(compiled):
     planned, memory = compiled.planned, compiled.memory()
     before = live_bytes()
     meshes = make_meshes(planned.sizes)
-    states = States(planned.models, planned.source, planned.config, meshes).initial({})
+    states = States(planned.models, planned.source, planned.config, meshes, "float32").initial({})
     cache = make_engine(planned.source, planned.config, planned.sizes).init_decode_state()
     live = live_bytes() - before
     wanted = memory.between - memory.segments[0].sampler_weights
@@ -290,6 +290,23 @@ def test_nothing_is_moved_to_the_host_in_partial_batches():
     planned = dataclasses.replace(planned, machine=machine)
     memory = dataclasses.replace(plan_memory(planned, {}, {}), device=1000)
     assert not any("offload" in change.text for change in _changes(planned, memory, {}, {}))
+
+
+def test_a_base_that_adapters_share_is_counted_twice_on_the_host():
+    """On the devices a frozen policy and the trained one have one base, on the host one each."""
+    planned = plan_run(config_of("lora.rank=4", "algorithm.kl_coef=0.1"), Machine.current())
+    machine = dataclasses.replace(planned.machine, platform="gpu", memory=1000)
+    planned = dataclasses.replace(planned, machine=machine)
+    programs = trace(planned)
+    costs = {name: Costs(0.0) for name in programs}
+    memory = plan_memory(planned, programs, costs)
+    found = {c.text: c.fullest for c in _changes(planned, memory, programs, costs)}
+    idle = plan_run(
+        config_of("lora.rank=4", "algorithm.kl_coef=0.1", "training.offload=idle"),
+        Machine.current(),
+    )
+    alone = plan_memory(idle, programs, costs)
+    assert found["training.offload='idle'"] == alone.fullest.total
 
 
 def test_a_cache_that_takes_a_share_of_the_device(compiled):

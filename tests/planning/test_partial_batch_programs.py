@@ -48,7 +48,7 @@ class Planned:
         tasks = [t for t in run.plan.tasks if t.layout.kind == "mesh"]
         self.units = [u for u in run.plan.units if u.layout.kind == "mesh"]
         self.stages, _ = ContextFactory(run, self.meshes).stages(tasks)
-        self.made = States(run.models, run.source, run.config, self.meshes)
+        self.made = States(run.models, run.source, run.config, self.meshes, "float32")
         self.specs = FieldSpecs(run.sizes.packing, self.meshes, run.sizes.routed)
         self.whole = trace(run)
         self.partial_batches = self.trace(self.stages)

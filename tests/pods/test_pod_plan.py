@@ -179,7 +179,7 @@ def test_it_says_how_much_memory_is_left(of_gpus):
     has = of_gpus.pod.chip.memory
     assert of_gpus.spare == pytest.approx(1 - fullest.total / has)
     said = joined(describe_plan(of_gpus))
-    assert "to spare" in said and "without temporaries of update_weights, rollout, " in said
+    assert "to spare" in said and ", with temporaries by formulas" in said
     segments = tuple(
         dataclasses.replace(s, temporaries=int(0.95 * has) - s.live - s.gradients)
         for s in of_gpus.memory.segments

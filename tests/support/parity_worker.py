@@ -80,7 +80,7 @@ def main():
     prepared = prepare(config)
     runtime = build(prepared, Spans())
     mesh = runtime.meshes[prepared.sizes.mesh.layout]
-    states = States(prepared.models, prepared.source, config, runtime.meshes).initial({})
+    states = States(prepared.models, prepared.source, config, runtime.meshes, "float32").initial({})
     engine = runtime.engine
     weights = runtime.sync(states["actor"].params)
     sampler = SamplerState(weights, 0, engine.init_decode_state())

@@ -1,0 +1,113 @@
+"""The price of settings of a run on a pod, by formulas: its plan, with expected seconds and memory.
+
+Programs are traced once for each training mesh: the other settings change FLOPs by a factor that is
+the same on all meshes.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from distflow_jax.config.graph_settings import value_at, with_values
+from distflow_jax.config.run_config import Config
+from distflow_jax.models.weights.source import ModelSource, open_options, open_shapes
+from distflow_jax.parallel.rules import data_ranks
+from distflow_jax.planning.plan_run import RunPlan, plan_run
+from distflow_jax.planning.unit_programs import Program
+from distflow_jax.pods.efficiency import Efficiency
+from distflow_jax.pods.formulas import flops_of
+from distflow_jax.pods.pod_plan import PodPlan, plan_on
+from distflow_jax.pods.topology import Pod
+from distflow_jax.runtime.build import trace
+
+Values = Mapping[str, Any]  # by config key
+
+# The other axes stay as configured: formulas do not cover pipelines
+MESH = ("mesh.data", "mesh.fsdp", "mesh.tensor")
+REMAT, ROWS = "training.remat", "training.micro_batch_rows"
+WIDTH, CACHE = "mesh.rollout_tensor", "rollout.cache_fraction"
+OFFLOAD = "training.offload"
+SEARCHED = (*MESH, WIDTH, REMAT, ROWS, CACHE, OFFLOAD)
+
+
+class Pricing:
+    """Prices settings of one run on one pod."""
+
+    def __init__(
+        self,
+        pod: Pod,
+        config: Config,
+        chosen: Collection[str] = (),
+        *,
+        mean_response: int = 0,
+        measured: Efficiency | None = None,
+    ):
+        """Opens the shapes of the run's model.
+
+        Args:
+          pod: the pod.
+          config: of the run.
+          chosen: config keys set on the command line; these are not searched.
+          mean_response, measured: see `plan_on`.
+
+        Raises the errors of `open_shapes`.
+        """
+        self.pod, self.config = pod, config
+        self.source = _shapes_of(config)
+        # values that stay, by key of SEARCHED
+        self.fixed = {key: value_at(config, key) for key in SEARCHED if key in chosen}
+        self._kept = {*chosen, *SEARCHED}  # from the settings of graphs
+        self._load = {"mean_response": mean_response, "measured": measured}
+        # FLOPs for each row, by the program's name
+        self._flops: dict[tuple[str, bool], dict[str, float]] = {}
+
+    def planned(self, values: Values) -> RunPlan:
+        """The run's plan with these values. Raises ValueError if it is no run."""
+        return _planned(self, values, self._kept)
+
+    def traced(self, planned: RunPlan) -> dict[str, Program]:
+        """The programs of a plan. Raises ValueError if they are none."""
+        return trace(planned)
+
+    def price(self, planned: RunPlan, programs: Mapping[str, Program]) -> PodPlan:
+        """The plan by formulas; `programs` may have been traced with other settings, on the same
+        mesh. Raises the errors of `plan_on`."""
+        forward = planned.sizes.forward
+        kind = forward.remat, forward.keep_logits
+        if kind not in self._flops:
+            self._flops[kind] = {
+                name: flops_of(program).flops / _rows_of(planned, program)
+                for name, program in self.traced(planned).items()
+            }
+        flops = {
+            name: self._flops[kind][name] * _rows_of(planned, program)
+            for name, program in programs.items()
+        }
+        return plan_on(
+            self.pod, planned, compiled=False, programs=programs, flops=flops, **self._load
+        )
+
+    def compiled(self, planned: RunPlan) -> PodPlan:
+        """The plan with its programs compiled. Raises the errors of `plan_on`."""
+        return plan_on(self.pod, planned, programs=self.traced(planned), **self._load)
+
+
+def _shapes_of(config: Config) -> ModelSource:
+    return open_shapes(config.model.source, **open_options(config.model))
+
+
+def _planned(pricing: Pricing, values: Values, kept: Collection[str]) -> RunPlan:
+    """See Pricing.planned; `kept`: keys that a graph's settings leave as they are."""
+    planned = plan_run(
+        with_values(pricing.config, values),
+        pricing.pod.machine,
+        kept,
+        open_source=lambda *_, **__: pricing.source,
+    )
+    return dataclasses.replace(planned, devices=pricing.pod.devices)
+
+
+def _rows_of(planned: RunPlan, program: Program) -> int:
+    """Rows of a step that a program computes, on all devices together."""
+    layout = program.unit.layout
+    return planned.sizes.packing.rows[layout] * data_ranks(program.mesh.shape)
