@@ -15,9 +15,9 @@ from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import GPUS_OF_24_GB, Division, grpo
 
 DIVISIONS = {
-    **{(gpu, "2k"): Division(lora_rank=32) for gpu in GPUS_OF_24_GB},
+    **{(gpu, "2k"): Division(lora_rank=32, remat="dots") for gpu in GPUS_OF_24_GB},
     ("h100", "2k"): Division(),
-    ("v5e", "2k"): Division(fsdp=8),
+    ("v5e", "2k"): Division(fsdp=8, rollout_tensor=2, remat="attention", micro_rows=2),
 }
 
 

@@ -16,13 +16,23 @@ from distflow_jax.pods.preset import GPUS_OF_24_GB, Division, grpo
 
 DIVISIONS = {
     **{
-        (gpu, "2k"): Division(lora_rank=32, sampler_dtype="int8", cache_fraction=0.08)
+        (gpu, "2k"): Division(lora_rank=32, sampler_dtype="int8", remat="dots", cache_fraction=0.1)
         for gpu in GPUS_OF_24_GB
     },
-    ("h100", "2k"): Division(moments="bfloat16"),
-    ("v4", "2k"): Division(fsdp=4),
-    ("v5e", "2k"): Division(fsdp=8, rollout_tensor=4),
-    ("v6e", "2k"): Division(fsdp=8),
+    ("h100", "2k"): Division(lora_rank=32, remat="none", cache_fraction=0.1),
+    ("v4", "2k"): Division(
+        fsdp=4, rollout_tensor=2, micro_rows=4, cache_fraction=0.1, offload="idle"
+    ),
+    ("v5e", "2k"): Division(
+        fsdp=4,
+        tensor=2,
+        rollout_tensor=2,
+        remat="attention",
+        micro_rows=2,
+        cache_fraction=0.25,
+        offload="idle",
+    ),
+    ("v6e", "2k"): Division(fsdp=8, rollout_tensor=2, micro_rows=8, cache_fraction=0.1),
 }
 
 
