@@ -106,7 +106,8 @@ def grpo(
             row_tokens=tokens,
             remat=by.remat,
             micro_batch_rows=by.micro_rows * data * by.fsdp * by.expert,
-            attention="kernel",  # auto would materialise the scores of a row where no kernel fits
+            # on TPUs auto would materialise the scores of a row where no kernel fits
+            attention="kernel" if machine.chip.platform == "tpu" else "auto",
             offload=by.offload,
             optimizer=OptimizerConfig(lr=1e-5 if by.lora_rank else 1e-6, moments=by.moments),
         ),

@@ -1,20 +1,31 @@
-"""Configs of machines: every choice is whole, fits its machine's mesh, and says what it is not."""
+"""Configs of machines: every choice is whole, fits its machine's mesh, and says what it is not.
+
+Nightly: each is within 10 % of the sweep's best, with memory to spare (TPUs: where libtpu is).
+"""
 
 import dataclasses
 import importlib
 
 import pytest
+from support.accelerators import needs_libtpu
 from support.paths import ROOT
 from support.presets import PRESETS, least_machine
 
 from distflow_jax.config.config_dict import from_config_dict, to_config_dict, to_json
+from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import preset
+from distflow_jax.pods.pod_plan import SPARE
+from distflow_jax.pods.pricing import SEARCHED, Pricing
+from distflow_jax.pods.search import Search
+from distflow_jax.pods.sweep import price
+from distflow_jax.pods.topology import open_topology
 
 SHAPES = ROOT / "configs" / "shapes"
 MILLIONS = {
@@ -66,8 +77,33 @@ def test_every_choice_is_a_run(name, choice):
     model = dataclasses.replace(config.model, source=str(SHAPES / name))
     planned = plan_run(dataclasses.replace(config, model=model), machine, open_source=open_shapes)
     assert planned.sizes.engine.slots > 0
-    assert planned.sizes.attention.name == "kernel"
+    assert planned.sizes.attention.name == ("kernel" if machine.platform == "tpu" else "blocks")
     assert [task.node.id for task in planned.plan.tasks][-1] == "actor_train"
+
+
+LEAST = [
+    pytest.param(
+        name,
+        f"{least_machine(kind, by)},{context}",
+        marks=[pytest.mark.slow, *([needs_libtpu] if CHIPS[kind].platform == "tpu" else [])],
+    )
+    for name in PRESETS
+    for (kind, context), by in importlib.import_module(f"configs.{name}").DIVISIONS.items()
+]
+
+
+@pytest.mark.parametrize(("name", "choice"), [("qwen25_1_5b", "h100-1,2k"), *LEAST])
+def test_every_choice_is_near_the_best_of_the_sweep(name, choice):
+    config = from_config_dict(Config, config_of(name, choice))
+    config = with_values(config, {"model.source": str(SHAPES / name)})
+    pricing = Pricing(open_topology(choice.split(",")[0]), config)
+    planned = pricing.planned({})
+    own = pricing.price(planned, pricing.traced(planned))
+    assert own.spare >= SPARE and not own.problem
+    best = price(Search(pricing))[0].guess
+    assert own.expected.middle <= 1.1 * best.expected.middle, {
+        key: value_at(best.planned.config, key) for key in SEARCHED
+    }
 
 
 def test_what_is_longer_than_the_training_is_stretched_or_refused():
