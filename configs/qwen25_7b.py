@@ -5,20 +5,8 @@
     python scripts/plan.py --config=configs/qwen25_7b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_7b
 
-A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). Results of plan.py for the
-fewest chips per choice: GiB of HBM in the fullest segment, and the share to spare. Rows by
-formulas have no temporaries, which take some of that share.
-
-choice      topology     fullest       to spare  how
-v5e-256,8k  v5e:16x16     8.1 of 15.8     49 %   formulas
-v5e-256,32k v5e:16x16     6.2 of 15.8     61 %   formulas; offload=idle
-v5p-128,8k  v5p:4x4x4    16.7 of 95.7     83 %   compiled, all of it
-v5p-128,32k v5p:4x4x4    12.7 of 95.7     87 %   formulas
-v5p-256,64k v5p:4x4x8    12.7 of 95.7     87 %   formulas
-h100-8,8k   h100:1x8     38.4 of 70.8     46 %   formulas
-h100-8,32k  h100:1x8     31.7 of 70.8     55 %   formulas
-h200-8,8k   h200:1x8     38.4 of 124.8    69 %   formulas
-h200-8,32k  h200:1x8     38.9 of 124.8    69 %   formulas
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). All are found by `plan.py --sweep`, and have run
+nowhere yet.
 
 64k exceeds the 32,768 positions of its training: model.yarn_factor=4, as in its model card.
 """
@@ -45,15 +33,25 @@ DIVISIONS = {
         fsdp=4, rollout_tensor=2, remat="dots", micro_rows=2, cache_fraction=0.1
     ),
     ("h100", "2k"): Division(fsdp=8, rollout_tensor=2, remat="dots", cache_fraction=0.1),
-    ("v5e", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
-    ("v5e", "32k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=4, offload="idle"),
-    ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
+    ("v5e", "8k"): Division(
+        fsdp=32, tensor=2, rollout_tensor=4, remat="attention", cache_fraction=0.6, offload="idle"
+    ),
+    ("v5e", "32k"): Division(
+        fsdp=32,
+        tensor=2,
+        rollout_tensor=4,
+        context=4,
+        remat="attention",
+        cache_fraction=0.6,
+        offload="idle",
+    ),
+    ("v5p", "8k"): Division(fsdp=16, rollout_tensor=4, remat="dots", cache_fraction=0.1),
     ("v5p", "32k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
     ("v5p", "64k"): Division(fsdp=16, tensor=4, context=2, rollout_tensor=4),
-    ("h100", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
+    ("h100", "8k"): Division(fsdp=4, tensor=2, rollout_tensor=4, remat="dots", cache_fraction=0.1),
     ("h100", "32k"): Division(fsdp=4, tensor=2, rollout_tensor=2),
-    ("h200", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
-    ("h200", "32k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
+    ("h200", "8k"): Division(fsdp=4, rollout_tensor=2, remat="dots", cache_fraction=0.1),
+    ("h200", "32k"): Division(fsdp=4, tensor=2, rollout_tensor=2, remat="dots", cache_fraction=0.1),
 }
 
 

@@ -1,7 +1,7 @@
 """GRPO of a model on a machine: the common part of configs/qwen*.py.
 
-Such a config takes an argument MACHINE,CONTEXT: `--config=configs/qwen25_7b.py:v5e-16,2k` is for
-the TPU slice v5e-16 and sequences of up to 2,048 tokens. Machines have the names of
+Such a config takes an argument MACHINE,CONTEXT: `--config=configs/qwen25_7b.py:v5e-64,2k` is for
+the TPU slice v5e-64 and sequences of up to 2,048 tokens. Machines have the names of
 planning/machine_names.py: v5p-8 counts two cores of each chip, so it has 4; h100-8 has 8 GPUs.
 """
 
