@@ -5,8 +5,8 @@
     python scripts/plan.py --config=configs/qwen25_72b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen25_72b
 
-A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). All are found by `plan.py --sweep`, and have run
-nowhere yet.
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). All are found by `plan.py --sweep`, and
+have run nowhere yet.
 
 64k exceeds the 32,768 positions of its training: model.yarn_factor=4, as in its model card.
 """

@@ -5,8 +5,8 @@
     python scripts/plan.py --config=configs/qwen3_30b_a3b.py:v5p-128,8k --topology=v5p:4x4x4 \
         --config.model.source=configs/shapes/qwen3_30b_a3b
 
-A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). All are found by `plan.py --sweep`, and have run
-nowhere yet.
+A choice is MACHINE,CONTEXT (distflow_jax/pods/preset.py). All are found by `plan.py --sweep`, and
+have run nowhere yet.
 
 The release of July 2025 has 262,144 positions, enough for 64k; its network is Qwen3-30B-A3B's.
 """

@@ -1,22 +1,20 @@
 """Configs of machines: every choice is whole, fits its machine's mesh, and says what it is not.
 
-Nightly: each is within 10 % of the sweep's best, with memory to spare (TPUs: where libtpu is).
+Nightly: each is within 10 % of the sweep's best, with memory to spare.
 """
 
 import dataclasses
 import importlib
 
 import pytest
-from support.accelerators import needs_libtpu
 from support.paths import ROOT
-from support.presets import PRESETS, least_machine
+from support.presets import PRESETS, least_machine, traced_pod
 
 from distflow_jax.config.config_dict import from_config_dict, to_config_dict, to_json
 from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_shapes
-from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run
@@ -25,7 +23,6 @@ from distflow_jax.pods.pod_plan import SPARE
 from distflow_jax.pods.pricing import SEARCHED, Pricing
 from distflow_jax.pods.search import Search
 from distflow_jax.pods.sweep import price
-from distflow_jax.pods.topology import open_topology
 
 SHAPES = ROOT / "configs" / "shapes"
 MILLIONS = {
@@ -85,7 +82,7 @@ LEAST = [
     pytest.param(
         name,
         f"{least_machine(kind, by)},{context}",
-        marks=[pytest.mark.slow, *([needs_libtpu] if CHIPS[kind].platform == "tpu" else [])],
+        marks=pytest.mark.slow,
     )
     for name in PRESETS
     for (kind, context), by in importlib.import_module(f"configs.{name}").DIVISIONS.items()
@@ -96,7 +93,7 @@ LEAST = [
 def test_every_choice_is_near_the_best_of_the_sweep(name, choice):
     config = from_config_dict(Config, config_of(name, choice))
     config = with_values(config, {"model.source": str(SHAPES / name)})
-    pricing = Pricing(open_topology(choice.split(",")[0]), config)
+    pricing = Pricing(traced_pod(choice.split(",")[0]), config)
     planned = pricing.planned({})
     own = pricing.price(planned, pricing.traced(planned))
     assert own.spare >= SPARE and not own.problem
