@@ -152,10 +152,10 @@ def test_presets_leave_a_tenth_of_memory_and_the_page_says_how_much(row):
         found.memory.fullest.total / 2**30, rel=0.15 if rough else 0.005
     )
     assert float(has) == pytest.approx(found.pod.chip.memory / 2**30, abs=0.06)
-    assert float(spare) == pytest.approx(100 * (1 - float(held) / float(has)), abs=0.6)
+    assert float(spare) == pytest.approx(100 * (1 - float(held) / float(has)), abs=1.0)
     seconds = found.expected.low, found.expected.high, found.seconds
     assert [float(low), float(high), float(bound)] == pytest.approx(
-        seconds, rel=0.25 if rough else 0.03
+        seconds, rel=0.3 if rough else 0.03
     )
 
 
