@@ -23,8 +23,9 @@ step    whole GRPO steps as scripts/train.py runs them, 32 prompts x 16 samples 
 
 Every result is written to --out at once. A part that does not fit is reported, and the next part
 begins; no part begins after --minutes. Tables for docs/benchmarks.md are printed at the end. Peak
-rates of devices that are not in planning/chips.py, such as CPUs, are measured first. Exit code 1: a
-wrong result or a failure; 2: a user error, in one line.
+rates of devices that are not in planning/chips.py, such as CPUs, are measured first. The file is
+what scripts/plan.py --calibrate takes. Exit code 1: a wrong result or a failure; 2: a user error,
+in one line.
 """
 
 import argparse
@@ -214,7 +215,8 @@ def about(chip: Chip, rates: Chip) -> dict[str, Any]:
             "memory_bandwidth": chip.memory_bandwidth,
             "source": chip.source,
         },
-        "measured": {"flops": rates.flops, "memory_bandwidth": rates.memory_bandwidth},
+        "measured": {"flops": rates.flops, "memory_bandwidth": rates.memory_bandwidth}
+        | ({"link_bandwidth": rates.link_bandwidth} if jax.device_count() > 1 else {}),
     }
 
 

@@ -28,6 +28,7 @@ from distflow_jax.planning.program_table import (
     fields_on_meshes,
     to_tree,
 )
+from distflow_jax.pods.calibration import calibrated
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.pod_tables import describe_plan
@@ -57,7 +58,13 @@ def main(options: SimpleNamespace) -> int:
         raise ValueError(f"--apply={options.apply} writes the flags of --sweep: add --sweep")
     if options.sweep and not options.topology:
         raise ValueError("--sweep needs a machine: give --topology, such as v5p-128")
+    if options.calibrate and not options.topology:
+        raise ValueError(
+            f"--calibrate={options.calibrate} needs a machine of these chips: give --topology"
+        )
     pod = open_topology(options.topology) if options.topology else None
+    if pod and options.calibrate:
+        pod = calibrated(pod, pathlib.Path(options.calibrate))
     if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
         raise ValueError(
             f"--only={','.join(options.only)} chooses programs to compile for one TPU --topology: "

@@ -136,6 +136,13 @@ PLAN = Subcommand(
             "Mean tokens of a response, for --topology's estimate; 0: the longest.",
             0,
         ),
+        Flag(
+            "calibrate",
+            "file",
+            "",
+            "Rates measured on --topology's chips, the --out of benchmarks/gpu.py, in place of "
+            "published ones.",
+        ),
         switch("sweep", False, "Search the fastest settings of a run on --topology that fit."),
         integer(
             "sweep_compile", 3, "Number of --sweep's best layouts to compile; 0: only formulas.", 0

@@ -22,7 +22,7 @@ from distflow_jax.pods.compile import (
     compile_sync,
     sampled_params,
 )
-from distflow_jax.pods.efficiency import Efficiency, Range, efficiency_of, training_of
+from distflow_jax.pods.efficiency import Range, training_of
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.response_lengths import share_of_rows
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
@@ -61,7 +61,6 @@ class PodPlan:
     generation: GenerationEstimate | None  # None: the run samples nothing
     reshards: tuple[Reshard, ...]
     memory: MemoryPlan
-    efficiency: Efficiency  # shares of the peak rates that are expected of these chips
     refused: Mapping[str, str]  # programs too large by themselves, which have no costs: reasons
     missing: str  # settings to change if memory does not suffice; "" if it does
     left_out: tuple[str, ...] = ()  # programs not compiled on request, which have no costs
@@ -90,7 +89,7 @@ class PodPlan:
     @property
     def expected(self) -> Range:
         """Expected seconds of a whole step; its parts run one after the other."""
-        found = (e.expected(self.efficiency) for e in self.parts.values())
+        found = (e.expected(self.pod.efficiency) for e in self.parts.values())
         return sum(found, Range(0.0, 0.0))
 
     @property
@@ -150,7 +149,7 @@ class PodPlan:
         }
 
     def _tree_of(self, found: Estimate | GenerationEstimate) -> dict[str, Any]:
-        return found.to_tree() | {"expected": found.expected(self.efficiency).to_tree()}
+        return found.to_tree() | {"expected": found.expected(self.pod.efficiency).to_tree()}
 
     def _traffic_tree(self, traffic: CollectiveTraffic) -> dict[str, Any]:
         return {
@@ -171,7 +170,6 @@ def plan_on(
     compiled: bool = True,
     programs: Mapping[str, Program] | None = None,
     only: Collection[str] = (),
-    measured: Efficiency | None = None,
     flops: Mapping[str, float] | None = None,
 ) -> PodPlan:
     """Compiles a run for a pod, or prices it by formulas. Allocates no array.
@@ -184,7 +182,6 @@ def plan_on(
       compiled: compile the programs, which needs a pod that compiles; else formulas give the costs.
       programs: those of runtime.build.trace; None: they are traced here.
       only: names of the programs to compile; (): all.
-      measured: of these chips, in place of the published range.
       flops: of the programs, for formulas; None: counted in their jaxprs.
 
     Raises ValueError if a mesh does not fit the pod, or the formulas do not cover it, and for an
@@ -220,7 +217,6 @@ def plan_on(
         _generation(pod, planned, load) if planned.own_samplers else None,
         tuple(_reshards(planned, programs)),
         memory,
-        measured or efficiency_of(pod.chip),
         refused,
         "" if refused else shortage(planned, memory, programs, known),
         left_out,

@@ -24,7 +24,7 @@ def describe_plan(plan: PodPlan) -> str:
     parts.append(
         f"ESTIMATED seconds{'' if plan.filled else ', all rows filled'} (docs/scaling.md): the "
         "terms and the bound at peak rates, and the range that is expected at "
-        f"{plan.efficiency.source} shares of these rates; nothing of "
+        f"{plan.pod.efficiency.source} shares of these rates; nothing of "
         f"this was measured\n\n{text_table(_seconds_rows(plan))}\n\n"
         f"a step: expected {plan.expected} s, bound {plan.seconds:.3g} s, without rewards and "
         "other work of the hosts"
@@ -93,5 +93,5 @@ def _seconds_rows(plan: PodPlan) -> list[tuple[str, ...]]:
     for name, e in plan.parts.items():
         links = ", ".join(f"{axes} {s:.2g}" for axes, s in e.links.items() if s >= 5e-7) or "-"
         seconds = f"{e.compute:.3g}", f"{e.memory:.3g}", links, f"{e.total:.3g}"
-        rows.append((name, *seconds, str(e.expected(plan.efficiency)), e.bound))
+        rows.append((name, *seconds, str(e.expected(plan.pod.efficiency)), e.bound))
     return rows

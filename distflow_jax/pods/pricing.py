@@ -14,7 +14,6 @@ from distflow_jax.models.weights.source import ModelSource, open_options, open_s
 from distflow_jax.parallel.rules import data_ranks
 from distflow_jax.planning.plan_run import RunPlan, plan_run
 from distflow_jax.planning.unit_programs import Program
-from distflow_jax.pods.efficiency import Efficiency
 from distflow_jax.pods.formulas import flops_of
 from distflow_jax.pods.pod_plan import PodPlan, plan_on
 from distflow_jax.pods.topology import Pod
@@ -40,7 +39,6 @@ class Pricing:
         chosen: Collection[str] = (),
         *,
         mean_response: int = 0,
-        measured: Efficiency | None = None,
     ):
         """Opens the shapes of the run's model.
 
@@ -48,7 +46,7 @@ class Pricing:
           pod: the pod.
           config: of the run.
           chosen: config keys set on the command line; these are not searched.
-          mean_response, measured: see `plan_on`.
+          mean_response: see `plan_on`.
 
         Raises the errors of `open_shapes`.
         """
@@ -57,7 +55,7 @@ class Pricing:
         # values that stay, by key of SEARCHED
         self.fixed = {key: value_at(config, key) for key in SEARCHED if key in chosen}
         self._kept = {*chosen, *SEARCHED}  # from the settings of graphs
-        self._load = {"mean_response": mean_response, "measured": measured}
+        self._mean_response = mean_response
         # FLOPs for each row, by the program's name
         self._flops: dict[tuple[str, bool], dict[str, float]] = {}
 
@@ -84,12 +82,19 @@ class Pricing:
             for name, program in programs.items()
         }
         return plan_on(
-            self.pod, planned, compiled=False, programs=programs, flops=flops, **self._load
+            self.pod,
+            planned,
+            compiled=False,
+            programs=programs,
+            flops=flops,
+            mean_response=self._mean_response,
         )
 
     def compiled(self, planned: RunPlan) -> PodPlan:
         """The plan with its programs compiled. Raises the errors of `plan_on`."""
-        return plan_on(self.pod, planned, programs=self.traced(planned), **self._load)
+        return plan_on(
+            self.pod, planned, programs=self.traced(planned), mean_response=self._mean_response
+        )
 
 
 def _shapes_of(config: Config) -> ModelSource:

@@ -44,7 +44,7 @@ class _Priced:
     def of(cls, values: Values, plan: PodPlan) -> "_Priced":
         """A plan with the values that it has of those that are searched."""
         generation, whole = plan.generation, plan.expected
-        sampling = generation.expected(plan.efficiency) if generation else Range(0.0, 0.0)
+        sampling = generation.expected(plan.pod.efficiency) if generation else Range(0.0, 0.0)
         rest = Range(whole.low - sampling.low, whole.high - sampling.high)
         return cls(values, plan, sampling, rest)
 

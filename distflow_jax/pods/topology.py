@@ -22,6 +22,7 @@ from distflow_jax.planning.machine_names import (
     fits_a_host,
     named_machine,
 )
+from distflow_jax.pods.efficiency import Efficiency, efficiency_of
 from distflow_jax.pods.interconnect import Interconnect, Nodes, Torus
 
 # without these libtpu looks for a TPU of this machine and its neighbours, and locks it
@@ -58,6 +59,12 @@ class Pod:
     per_host: int
     interconnect: Interconnect
     devices: tuple[Any, ...] = dataclasses.field(repr=False)
+    measured: Efficiency | None = dataclasses.field(default=None, repr=False)  # of its chips
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Shares of its chips' peak rates that programs reach: measured, or else published."""
+        return self.measured or efficiency_of(self.chip)
 
     @property
     def size(self) -> int:

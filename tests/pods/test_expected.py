@@ -155,7 +155,7 @@ def seconds_of(index, part=""):
     for name, estimate in plan.parts.items():
         if name.startswith(part):
             whole = estimate * (run.pipelined if name in plan.programs else 1.0)
-            expected, bound = expected + whole.expected(plan.efficiency), bound + whole.total
+            expected, bound = expected + whole.expected(plan.pod.efficiency), bound + whole.total
     return expected, bound
 
 

@@ -81,7 +81,7 @@ def test_the_tables_fit_a_terminal(of_gpus):
     assert {row[1] for row in traffic} >= {"fsdp", "tensor"}
     seconds = {row[0]: row[4:6] for row in cells_of(text, ["segment", "compute"], key=4)}
     assert seconds == {
-        name: [f"{e.total:.3g}", str(e.expected(of_gpus.efficiency))]
+        name: [f"{e.total:.3g}", str(e.expected(of_gpus.pod.efficiency))]
         for name, e in of_gpus.parts.items()
     }
 
