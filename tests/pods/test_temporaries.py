@@ -41,8 +41,8 @@ COMPILED = [
     (LONG, 8, mesh(2, 4) | {REMAT: "dots", "data.prompts_per_step": 16}, 23.87),
     (MIXTURE, 16, mesh(4, expert=4) | {"data.prompts_per_step": 32}, 44.24),
     ((qwen25_3b, "rtx4090-1,2k"), 4, {"mesh.data": 4, "data.prompts_per_step": 32}, 2.26),
-    ((qwen25_7b, "v5e-256,8k"), 256, {}, 4.81),
-    ((qwen25_32b, "v5p-128,8k"), 64, {REMAT: "dots", "data.prompts_per_step": 128}, 35.06),
+    ((qwen25_7b, "v5e-256,8k"), 256, mesh(16, 4, data=4), 4.81),
+    ((qwen25_32b, "v5p-128,8k"), 64, mesh(16, 4) | {REMAT: "dots"}, 35.06),
 ]
 
 
