@@ -18,15 +18,20 @@ from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
     ("v5e", "8k"): Division(
-        fsdp=16,
-        tensor=16,
+        fsdp=32,
+        tensor=8,
         rollout_tensor=8,
-        cache_fraction=0.15,
+        micro_rows=2,
+        cache_fraction=0.25,
         sampler_dtype="int8",
         offload="idle",
     ),
-    ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=8),
-    ("v5p", "32k"): Division(fsdp=16, tensor=4, context=2, rollout_tensor=8),
+    ("v5p", "8k"): Division(
+        fsdp=64, rollout_tensor=4, micro_rows=2, cache_fraction=0.4, offload="idle"
+    ),
+    ("v5p", "32k"): Division(
+        fsdp=64, rollout_tensor=8, context=2, cache_fraction=0.6, offload="idle"
+    ),
     ("v5p", "64k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=8),
     ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
     ("h100", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
