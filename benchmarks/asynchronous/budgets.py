@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from asynchronous.simulated_run import SimulatedCell
-from streaming_model import BUDGET, DEVICES, PROMPTS, WORKLOADS, Costs, variation
+from streaming_model import DEVICES, PROMPTS, WORKLOADS, mean_tokens, variation
 
 STALENESS = 2
 LEAST_GAIN = 3.0  # of the coefficient of variation, without a budget over with one
@@ -19,7 +19,7 @@ HEADER = (
 def cells_of(steps: int, warmup: int) -> list[SimulatedCell]:
     """Runs of the first workload on shared devices, without a budget and with one."""
     (workload, *_), common = WORKLOADS, {"steps": steps, "warmup": warmup}
-    tokens = round(BUDGET * Costs.of(workload).tokens)
+    tokens = round(mean_tokens(workload))
     return [
         SimulatedCell(workload.name, "shared", STALENESS, DEVICES, round_tokens=budget, **common)
         for budget in (0, tokens)

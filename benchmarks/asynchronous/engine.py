@@ -1,10 +1,9 @@
 """A stand-in with the interface of RolloutEngine: it sleeps where devices would decode.
 
-k decode steps of n active slots on r devices take the sum of k (a + b n / r) seconds. Responses end
-at lengths that the seed and the uid decide. Prompts are read in no time. B slots.
+k decode steps of n active slots take the sum of k (a + b n) seconds, and prefill those of each
+prompt. Responses end at lengths that the seed and the uid decide. B slots.
 """
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from asynchronous.lanes import Lane, wait_until
 from jax.sharding import Mesh
 
 from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.pods.schedules import Decode
 from distflow_jax.rollout.decode_state import EngineConfig, StateShapes, check_length, longest_read
 from distflow_jax.rollout.engine.result_tokens import RolloutTokens
 from distflow_jax.rollout.engine.slot_updates import SlotRequest
@@ -24,14 +24,6 @@ MARGIN = 1.0  # of every token over the runner-up
 
 # (counter, sample) -> tokens of the response
 Lengths = Callable[[int, int], int]
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCosts:
-    """Seconds of a decode step: `step` + `slot` for each active slot of a device."""
-
-    step: float
-    slot: float
 
 
 class ReadPrompt(NamedTuple):
@@ -79,7 +71,7 @@ class SimulatedEngine:
         stop_ids: Sequence[int],
         token: int,
         lane: Lane,
-        costs: DecodeCosts,
+        costs: Decode,
         lengths: Lengths,
     ):
         """`token`: the one that every response repeats before its end token."""
@@ -112,6 +104,7 @@ class SimulatedEngine:
         self, params: Any, prompts: Sequence[np.ndarray], after: Any = None, sights: Any = None
     ) -> list:
         """Reads prompts together; they have no images."""
+        self._lane.begin("decode", len(prompts) * self._costs.prompt)
         return [ReadPrompt(len(tokens)) for tokens in prompts]
 
     def prefill(
@@ -125,6 +118,7 @@ class SimulatedEngine:
     ) -> ReadPrompt:
         """Reads one prompt, which has no images."""
         check_length(true_length, longest_read(self.config))
+        self._lane.begin("decode", self._costs.prompt)
         return ReadPrompt(int(true_length))
 
     # -- slots ------------------------------------------------------------------------------------
@@ -172,8 +166,7 @@ class SimulatedEngine:
         counts = np.array([np.sum(active > t) for t in range(self.config.tokens_per_call + 1)])
         enough = np.flatnonzero(counts[1:] <= state.exit_below)  # the first step always runs
         steps = int(enough[0]) + 1 if len(enough) else self.config.tokens_per_call
-        costs, devices = self._costs, self._lane.devices
-        seconds = steps * costs.step + costs.slot * float(counts[:steps].sum()) / devices
+        seconds = steps * self._costs.step + self._costs.slot * float(counts[:steps].sum())
         ready = self._lane.begin("decode", seconds)
         columns = self._columns(state, steps)
         state.left = np.maximum(state.left - steps, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from asynchronous.engine import SimulatedEngine
 from asynchronous.marked_run import MarkedRun
 from asynchronous.simulated_run import SimulatedCell, SimulatedRun, SimulatedSync
-from streaming_model import SLOTS, Costs
+from streaming_model import SLOTS
 
 from distflow_jax.planning.plan_run import PreparedRun
 
@@ -33,9 +33,9 @@ class FarCell(SimulatedCell):
         return self.training or super().trainers
 
     @property
-    def devices(self) -> int:
-        """Simulated devices of each worker."""
-        return self.samplers // len(self.speeds)
+    def engines(self) -> int:
+        """Samplers, each with a share of the devices that sample."""
+        return len(self.speeds)
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class FarRun(SimulatedRun):
     """The trainers of a run with workers."""
 
     def make_sampler(
-        self, prepared: PreparedRun, costs: Costs
+        self, prepared: PreparedRun, weight_update: float
     ) -> tuple[SimulatedEngine, SimulatedSync] | None:
         """None: workers sample."""
         return None

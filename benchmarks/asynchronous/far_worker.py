@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from asynchronous.far_cells import FarCell
-from asynchronous.lanes import Lane, wait_until
+from asynchronous.lanes import Lane
 from asynchronous.marked_run import own_cpu_seconds
 from asynchronous.simulated_run import simulated_engine
-from streaming_model import EXPOSED, Costs
+from streaming_model import work_of
 
 from distflow_jax.cluster import processes
 from distflow_jax.config.mesh_config import MeshConfig
@@ -78,15 +78,15 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         return
     own = dataclasses.replace(config, mesh=MeshConfig())
     sizes = derive_sizes(own, source.config, Machine.current(), graph)
-    lane = Lane(cell.devices)
+    lane = Lane(cell.samplers // cell.engines)
     engine = simulated_engine(source, sizes, cell, lane, speed=cell.speeds[number])
-    weight_update, ended = Costs.of(cell.lengths).weight_update, collections.deque[Response]()
+    ended = collections.deque[Response]()
     state = SamplerState(_weights(), links.first_version, engine.init_decode_state())
     sampler = SimulatedSampler(
         *(engine, state),
         on_response=ended.append,
         lane=lane,
-        weight_update=EXPOSED * weight_update,
+        weight_update=work_of(cell.lengths).weight_update,
     )
     began, cpu = time.perf_counter(), own_cpu_seconds()
     slots, save_seconds = sizes.engine.slots, config.stream.save_seconds
@@ -97,7 +97,7 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
         newest=links.newest,
         slots=slots,
     )
-    pull = _Pull(source, sizes, (1 - EXPOSED) * weight_update)
+    pull = _Pull(source, sizes)
     link = RemoteLink(state, pull, ended, save_seconds=save_seconds)
     client = BufferClient(
         state, joining, NodeRunner({}), save_seconds=save_seconds, orphan_seconds=60.0
@@ -113,17 +113,14 @@ def _sample(cell: FarCell, place: pathlib.Path, number: int) -> None:
 
 
 class _Pull:
-    """Pulls the real weights, which are few, and takes the seconds of many."""
+    """Pulls the real weights, which are few."""
 
-    def __init__(self, source: ModelSource, sizes: Sizes, seconds: float):
+    def __init__(self, source: ModelSource, sizes: Sizes):
         shardings = param_shardings(source.config, mesh_lib.replica_mesh(1, jax.devices()[:1]))
         self._target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
-        self._seconds = seconds
 
     def __call__(self, links: Links, version: int) -> Any:
-        end = time.perf_counter() + self._seconds
         pull_weights(links.clients, version, self._target, 60.0, links.attempt)
-        wait_until(end)
         return _weights()
 
 

@@ -2,27 +2,27 @@
 
 import dataclasses
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine
+from asynchronous.engine import DrawnLengths, SimulatedEngine
 from asynchronous.lanes import Lane, wait_until
 from asynchronous.marked_run import MarkedRun
 from streaming_model import (
+    CALL,
     DEVICES,
-    EXPOSED,
+    ENGINES,
+    PROMPTS,
     REWARD_SIGMA,
     REWARD_WORKERS,
     SAMPLES,
-    SLOT_STEP,
-    SLOW_REWARDS,
-    STEP,
-    WORKLOADS,
-    Costs,
+    SLOTS,
     Workload,
+    mean_reward,
+    work_of,
+    workload_of,
 )
 
 from distflow_jax.batch import Rows
@@ -33,6 +33,7 @@ from distflow_jax.parallel import mesh
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.planning.unit_programs import Program
+from distflow_jax.pods.schedules import Decode, DeviceSplit
 from distflow_jax.runtime.build import Runtime, Span, build
 from distflow_jax.runtime.open_run import OpenRun
 from distflow_jax.training.state import TrainState
@@ -41,11 +42,11 @@ from distflow_jax.training.update import HAS_SEQUENCES
 SETTINGS = {
     "model.source": "random:llama?hidden=32&layers=1&heads=2&kv_heads=1&mlp=64&vocab=512"
     "&max_position=2048",
-    "data.prompts_per_step": 32,
+    "data.prompts_per_step": PROMPTS,
     "data.max_prompt_length": 64,
-    "rollout.num_samples": 8,
-    "rollout.num_slots": 256,
-    "rollout.tokens_per_call": 16,
+    "rollout.num_samples": SAMPLES,
+    "rollout.num_slots": SLOTS,
+    "rollout.tokens_per_call": CALL,
     "training.row_tokens": 2304,  # two of the longest responses with their prompts
     "algorithm.proximal": "rollout",
     "reward.kwargs": {"pattern": ".*[0-9]"},
@@ -63,7 +64,6 @@ PARTIAL_BATCHES = {
     "stream.partial_batches": "ready",
     "stream.partial_batch_rows": 4,
 }  # as many as the longest group may take
-PROCESSES = 2  # of a job, each with a sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +76,24 @@ class SimulatedCell:
     samplers: int  # simulated devices that sample, of all processes
     steps: int  # that are timed
     warmup: int  # before them
+    width: int = 1  # devices that share a copy of the sampler's weights
     seed: int = 0
     round_tokens: int = 0  # of a rollout on shared devices; 0: it ends with B groups of its step
 
     @property
     def lengths(self) -> Workload:
         """Its workload."""
-        (found,) = (w for w in (*WORKLOADS, SLOW_REWARDS) if w.name == self.workload)
-        return found
+        return workload_of(self.workload)
+
+    @property
+    def engines(self) -> int:
+        """Samplers, each with a share of the devices that sample."""
+        return ENGINES
+
+    @property
+    def layout(self) -> DeviceSplit:
+        """Its devices."""
+        return DeviceSplit(self.samplers, self.trainers, self.width, self.engines, SLOTS)
 
     @property
     def config(self) -> str:
@@ -104,7 +114,8 @@ class SimulatedCell:
     def name(self) -> str:
         """Of its folder."""
         budget = f"-{self.round_tokens}" if self.round_tokens else ""
-        return f"{self.workload}-{self.schedule}-{self.staleness}-{self.samplers}{budget}"
+        layout = f"{self.samplers}x{self.width}"
+        return f"{self.workload}-{self.schedule}-{self.staleness}-{layout}{budget}"
 
     def settings(self) -> dict[str, Any]:
         """Values of the config, by key. Samplers are at work until the last timed step ends."""
@@ -120,7 +131,7 @@ class SimulatedCell:
         if self.schedule == "partial_batches":
             changed |= PARTIAL_BATCHES
         if self.lengths.reward:
-            changed |= slow_rewards(Costs.of(self.lengths).reward)
+            changed |= slow_rewards(mean_reward(self.lengths))
         return changed | ({"stream.max_staleness": self.staleness} if self.staleness else {})
 
     def make_run(self) -> MarkedRun:
@@ -133,7 +144,7 @@ def slow_rewards(mean: float) -> dict[str, Any]:
     return {
         "reward.function": f"{pathlib.Path(__file__).with_name('slow_reward.py')}:score",
         "reward.kwargs": {"mean": mean, "sigma": REWARD_SIGMA},
-        "reward.num_workers": REWARD_WORKERS // PROCESSES,
+        "reward.num_workers": REWARD_WORKERS // ENGINES,
         "reward.timeout_seconds": 1000 * mean,
         "reward.start_seconds": 600.0,  # all of them start at once
     }
@@ -145,7 +156,6 @@ class SimulatedSync:
     def __init__(self, weight_update: float, sampler: Lane):
         """`weight_update`: seconds of a whole one."""
         self._swap, self._sampler = weight_update, sampler
-        self._wire = Lane(1)  # between trainers and samplers
 
     def __call__(self, params: Any) -> Any:
         """A whole weight update, for which the devices do nothing else."""
@@ -154,13 +164,11 @@ class SimulatedSync:
 
     def leave(self, params: Any) -> "SimulatedWeights":
         """Begins to send the weights."""
-        return SimulatedWeights(self._wire.begin("weight_update", (1 - EXPOSED) * self._swap))
+        return SimulatedWeights()
 
     def arrive(self, left: "SimulatedWeights") -> Any:
-        """The weights on the sampler's devices."""
-        wait_until(left.end)
-        self._sampler.run("weight_update", EXPOSED * self._swap)
-        return {"weights": jnp.zeros(())}
+        """The weights on the sampler's devices, after a whole weight update."""
+        return self(left)
 
     def temporaries(self, params: Any) -> int | None:
         """None: there is no program."""
@@ -170,13 +178,8 @@ class SimulatedSync:
 class SimulatedWeights:
     """Weights on their way."""
 
-    end: float  # when they are in the memory of the host, on the clock of time.perf_counter
     nbytes: int = 0
-
-    @property
-    def ready(self) -> bool:
-        """Whether they are there."""
-        return time.perf_counter() >= self.end
+    ready: bool = True  # whether they are in the memory of the host
 
 
 class SimulatedProgram:
@@ -232,6 +235,7 @@ def simulated_engine(
     source: ModelSource, sizes: Sizes, cell: SimulatedCell, lane: Lane, *, speed: float = 1.0
 ) -> SimulatedEngine:
     """An engine of a cell, in the place of a run's own; at `speed` 2 it decodes twice as fast."""
+    costs = cell.layout.decode(work_of(cell.lengths))
     return SimulatedEngine(
         source.config,
         sizes.engine,
@@ -239,7 +243,7 @@ def simulated_engine(
         stop_ids=source.tokenizer.stop_ids,
         token=source.tokenizer.encode("7")[0],
         lane=lane,
-        costs=DecodeCosts(STEP / speed, SLOT_STEP / speed),
+        costs=Decode(costs.step / speed, costs.slot / speed, costs.prompt / speed),
         lengths=DrawnLengths(cell.lengths.lengths, cell.seed, SAMPLES),
     )
 
@@ -255,20 +259,21 @@ class SimulatedRun(MarkedRun):
             self.trainer = Lane(cell.trainers // here)
 
     def make_sampler(
-        self, prepared: PreparedRun, costs: Costs
+        self, prepared: PreparedRun, weight_update: float
     ) -> tuple[SimulatedEngine, SimulatedSync] | None:
         """The sampler of this process and its weight updates; None: workers sample."""
         engine = simulated_engine(prepared.source, prepared.sizes, self.cell, self.sampler)
-        return engine, SimulatedSync(costs.weight_update, self.sampler)
+        return engine, SimulatedSync(weight_update, self.sampler)
 
     def build(self, prepared: PreparedRun, spans: Spans, phase: Span) -> Runtime:
         """The parts of a real run, with stand-ins where devices would work."""
-        costs = Costs.of(self.cell.lengths)
-        runtime = build(prepared, spans, phase, sampler=self.make_sampler(prepared, costs))
+        work = work_of(self.cell.lengths)
+        sampler = self.make_sampler(prepared, work.weight_update)
+        runtime = build(prepared, spans, phase, sampler=sampler)
         partial_batches = runtime.partial_batches
         simulated = {
             name: SimulatedProgram(
-                *(program, self.trainer, costs.token),
+                *(program, self.trainer, work.token),
                 of_partial_batches=partial_batches is not None and name in partial_batches.units,
             )
             for name, program in runtime.programs.items()

@@ -16,6 +16,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.config.user_error import EXIT_USAGE
 from distflow_jax.dag.plan import Plan
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.compiled_plan import compile_plan
 from distflow_jax.planning.field_specs import Value
@@ -28,7 +29,9 @@ from distflow_jax.planning.program_table import (
     fields_on_meshes,
     to_tree,
 )
+from distflow_jax.pods.async_plan import plan_async
 from distflow_jax.pods.calibration import calibrated
+from distflow_jax.pods.given_lengths import read_lengths
 from distflow_jax.pods.pod_picture import draw_pod
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.pod_tables import describe_plan
@@ -56,8 +59,10 @@ def main(options: SimpleNamespace) -> int:
         )
     if options.apply and not options.sweep:
         raise ValueError(f"--apply={options.apply} writes the flags of --sweep: add --sweep")
-    if options.sweep and not options.topology:
-        raise ValueError("--sweep needs a machine: give --topology, such as v5p-128")
+    lengths = getattr(options, "async")
+    for flag in ["--sweep"] * options.sweep + ["--async"] * bool(lengths):
+        if not options.topology:
+            raise ValueError(f"{flag} needs a machine: give --topology, such as v5p-128")
     if options.calibrate and not options.topology:
         raise ValueError(
             f"--calibrate={options.calibrate} needs a machine of these chips: give --topology"
@@ -76,6 +81,8 @@ def main(options: SimpleNamespace) -> int:
     machine = pod.machine if pod else wanted_machine(options.devices, options.processes, chip)
     if options.sweep:
         return sweep_pod(options, pod, config)
+    if lengths:
+        return compare_schedules(options, pod, config, named_path("--async", lengths))
     planned = plan_run(config, machine, options.chosen, open_source=open_shapes)
     if pod:
         planned = dataclasses.replace(planned, devices=pod.devices)
@@ -160,6 +167,20 @@ def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
     if found.problem:
         print(f"error: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
+    return 0
+
+
+def compare_schedules(
+    options: SimpleNamespace, pod: Pod, config: Config, path: pathlib.Path
+) -> int:
+    """Prints the seconds of a step in each schedule, for the lengths at a path."""
+    found = plan_async(pod, config, options.chosen, read_lengths(path, config, pod.size))
+    print(found.describe())
+    if options.out:
+        folder = pathlib.Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = json.dumps(found.to_tree(), indent=1)
+        (folder / "async.json").write_text(tree, encoding="utf-8")
     return 0
 
 

@@ -144,6 +144,11 @@ PLAN = Subcommand(
             "published ones.",
         ),
         switch("sweep", False, "Search the fastest settings of a run on --topology that fit."),
+        string(
+            "async",
+            "",
+            "File of response lengths, or folder of a run: compares schedules on --topology.",
+        ),
         integer(
             "sweep_compile", 3, "Number of --sweep's best layouts to compile; 0: only formulas.", 0
         ),
@@ -170,6 +175,7 @@ PLAN = Subcommand(
         "--config=grpo_smollm2 --out=plan --mermaid",
         "--config=tiny --topology=v5e:4x4 --out=plan",
         "--config=tiny --topology=gpu:2x8 --sweep",
+        "--config=tiny --topology=gpu:1x8 --async=runs/tiny",
     ),
     """\
 Trains nothing. Every program of a device segment is compiled for its costs:
@@ -180,7 +186,10 @@ plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
 also pod.svg, its memory and seconds. --sweep searches the fastest settings that
 fit: mesh, remat, micro-batches, samplers' width and cache, but for keys that
 the command line sets. It prints their flags, and --apply=FILE writes them:
-train with --flagfile=FILE. --out then writes sweep.txt and sweep.json.
+train with --flagfile=FILE. --out then writes sweep.txt and sweep.json. --async
+reads lengths, or pairs of length and count, in JSON or CSV, or those and the
+seconds of a synchronous run, and compares schedules in their best layouts:
+docs/asynchronous.md; --out then writes async.json.
 
 Exit code 0: nothing was found that ends a run before step 1. No data and no
 weights were read, and memory is without the temporaries of what was not

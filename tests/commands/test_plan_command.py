@@ -35,6 +35,7 @@ def options_of(**changes):
         compile=False,
         mermaid=False,
         out="",
+        **{"async": ""},
     )
     return SimpleNamespace(**options | changes)
 

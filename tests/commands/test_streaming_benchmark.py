@@ -6,6 +6,7 @@ processes.
 
 import json
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from support.paths import ROOT
 from support.programs import finished
 from support.tiny_model import TINY, prompt_of
 
+from distflow_jax.pods.schedules import SYNCHRONOUS, Decode
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
@@ -21,17 +23,15 @@ from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import streaming  # noqa: E402
 import streaming_model  # noqa: E402
-from asynchronous import budgets, far_tables  # noqa: E402
-from asynchronous.engine import DecodeCosts, DrawnLengths, SimulatedEngine  # noqa: E402
+from asynchronous import far_tables  # noqa: E402
+from asynchronous.engine import DrawnLengths, SimulatedEngine  # noqa: E402
 from asynchronous.lanes import Lane  # noqa: E402
 
-WORKLOADS = (*streaming_model.WORKLOADS, streaming_model.SLOW_REWARDS)
-OTHERS = [w for w in WORKLOADS if w.name not in ("heavy-2", "fixed-2")]
-COSTS = DecodeCosts(step=1e-5, slot=1e-6)
+COSTS = Decode(step=1e-5, slot=1e-6, prompt=1e-4)
 TOKEN, STOP = 7, 3
 
 
-def engine_of(lengths, *, devices=2, slots=8):
+def engine_of(lengths, *, slots=8):
     config = EngineConfig(
         slots=slots, max_prompt=16, max_response=40, tokens_per_call=4, page_size=16, group_size=4
     )
@@ -41,7 +41,7 @@ def engine_of(lengths, *, devices=2, slots=8):
         jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor")),
         stop_ids=(STOP,),
         token=TOKEN,
-        lane=Lane(devices),
+        lane=Lane(2),
         costs=COSTS,
         lengths=lengths,
     )
@@ -54,106 +54,51 @@ def requests_of(prompts, samples, limit=40):
     ]
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [*("heavy-2", "fixed-2"), *(pytest.param(w.name, marks=pytest.mark.slow) for w in OTHERS)],
-)
-def test_the_model_gives_the_figures_of_the_script(workload):
-    (of_model,) = (w for w in WORKLOADS if w.name == workload)
-    for (name, schedule, staleness), (figure, split) in streaming.FIGURES.items():
-        if name == workload:
-            speed, devices = streaming_model.predict(of_model, schedule, staleness)
-            assert speed == pytest.approx(figure, abs=0.015)
-            assert devices == split
+def test_a_workload_costs_what_its_name_says():
+    """Generation over training in the best synchronous layout; all schedules have its lengths."""
+    for workload in streaming_model.WORKLOADS[::3]:
+        work, generation = streaming_model.work_of(workload), streaming_model.generation(workload)
+        training = streaming_model.mean_tokens(workload) * work.token / streaming_model.DEVICES
+        assert generation / training == pytest.approx(workload.ratio)
+        drawn = DrawnLengths(workload.lengths, 0, streaming_model.SAMPLES)
+        lengths, rewards = work.draw(5)
+        assert lengths.tolist() == [drawn(5, sample) for sample in range(streaming_model.SAMPLES)]
+        assert (rewards.mean() > 0) == (workload.reward > 0)
 
 
-def test_no_schedule_of_the_model_is_above_its_bound():
-    for workload in streaming_model.WORKLOADS[::2]:
-        costs = streaming_model.Costs.of(workload, draws=40, seed=3)
-        for schedule, staleness in (
-            ("boundary", 1),
-            ("in_flight", 2),
-            ("partial_batches", 2),
-            ("shared", 1),
-        ):
-            shared = schedule == "shared"
-            bound = streaming_model.synchronous(workload, costs, 10)
-            bound /= streaming_model.least_seconds(costs, costs.tokens, shared_devices=shared)
-            # steps of 10 runs have other tokens than the mean
-            assert streaming_model.predict(workload, schedule, staleness, steps=10)[0] < 1.1 * bound
+def test_every_schedule_has_layouts_that_divide_the_devices():
+    for schedule in (SYNCHRONOUS, *streaming_model.SCHEDULES.values()):
+        for layout in streaming_model.layouts(schedule):
+            assert layout.samplers % layout.width == layout.samplers % layout.engines == 0
+            used = layout.samplers + layout.trainers * schedule.own_devices
+            assert used == streaming_model.DEVICES
 
 
-def test_a_budget_steadies_the_rollouts_of_the_model():
-    """By the 3x that the script asks of a run, with the groups that the budget has tokens for."""
-    workload = streaming_model.WORKLOADS[0]
-    tokens = round(streaming_model.BUDGET * streaming_model.Costs.of(workload).tokens)
-    without, budget = (streaming_model.rollouts(workload, 2, 40, budget=n)[4:] for n in (0, tokens))
-    varies = [streaming_model.variation([r.seconds for r in made]) for made in (without, budget)]
-    assert varies[0] > budgets.LEAST_GAIN * varies[1]
-    assert 0.9 * streaming_model.PROMPTS < np.mean([r.groups for r in budget])
-
-
-def test_partial_batches_of_the_model_train_every_token_once():
-    """For any minimum of tokens per partial batch, and sooner than the undivided step."""
-    workload, steps = streaming_model.WORKLOADS[0], 4
-    costs = streaming_model.Costs.of(workload, draws=3)
-    spent = []
-
-    class Counted:
-        """Costs that note what is trained."""
-
-        weight_update, reward = costs.weight_update, costs.reward
-
-        def training(self, tokens, devices):
-            spent[-1] += tokens
-            return costs.training(tokens, devices)
-
-    seconds = []
-    for least in (streaming_model.AT_ONCE, 8000, 0):
-        spent.append(0)
-        found = streaming_model.in_flight(workload, Counted(), 4, 1, steps, partial_batch=least)
-        seconds.append(found)
-    assert spent[0] == spent[1] == spent[2] > 0
-    assert seconds[0] > seconds[1] and seconds[0] > seconds[2]
-
-
-def test_a_reward_that_takes_its_time_makes_the_synchronous_step_longer():
-    lengths = np.full(streaming_model.SLOTS, 10)
-    seconds = np.zeros(len(lengths))
-    seconds[7] = 5.0
-    plain = streaming_model.generation(lengths)
-    assert streaming_model.generation(lengths, seconds) == pytest.approx(plain + 5.0)
-    drawn = streaming_model.SLOW_REWARDS.rewards(np.random.default_rng(0), 100_000, 2.0)
-    assert drawn.mean() == pytest.approx(2.0, rel=0.03) and drawn.min() > 0
-    workers, count = streaming_model.Workers(), 4 * streaming_model.REWARD_WORKERS
-    assert workers.last(np.zeros(count), np.full(count, 0.5)) == 4 * 0.5  # one after the other
-
-
-def test_goals_are_those_of_all_workloads_at_a_small_staleness(capsys):
-    def cell(workload, schedule, staleness, speed, seconds=1.0):
-        names = ("workload", "schedule", "staleness", "speed", "seconds")
-        return dict(zip(names, (workload, schedule, staleness, speed, seconds), strict=True))
-
-    names = [w.name for w in streaming_model.WORKLOADS]
-    slow = [cell(name, "partial_batches", 1, 1.2) for name in names]
-    assert streaming.reaches_goals(slow[1:])  # of some workloads there is nothing to say
-    assert not streaming.reaches_goals(slow)
-    late = [cell(name, "partial_batches", 4, 3.0) for name in names]
-    assert not streaming.reaches_goals(slow + late)
-    fast = [cell(name, "partial_batches", 2, 1.6) for name in names[1:]] + [
-        cell(names[0], "partial_batches", 2, 2.1)
+def test_a_cell_is_judged_by_the_model_and_the_machine():
+    base = {"seconds": 2.0, "modelled": 2.0}
+    found = {"own_cpu": 0.1, "machine_cpu": 0.6, "compilations": 0, "modelled": 1.0}
+    args = SimpleNamespace(beside_others=True)
+    near = streaming.judged(found | {"seconds": 1.04}, base, args)
+    assert not near["problems"] and near["figure"] == 2.0 and near["speed"] == 2.0 / 1.04
+    far = streaming.judged(found | {"seconds": 1.06}, base, args)
+    assert far["problems"] == ["off the model by +6%"]
+    args.beside_others = False
+    assert streaming.judged(found | {"seconds": 1.0}, base, args)["problems"] == [
+        "refused: CPU 60%"
     ]
-    assert streaming.reaches_goals(slow + fast)
-    assert "mean 1.68x (goal 1.59), best 2.10x (goal 2.03)" in capsys.readouterr().out
-    rewards = [
-        cell("heavy-2", "partial_batches", 2, 2.0),
-        cell("rewards-2", "partial_batches", 2, 2.0, 1.04),
-    ]
-    assert streaming.hides_rewards(rewards)
-    assert not streaming.hides_rewards([rewards[0], rewards[1] | {"seconds": 1.06}])
-    streaming.print_ablation([*slow, *fast], names)
-    table = capsys.readouterr().out
-    assert "| + partial batches |" in table and "| + staleness 2 | 2.10 |" in table
+
+
+def test_slow_rewards_may_cost_a_step_in_partial_batches_little():
+    def cell(workload, seconds):
+        return {
+            "workload": workload,
+            "schedule": "partial_batches",
+            "staleness": 2,
+            "seconds": seconds,
+        }
+
+    assert streaming.hides_rewards([cell("heavy-2", 1.0), cell("rewards-2", 1.04)])
+    assert not streaming.hides_rewards([cell("heavy-2", 1.0), cell("rewards-2", 1.06)])
 
 
 def test_responses_end_at_lengths_of_their_uids():
@@ -175,12 +120,11 @@ def test_a_response_beyond_the_limit_is_cut():
     assert [(len(r.tokens), r.finished) for r in responses] == [(12, False)] * 2
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_decode_steps_take_the_seconds_of_their_active_slots(devices):
+def test_decode_steps_take_the_seconds_of_their_active_slots():
     """Two responses of 3 and 9 tokens: 9 steps, of which three have two active slots."""
-    engine = engine_of(lambda counter, sample: (3, 9)[sample], devices=devices)
+    engine = engine_of(lambda counter, sample: (3, 9)[sample])
     run_requests(engine, {}, engine.init_decode_state(), requests_of(1, 2))
-    wanted = 9 * COSTS.step + (3 * 2 + 6) * COSTS.slot / devices
+    wanted = COSTS.prompt + 9 * COSTS.step + (3 * 2 + 6) * COSTS.slot
     assert engine._lane.busy["decode"] == pytest.approx(wanted)
 
 
@@ -216,18 +160,12 @@ def test_every_part_runs_on_this_machine(tmp_path):
     flags += ["--schedules=boundary-1,in_flight-2,shared-1,partial_batches-2"]
     found = quickly(tmp_path, *flags)
     cells = [(x["workload"], x["schedule"], x["staleness"]) for x in found]
-    assert cells == [
-        ("fixed-2", "boundary", 1),
-        ("fixed-2", "in_flight", 2),
-        ("fixed-2", "partial_batches", 2),
-        ("heavy-2", "boundary", 1),
-        ("heavy-2", "in_flight", 2),
-        ("heavy-2", "partial_batches", 2),
-        ("heavy-2", "shared", 1),
-        ("rewards-2", "partial_batches", 2),
-    ]
+    schedules = [("synchronous", 0), ("boundary", 1), ("in_flight", 2)]
+    schedules += [("shared", 1), ("partial_batches", 2)]
+    names = ("fixed-2", "heavy-2", "rewards-2")
+    assert cells == [(name, *schedule) for name in names for schedule in schedules]
     for x in found:
-        assert x["age_max"] <= x["staleness"] and 0 < x["exposed_swap"] < x["seconds"]
+        assert x["age_max"] <= x["staleness"] and x["modelled"] > 0
         assert 0 < x["own_cpu"] and 0 <= x["idle_samplers"] < 1 and not x["compilations"]
 
 
