@@ -31,6 +31,7 @@ DISTRIBUTIONS = {
 }
 # imported where it is needed: an optional package, or one that a notebook has
 OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}
+OPTIONAL |= {"tokamax", "transformer_engine"}  # attention of other libraries
 OF_JETSTREAM = {"protobuf", "shortuuid"}  # what JetStream imports and its own install would bring
 SMALL = [
     "--config.model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300",

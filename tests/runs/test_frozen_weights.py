@@ -1,8 +1,12 @@
 """Matrices that no update changes are stored in the compute dtype, which changes no number of a run
-whose weights have that dtype, as those of published models."""
+whose weights have that dtype, as those of published models.
+
+Nightly: the numbers.
+"""
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax.traverse_util import flatten_dict
 from support.tiny_config import tiny_config
 
@@ -48,6 +52,7 @@ def wide(self, model, params):
     return jax.tree.map(one, STORED(self, model, params))
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_float32(tmp_path, monkeypatch):
     for settings in ((), ("lora.rank=0",)):
         short = numbers_of(tmp_path / f"short{len(settings)}", *settings)
