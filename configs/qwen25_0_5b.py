@@ -15,7 +15,7 @@ from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import GPUS_OF_24_GB, Division, grpo
 
 DIVISIONS = {
-    **{(gpu, "2k"): Division() for gpu in GPUS_OF_24_GB},
+    **{(gpu, "2k"): Division(remat="attention") for gpu in GPUS_OF_24_GB},
 }
 
 
