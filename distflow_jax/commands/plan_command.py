@@ -156,7 +156,9 @@ def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
     text = found.describe()
     print(text)
     if options.apply and found.best:
-        pathlib.Path(options.apply).write_text(found.flag_file(), encoding="utf-8")
+        file = pathlib.Path(options.apply)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(found.flag_file(), encoding="utf-8")
         print(f"train with these settings: --flagfile={options.apply}")
     if options.out:
         folder = pathlib.Path(options.out)

@@ -44,14 +44,16 @@ def json_problem(error: Exception, *, of_file: bool = False) -> str:
     return f"a number with too many digits ({str(error).split(';')[0]}): write it as a string"
 
 
-def read_json_object(path: Path) -> Mapping[str, Any]:
+def read_json_object(path: Path, name: str = "") -> Mapping[str, Any]:
     """The object in a JSON file.
 
     Raises ValueError, with the path, for a file that is too large, is no JSON, or is another value.
+    `name`: of the flag or key that gives the path, for these errors.
     """
-    value = parse_json(read_text(path, MOST_FILE_BYTES), str(path))
+    where = f"{name}={path}" if name else str(path)
+    value = parse_json(read_text(path, MOST_FILE_BYTES, name), where)
     if not isinstance(value, Mapping):
-        raise ValueError(f"{path}: expected an object with keys, got {shown(value)}")
+        raise ValueError(f"{where}: expected an object with keys, got {shown(value)}")
     return value
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from distflow_jax.config.graph_settings import with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
@@ -243,13 +244,8 @@ class _Layouts:
             return None
 
     def _planned(self, settings: Mapping[str, Any], machine: Machine) -> RunPlan:
-        sections = {}
-        for section in ("mesh", "stream"):
-            changed = {k.split(".")[1]: v for k, v in settings.items() if k.startswith(section)}
-            sections[section] = dataclasses.replace(getattr(self._config, section), **changed)
-        config = dataclasses.replace(self._config, **sections)
         planned = plan_run(
-            config,
+            with_values(self._config, settings),
             machine,
             self._chosen | settings.keys(),
             open_source=lambda *_, **__: self._source,

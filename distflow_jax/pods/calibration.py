@@ -41,7 +41,7 @@ def calibrated(pod: Pod, path: Path) -> Pod:
     tenth above the highest. Models without experts only: those with experts keep what is published.
     Raises ValueError, in one line, for a file that is no such table, or of another chip.
     """
-    tree = read_json_object(path)
+    tree = read_json_object(path, "--calibrate")
     if missing := [key for key in _TREE if key not in tree]:
         raise ValueError(
             f"--calibrate={path} has no {missing[0]!r}: give the --out of benchmarks/gpu.py"

@@ -64,8 +64,11 @@ class Search:
         return (self._reasons or self._unlike)[0]
 
     def meshes(self) -> list[TrainingMesh]:
-        """Training meshes that the pod holds and the model's sizes allow."""
-        return list(_meshes(self.pricing, self._unlike))
+        """Training meshes that the pod holds, the model's sizes allow and the command line leaves.
+
+        Raises ValueError if no mesh has a size that the command line sets.
+        """
+        return _left(self.pricing, list(_meshes(self.pricing, self._unlike)))
 
     def best_of(self, mesh: TrainingMesh, spare: float = SPARE) -> PodPlan | None:
         """The fastest plan on a training mesh that leaves `spare` of a chip's memory, else the
@@ -166,7 +169,7 @@ def _held(training: _Priced, sampling: _Priced) -> int:
 
 
 def _meshes(pricing: Pricing, unlike: list[str]) -> Iterator[TrainingMesh]:
-    """See Search.meshes; `unlike` gets the reasons against the others."""
+    """All meshes of Search.meshes, whatever is set; `unlike` gets the reasons against others."""
     pod = pricing.pod
     for data, tensor in itertools.product(_divisors(pod.size), repeat=2):
         mesh = dataclasses.replace(
@@ -177,10 +180,23 @@ def _meshes(pricing: Pricing, unlike: list[str]) -> Iterator[TrainingMesh]:
         except ValueError as error:
             unlike.append(str(error))
             continue
-        found = dict(zip(MESH, (data, sizes.fsdp, tensor), strict=True))
-        kept = all(pricing.fixed.get(key, size) in (0, size) for key, size in found.items())
-        if kept and pod.holds(sizes):
-            yield TrainingMesh(found, sizes.ranks)
+        if pod.holds(sizes):
+            values = dict(zip(MESH, (data, sizes.fsdp, tensor), strict=True))
+            yield TrainingMesh(values, sizes.ranks)
+
+
+def _left(pricing: Pricing, found: list[TrainingMesh]) -> list[TrainingMesh]:
+    """The meshes with the sizes that the command line sets; see Search.meshes."""
+    for key in MESH:
+        size = pricing.fixed.get(key, 0)
+        sizes = sorted({mesh.values[key] for mesh in found})
+        if size and sizes and size not in sizes:
+            raise ValueError(
+                f"{key}={size}: no training mesh of {pricing.pod.name} has that size here; use "
+                f"one of {sizes}, or leave it to the sweep"
+            )
+        found = [mesh for mesh in found if size in (0, mesh.values[key])]
+    return found
 
 
 def _widths(pricing: Pricing, widths: Iterable[int], unlike: list[str]) -> Iterator[int]:

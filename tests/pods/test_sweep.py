@@ -220,6 +220,12 @@ def test_where_a_mesh_takes_more_its_next_settings_are_tried(monkeypatch, search
     assert compiled_by(monkeypatch, compiler, search, found, 0)[0] == found
 
 
+def test_a_size_that_no_mesh_has_is_named(pod):
+    for key, sizes in (("mesh.tensor", r"\[1, 2, 4\]"), ("mesh.data", r"\[1, 2, 4\]")):
+        with pytest.raises(ValueError, match=f"{key}=3: no training mesh of gpu:1x4 .*{sizes}"):
+            sweep(search_of(pod, config_of(f"{key}=3"), {key}))
+
+
 def test_no_layout_at_all_is_one_line(pod):
     with pytest.raises(
         ValueError, match="no layout of gpu:1x4 suits this run: mesh.expert=2 is for a mixture"
@@ -240,13 +246,13 @@ def test_a_tpus_layout_is_compiled_and_fits():
 @pytest.mark.slow
 def test_the_script_writes_what_it_prints(tmp_path):
     flags = ["--config=configs/tiny.py", "--topology=gpu:1x2", "--sweep", f"--out={tmp_path}"]
-    done = finished("scripts/plan.py", *flags, f"--apply={tmp_path / 'flags'}")
+    done = finished("scripts/plan.py", *flags, f"--apply={tmp_path / 'new' / 'flags'}")
     assert (tmp_path / "sweep.txt").read_text() in done.stdout
     tree = json.loads((tmp_path / "sweep.json").read_text())
     said, _, applied = done.stdout.rstrip().rpartition("\n")
     assert words_of(said.rpartition("\n\n")[2]) == tree["flags"].split()
     flag = applied.split()[-1]
-    assert flag == f"--flagfile={tmp_path / 'flags'}"
+    assert flag == f"--flagfile={tmp_path / 'new' / 'flags'}"
     planned = finished("scripts/plan.py", *flags[:2], flag)
     seconds = tree["layouts"][0]["estimated_step_seconds"]
     assert f"bound {seconds:.3g} s" in " ".join(planned.stdout.split())

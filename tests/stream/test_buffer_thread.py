@@ -142,7 +142,8 @@ def test_a_worker_that_is_silent_is_lost_with_its_groups_and_no_stalled_one(wait
 
 def test_a_thousand_workers_make_few_lines(caplog):
     caplog.set_level("INFO", "distflow_jax")
-    told = WorkerLog("")
+    events = []
+    told = WorkerLog("", lambda event, facts: events.append((event, facts)))
     for number in range(1000):
         told.moved([Move(f"w{number}", "joined")], number + 1, now=number / 100)
     told.moved([Move(f"w{n}", "lost", 8, 60.0 + n / 100) for n in range(1000)], 0, now=20.0)
@@ -152,7 +153,11 @@ def test_a_thousand_workers_make_few_lines(caplog):
         "workers w0, w1, w2 and 997 more sent nothing for 70 s; their 8000 groups go to other "
         "workers (0 at work)"
     )
-    assert len(lines) == 4
+    assert len(lines) == len(events) == 4
+    assert events[-1] == (
+        "workers",
+        {"what": "lost", "names": ["w0", "w1", "w2"], "count": 1000, "at_work": 0},
+    )
 
 
 def test_prompts_that_nobody_puts_count_as_waiting(waiting):

@@ -13,6 +13,7 @@ from distflow_jax.cluster import processes
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
 from distflow_jax.planning.plan_run import PreparedRun, config_table, environment_table
+from distflow_jax.report.run_writer import RunEvents
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
@@ -92,8 +93,9 @@ def deliver_to_workers(
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
     answers.meet(buffers)
-    workers = WorkerLog(prepared.worker_command)
     first = processes.process_index() == 0
+    events = [RunEvents(workdir / "events.jsonl").add] if first else []
+    workers = WorkerLog(prepared.worker_command, *events)
     if first:
         addresses.write(workdir)
 

@@ -1,8 +1,8 @@
 """Log lines of a trainer on its workers: who joins, leaves, stalls, is lost or is missing."""
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 SUM_SECONDS = 5.0  # between two words on moves: thousands of workers make few lines
 MOST_NAMES = 3  # of workers in one line
@@ -27,10 +27,14 @@ class Move(NamedTuple):
 
 
 class WorkerLog:
-    """The log of one process. `how`: the command that starts a worker."""
+    """The log of one process. `how`: the command that starts a worker; `record(event, facts)`
+    writes an event of the run."""
 
-    def __init__(self, how: str):
-        self._how, self._next, self._moves = how, 0.0, list[Move]()
+    def __init__(
+        self, how: str, record: Callable[[str, Mapping[str, Any]], None] = lambda *event: None
+    ):
+        self._how, self._record, self._next = how, record, 0.0
+        self._moves: list[Move] = []
         self._met = False  # whether a worker has ever joined
 
     def moved(self, moves: Sequence[tuple[str, str, int, float]], at_work: int, now: float) -> None:
@@ -45,6 +49,9 @@ class WorkerLog:
             if of_kind := [move for move in self._moves if move.what == what]:
                 level = logging.INFO if what in ("joined", "left") else logging.WARNING
                 log.log(level, "%s (%d at work)", sentence(what, of_kind), at_work)
+                names = [move.worker for move in of_kind[:MOST_NAMES]]
+                facts = {"what": what, "names": names, "count": len(of_kind), "at_work": at_work}
+                self._record("workers", facts)
         self._moves = []
 
     def missing(self, seconds: float, groups: int, node: str, lacking: bool) -> None:
