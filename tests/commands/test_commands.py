@@ -30,13 +30,21 @@ def distflow(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
+def attribute(node):
+    """The attribute of `options` that a node reads; with getattr where its name is a keyword."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="options"), attr=name):
+            return name
+        case ast.Call(
+            func=ast.Name(id="getattr"), args=[ast.Name(id="options"), ast.Constant(value=name)]
+        ):
+            return name
+    return None
+
+
 def attributes(path):
     """Attributes of `options` that a module reads."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "options"
-    }
+    return {attribute(node) for node in ast.walk(ast.parse(path.read_text()))} - {None}
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
