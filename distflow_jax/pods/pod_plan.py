@@ -25,7 +25,7 @@ from distflow_jax.pods.compile import (
 from distflow_jax.pods.efficiency import Range, training_of
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.response_lengths import share_of_rows
-from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
+from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate, exposed_seconds
 from distflow_jax.pods.temporaries import sampler_bytes
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
@@ -159,6 +159,7 @@ class PodPlan:
             "times": traffic.times,
             "overlapped": traffic.overlapped,
             "estimated_seconds": collective_seconds(self.pod.interconnect, traffic),
+            "exposed_seconds": exposed_seconds(self.pod, traffic),
         }
 
 

@@ -1,7 +1,7 @@
 """Tables of a pod plan: memory, traffic, reshards, and the seconds of every part of a step."""
 
 from distflow_jax.pods.pod_plan import SPARE, PodPlan
-from distflow_jax.pods.roofline import collective_seconds
+from distflow_jax.pods.roofline import collective_seconds, exposed_seconds
 from distflow_jax.programs.text_table import fill_lines, text_table
 from distflow_jax.programs.units import format_bytes, format_decimal
 
@@ -70,12 +70,12 @@ def _memory_rows(plan: PodPlan) -> list[tuple[str, ...]]:
 
 
 def _traffic_rows(plan: PodPlan) -> list[tuple[str, ...]]:
-    rows = [("program", "axes", "collective", "bytes", "times", "", "estimated s")]
+    rows = [("program", "axes", "collective", "bytes", "times", "estimated s", "alone")]
     for name, cost in plan.costs.items():
         for t in cost.traffic:
             seconds = collective_seconds(plan.pod.interconnect, t)
-            overlapped = "overlapped" if t.overlapped else ""
-            sizes = format_bytes(t.bytes), f"{t.times:,.0f}", overlapped, f"{seconds:.2g}"
+            alone = exposed_seconds(plan.pod, t)
+            sizes = format_bytes(t.bytes), f"{t.times:,.0f}", f"{seconds:.2g}", f"{alone:.2g}"
             rows.append((name, "*".join(t.axes), t.kind, *sizes))
     return rows
 

@@ -103,7 +103,7 @@ def estimate(
 
     `flops` and `accessed` (bytes of HBM) are per chip; `kind` is that of its work. Different axes
     use different links, but a program waits for one collective after the other, so their times are
-    added.
+    added. An asynchronous collective is hidden as long as the work beside it takes.
     """
     links: dict[str, float] = {}
     exposed = latency = 0.0
@@ -111,12 +111,24 @@ def estimate(
         seconds = collective_seconds(pod.interconnect, one)
         name = "*".join(one.axes)
         links[name] = links.get(name, 0.0) + seconds
+        exposed += exposed_seconds(pod, one)
         if not one.overlapped:
-            exposed += seconds
             latency += collective_seconds(pod.interconnect, dataclasses.replace(one, bytes=0.0))
     chip = pod.chip
     terms = flops / chip.flops, accessed / chip.memory_bandwidth
     return Estimate(*terms, links, exposed, kind, latency)
+
+
+def exposed_seconds(pod: Pod, traffic: CollectiveTraffic) -> float:
+    """Seconds of the collectives beside which nothing runs; 0 where the schedule is not known."""
+    if not traffic.overlapped:
+        return collective_seconds(pod.interconnect, traffic)
+    alone = 0.0
+    for size, times, beside in traffic.covered:
+        one = dataclasses.replace(traffic, bytes=size, times=1.0)
+        hidden = max(beside.flops / pod.chip.flops, beside.bytes / pod.chip.memory_bandwidth)
+        alone += times * max(collective_seconds(pod.interconnect, one) - hidden, 0.0)
+    return alone
 
 
 def collective_seconds(interconnect: Interconnect, traffic: CollectiveTraffic) -> float:

@@ -10,6 +10,7 @@ import re
 from distflow_jax.programs.bounded_loops import bound_of
 from distflow_jax.programs.hlo_products import product_flops
 from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
+from distflow_jax.programs.overlap import Work, continues, is_piece, work_beside
 
 COLLECTIVES = (
     "all-gather",
@@ -30,9 +31,6 @@ _GROUPS = re.compile(
     r"(mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}|"
     r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?|\{(?:\{[\d,]*\},? ?)*\})"
 )
-# An asynchronous collective of a TPU is spread over several fusions: the one that starts it (-1),
-# others that continue it next to work of their own, and the one that waits for its end.
-_ASYNC_FUSION = re.compile(r'"async_collective_fusion_config":\{"flag_start":"(-?\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +42,7 @@ class Collective:
     times: float
     groups: str  # replica groups (pairs of a permutation) as in the text; "": could not be parsed
     overlapped: bool = False  # asynchronous: other instructions run meanwhile
+    beside: Work = Work()  # of these instructions, each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +73,13 @@ class Module:
         found = (dataclasses.replace(c, kind=to) if c.kind == kind else c for c in self.collectives)
         return dataclasses.replace(self, collectives=tuple(found))
 
-    def overlapped(self) -> "Module":
-        """A copy whose collectives overlap with other work."""
-        found = tuple(dataclasses.replace(c, overlapped=True) for c in self.collectives)
+    def overlapped(self, beside: Work = Work()) -> "Module":
+        """A copy whose collectives overlap with other work, of all of them together."""
+        size = sum(c.bytes * c.times for c in self.collectives) or 1.0
+        found = tuple(
+            dataclasses.replace(c, overlapped=True, beside=Work().plus(beside, c.bytes / size))
+            for c in self.collectives
+        )
         return dataclasses.replace(self, collectives=found)
 
     def times(self, trips: float) -> "Module":
@@ -110,9 +113,23 @@ class _Reader:
     def computation(self, name: str) -> Module:
         if name not in self.known:
             found = self.text.computations[name]
-            costs = (self._instruction(found, i) for i in found.instructions.values())
-            self.known[name] = sum(costs, Module())
+            costs = {i.name: self._instruction(found, i) for i in found.instructions.values()}
+            self.known[name] = sum(self._scheduled(found, costs).values(), Module())
         return self.known[name]
+
+    def _scheduled(self, inside: Computation, costs: dict[str, Module]) -> dict[str, Module]:
+        """The costs, in which collectives have the work beside them."""
+        sent = {
+            name: sum(c.bytes * c.times for c in cost.collectives)
+            for name, cost in costs.items()
+            if inside.instructions[name].opcode.endswith(("-start", "fusion"))
+            and any(c.overlapped and c.bytes for c in cost.collectives)
+        }
+        if not sent:
+            return costs
+        work = {name: Work(cost.flops, cost.bytes_accessed) for name, cost in costs.items()}
+        beside = work_beside(self.text, inside, sent, work)
+        return costs | {name: costs[name].overlapped(of) for name, of in beside.items()}
 
     def _instruction(self, inside: Computation, one: Instruction) -> Module:
         opcode, called = one.opcode.removesuffix("-start"), one.called
@@ -128,12 +145,12 @@ class _Reader:
         if opcode in ("call", "async"):
             names = called.get("to_apply", called.get("calls", ()))
             found = sum((self.computation(name) for name in names), Module())
-            return found if opcode == "call" else found.overlapped()
+            return found if one.opcode == "call" else found.overlapped()
         if opcode == "fusion":
             return self._fusion(inside, one)
         accessed = _bytes_accessed(inside, one)
         if opcode in COLLECTIVES:
-            continued = _continues(one)
+            continued = continues(one)
             return Module(accessed, 0.0, () if continued else (_collective(inside, one),))
         return Module(accessed, product_flops(inside, one))
 
@@ -184,7 +201,7 @@ class _Reader:
             places = [i for i, name in enumerate(user.operands) if name == value.name]
             if user.opcode == "bitcast":
                 total += self._read(fused, user)
-            elif _continues(user):
+            elif continues(user):
                 continue
             elif user.opcode == "fusion" and user.called.get("calls"):
                 inner = self.text.computations[user.called["calls"][0]]
@@ -204,7 +221,7 @@ class _Reader:
             return sum(self._written(fused, leaf, aliased) for leaf in fused.operands(value))
         if value.opcode == "bitcast" and (source := fused.operand(value, 0)) is not None:
             return self._written(fused, source, aliased)
-        if _continues(value):
+        if continues(value):
             return 0.0
         if value.opcode == "parameter":
             return 0.0 if value.is_root or aliased else value.memory_bytes
@@ -251,13 +268,6 @@ def _bytes_accessed(inside: Computation, one: Instruction) -> float:
     return taken + one.memory_bytes
 
 
-def _continues(one: Instruction) -> bool:
-    """Whether it continues or ends a collective that was started by another instruction."""
-    fusion = _ASYNC_FUSION.search(one.attributes)
-    ends = '"AsyncCollectiveDone"' in one.attributes
-    return ends or (fusion is not None and fusion[1] != "-1")
-
-
 def _scatters(fused: Computation) -> bool:
     """Whether a fusion sums over devices and keeps one device's shard: a TPU's reduce-scatter."""
     if fused.root is None or fused.root.opcode != "dynamic-slice":
@@ -273,5 +283,5 @@ def _collective(inside: Computation, one: Instruction) -> Collective:
     if kind == "all-gather":
         # the first half of an asynchronous pair returns its operands with the result
         size = max(one.bytes - size, 0.0) if asynchronous else one.bytes
-    asynchronous = asynchronous or _ASYNC_FUSION.search(one.attributes) is not None
+    asynchronous = asynchronous or is_piece(one)
     return Collective(kind, size, 1, groups[1] if groups else "", asynchronous)

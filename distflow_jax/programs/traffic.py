@@ -8,13 +8,22 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distflow_jax.programs.hlo import Collective
+from distflow_jax.programs.overlap import Work
 
 UNKNOWN = ("?",)  # for axes: groups that could not be parsed
+
+
+class Covered(NamedTuple):
+    """An asynchronous collective, and what the compiled schedule puts beside it."""
+
+    bytes: float  # each time, as of Collective
+    times: float
+    beside: Work  # each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +37,14 @@ class CollectiveTraffic:
     times: float
     # devices, int [groups, devices per group]; of a permutation [pairs, 2]
     groups: np.ndarray = dataclasses.field(repr=False, compare=False)
+    # the asynchronous collectives one by one; (): not compiled, all of `bytes` may be hidden
+    covered: tuple[Covered, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def repeated(self, times: float) -> "CollectiveTraffic":
         """The traffic of `times` runs of the program."""
-        return dataclasses.replace(self, bytes=times * self.bytes, times=times * self.times)
+        covered = tuple(c._replace(times=times * c.times) for c in self.covered)
+        size, times = times * self.bytes, times * self.times
+        return dataclasses.replace(self, bytes=size, times=times, covered=covered)
 
 
 def traffic_of(
@@ -48,13 +61,11 @@ def traffic_of(
     Collectives that move no data between devices are left out.
     """
     devices = int(np.prod(list(mesh.values())))
-    sums: dict[tuple[str, bool, str], tuple[float, int]] = {}
+    alike: dict[tuple[str, bool, str], list[Collective]] = {}
     for one in collectives:
-        key = (one.kind, one.overlapped, one.groups)
-        size, times = sums.get(key, (0.0, 0))
-        sums[key] = (size + one.bytes * one.times, times + one.times)
+        alike.setdefault((one.kind, one.overlapped, one.groups), []).append(one)
     found = []
-    for (kind, overlapped, text), (size, times) in sums.items():
+    for (kind, overlapped, text), members in alike.items():
         groups = read_groups(text, devices)
         if groups is not None and groups.max() >= devices:
             groups = None
@@ -62,7 +73,10 @@ def traffic_of(
         if axes:
             groups = np.arange(devices)[None] if groups is None else groups
             groups = groups if numbers is None else numbers[groups]
-            found.append(CollectiveTraffic(kind, axes, overlapped, size, times, groups))
+            size, times = sum(c.bytes * c.times for c in members), sum(c.times for c in members)
+            covered = (Covered(c.bytes, c.times, c.beside) for c in members if overlapped)
+            whole = CollectiveTraffic(kind, axes, overlapped, size, times, groups, tuple(covered))
+            found.append(whole)
     return sorted(found, key=lambda t: -t.bytes)
 
 
@@ -82,7 +96,8 @@ def merged(traffic: Iterable[CollectiveTraffic]) -> tuple[CollectiveTraffic, ...
         key = (one.kind, one.axes, one.overlapped, one.groups.shape, one.groups.tobytes())
         if key in found:
             size, times = found[key].bytes + one.bytes, found[key].times + one.times
-            one = dataclasses.replace(one, bytes=size, times=times)
+            covered = found[key].covered + one.covered
+            one = dataclasses.replace(one, bytes=size, times=times, covered=covered)
         found[key] = one
     return tuple(sorted(found.values(), key=lambda one: -one.bytes))
 

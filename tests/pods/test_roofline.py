@@ -7,7 +7,8 @@ from distflow_jax.planning.chips import CHIPS
 from distflow_jax.pods.efficiency import Range, efficiency_of
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import open_topology
-from distflow_jax.programs.traffic import CollectiveTraffic
+from distflow_jax.programs.overlap import Work
+from distflow_jax.programs.traffic import CollectiveTraffic, Covered, merged
 
 POD = open_topology("h100:2x8")
 NODE = np.arange(16).reshape(2, 8)
@@ -33,6 +34,20 @@ def test_what_runs_at_once_takes_the_longest_and_the_rest_comes_on_top():
 def test_links_can_be_what_a_program_waits_for():
     found = estimate(POD, flops=1.0, accessed=1.0, traffic=[gather(9e11, overlapped=True)])
     assert found.bound == "tensor" and found.total == found.links["tensor"]
+
+
+def test_a_collective_is_hidden_only_as_long_as_the_work_beside_it():
+    chip, kind = POD.chip, ("all-gather", ("tensor",), True)
+    alone = collective_seconds(POD.interconnect, gather(4.5e9, overlapped=False))
+    half = Work(flops=alone / 2 * chip.flops, bytes=alone / 4 * chip.memory_bandwidth)
+    long = Work(bytes=9 * alone * chip.memory_bandwidth)
+    covered = Covered(4.5e9, 2, half), Covered(4.5e9, 1, long), Covered(4.5e9, 1, Work())
+    sent = CollectiveTraffic(*kind, 4 * 4.5e9, 4, NODE, covered)
+    found = estimate(POD, flops=chip.flops, accessed=0.0, traffic=[sent])
+    assert found.exposed == pytest.approx((2 * 0.5 + 0 + 1) * alone)
+    twice = estimate(POD, flops=chip.flops, accessed=0.0, traffic=merged([sent, sent.repeated(1)]))
+    assert twice.exposed == pytest.approx(2 * found.exposed)
+    assert estimate(POD, flops=0.0, accessed=0.0, traffic=[gather(9e9, overlapped=True)]).exposed == 0
 
 
 def test_every_collective_waits_for_its_latency():

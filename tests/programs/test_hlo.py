@@ -14,6 +14,7 @@ from support.training_programs import trace
 
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.programs.hlo import read
+from distflow_jax.programs.overlap import Work
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 # code of the same instructions, made faster
@@ -267,6 +268,36 @@ def test_texts_of_other_platforms():
     assert found.unread == 1  # %sum, which is not there
 
 
+# A start and a done with a product between them, and a second collective beside part of it
+SCHEDULE = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p: f32[8,128], q: f32[24,128], x: f32[128,128], y: f32[128,128]) -> f32[128,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  %q = f32[24,128]{1,0} parameter(1)
+  %x = f32[128,128]{1,0} parameter(2)
+  %y = f32[128,128]{1,0} parameter(3)
+  %before = f32[128,128]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %one = (f32[8,128]{1,0}, f32[32,128]{1,0}) all-gather-start(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  %first = f32[128,128]{1,0} dot(%x, %before), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %two = (f32[24,128]{1,0}, f32[96,128]{1,0}) all-gather-start(%q), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+  %both = f32[128,128]{1,0} dot(%x, %first), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %one-done = f32[32,128]{1,0} all-gather-done(%one)
+  %two-done = f32[96,128]{1,0} all-gather-done(%two)
+  ROOT %after = f32[128,128]{1,0} dot(%x, %both), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""  # noqa: E501
+
+
+def test_a_collective_is_beside_what_the_schedule_puts_between_its_start_and_end():
+    product, moved = 2 * 128**3, 3 * 4 * 128**2
+    one, two = read(SCHEDULE).collectives
+    # what is beside both is divided by their bytes, 1 to 3
+    assert one.beside.flops == 1.25 * product and two.beside.flops == 0.75 * product
+    assert two.beside.bytes == 0.75 * moved
+    at_once = SCHEDULE.replace("all-gather-start", "all-gather").replace("all-gather-done", "copy")
+    assert {c.beside for c in read(at_once).collectives} == {Work()}
+
+
 # A TPU's all-gather that goes on while two products are computed, and its reduce-scatter
 PIECES = """HloModule jit_f, is_scheduled=true
 
@@ -325,6 +356,9 @@ def test_a_collective_in_pieces_counts_once():
     overlapped = {c.kind: c.overlapped for c in found.collectives}
     assert overlapped == {"all-gather": True, "reduce-scatter": False}
     assert found.flops == 2 * 128 * 256 * 64
+    # only the fusion that continues it is beside the all-gather
+    beside = {c.kind: c.beside for c in found.collectives}
+    assert beside["all-gather"].flops == found.flops and beside["reduce-scatter"] == Work()
     # the product's sides and result are its own; what is gathered passes by
     product = 2 * (128 * 256 + 256 * 64) + 4 * 128 * 64
     scattered = 4 * (256 + 32) * 64
