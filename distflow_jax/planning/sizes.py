@@ -163,6 +163,7 @@ def derive_sizes(
             attention,
             rows=rows,
             vocab=model.vocab_size // mesh.tensor,
+            memory=0 if machine.platform == "cpu" else machine.memory,
             microbatches=together,
         ),
         attention=attention,
@@ -395,14 +396,17 @@ def _forward_config(
     *,
     rows: int,
     vocab: int,
+    memory: int,
     microbatches: int,
 ) -> ForwardConfig:
     """Settings of the trainer's forward pass.
 
-    `rows`: rows that a device processes at a time; `vocab`: its entries of the vocabulary.
+    `rows`: rows that a device processes at a time; `vocab`: its entries of the vocabulary;
+    `memory`: as of logits_in_memory.
     """
+    of_device = {"rows": rows, "vocab": vocab, "memory": memory}
     chunk, keep_logits = logits_in_memory(
-        training.logp_chunk, training.row_tokens, rows=rows, vocab=vocab, remat=training.remat
+        training.logp_chunk, training.row_tokens, remat=training.remat, **of_device
     )
     return ForwardConfig(
         dtype,

@@ -269,11 +269,19 @@ def _bytes_accessed(inside: Computation, one: Instruction) -> float:
 
 
 def _scatters(fused: Computation) -> bool:
-    """Whether a fusion sums over devices and keeps one device's shard: a TPU's reduce-scatter."""
-    if fused.root is None or fused.root.opcode != "dynamic-slice":
-        return False
-    source = fused.operand(fused.root, 0)
-    return source is not None and source.opcode == "all-reduce"
+    """Whether a fusion sums over devices and keeps one device's shards: a TPU's reduce-scatter."""
+    root = fused.root
+    leaves = fused.operands(root) if root and root.opcode == "tuple" else [root]
+
+    def is_shard(leaf: Instruction | None) -> bool:
+        if leaf is None or leaf.opcode != "dynamic-slice":
+            return False
+        source = fused.operand(leaf, 0)
+        if source is not None and source.opcode == "get-tuple-element":
+            source = fused.operand(source, 0)
+        return source is not None and source.opcode == "all-reduce"
+
+    return bool(leaves) and all(map(is_shard, leaves))
 
 
 def _collective(inside: Computation, one: Instruction) -> Collective:

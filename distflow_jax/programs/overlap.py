@@ -86,8 +86,6 @@ def _channels(text: HloText, one: Instruction) -> tuple[frozenset[str], bool]:
 def _start_of(inside: Computation, one: Instruction) -> str:
     """The name of the instruction that a done ends."""
     source = inside.operand(one, 0)
-    while source is not None and (
-        source.opcode in _PASSED_ON or source.opcode.endswith("-update")
-    ):
+    while source is not None and (source.opcode in _PASSED_ON or source.opcode.endswith("-update")):
         source = inside.operand(source, 0)
     return source.name if source is not None else ""

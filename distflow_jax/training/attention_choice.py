@@ -19,6 +19,7 @@ from distflow_jax.models.vision.vision_config import VisionConfig
 # tile sides on a CPU: below, matrix products are too short; above, too much of a tile is masked
 _BLOCKS = range(32, 129)
 _BLOCKS_OF_SEQUENCE = 5  # the shorter the sequences, the more of a large tile is masked
+_TILES_OF_SEQUENCE = 8  # of a kernel: at 8, an eighth of what a causal sequence computes is masked
 
 
 class AttentionSizes(NamedTuple):
@@ -45,7 +46,7 @@ class RowAttention(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    sides: tuple[int, ...]  # tile sides, the best first
+    sides: tuple[int, ...]  # tile sides
     check: Callable[..., None]
 
 
@@ -124,13 +125,13 @@ def tower_form(
         return WHOLE
     kernel = attention == "kernel" or (attention != "blocks" and platform == "tpu")
     try:
+        segment = vision.window**2 or (vision.grid**2 if vision.square else chunk)
         if not kernel:
-            segment = vision.window**2 or (vision.grid**2 if vision.square else chunk)
             best = segment if segment <= _BLOCKS[-1] else segment // _BLOCKS_OF_SEQUENCE
             return Form(block_size(chunk, best))
         head_dim = _kernel_head_dim(platform, vision.head_dim)
         named("training.attention", "kernel", Need(ROWS, platform, head_dim, dtype))
-        found = _by_kernel(platform, AttentionSizes(chunk, chunk, rows, 1, head_dim, dtype))
+        found = _by_kernel(platform, AttentionSizes(chunk, segment, rows, 1, head_dim, dtype))
     except ValueError:
         return WHOLE
     return Form(found.block, found.by, head_dim)
@@ -178,7 +179,9 @@ def _by_kernel(platform: str, sizes: AttentionSizes) -> RowAttention:
             f"training.row_tokens={sizes.row_tokens}; use {-(-sizes.row_tokens // unit) * unit}"
         )
     refused = []
-    for side in fits:
+    best = max(sizes.longest // _TILES_OF_SEQUENCE, min(sides))
+    # the largest that the sequences fill, then larger ones: their list is shorter
+    for side in sorted(fits, key=lambda n: -n if n <= best else n):
         try:
             check(
                 side=side,

@@ -49,21 +49,25 @@ class ForwardConfig:
     tower: Form = WHOLE  # of attention between patches, where the model has a tower
 
 
-_LOGITS_BYTES = 2**28  # of a device, for a micro-batch's logits at most
-_LOGITS_TOKENS = 512  # larger products are not faster, and a row's last chunk is half empty
+# of a device, for a micro-batch's logits at most: these bytes, or a share of its memory
+_LOGITS_BYTES, _LOGITS_SHARE = 2**28, 128
+_LOGITS_TOKENS = 512  # on CPUs: larger products are not faster, and a last chunk is half empty
+# elsewhere: for fewer, the weight's gradient [V, D], read and written, takes longer than products
+_ACCELERATOR_TOKENS = 1024
 
 
 def logits_in_memory(
-    logp_chunk: int, row_tokens: int, *, rows: int, vocab: int, remat: str
+    logp_chunk: int, row_tokens: int, *, rows: int, vocab: int, remat: str, memory: int = 0
 ) -> tuple[int, bool]:
     """ForwardConfig.logp_chunk and keep_logits for training.logp_chunk (0: chosen by the sizes).
 
-    `rows` of a micro-batch and `vocab` entries are those of one device. Short chunks are slow,
-    because each adds up a gradient of the whole weight, [V, D].
+    `rows` of a micro-batch, `vocab` entries and bytes of `memory` are those of one device; no
+    memory: of a CPU. Short chunks are slow, because each adds up a gradient of the whole weight,
+    [V, D].
     """
-    fits = max(1, _LOGITS_BYTES // (4 * rows * vocab))
+    fits = max(1, max(_LOGITS_BYTES, memory // _LOGITS_SHARE) // (4 * rows * vocab))
     possible = [n for n in range(1, min(fits, row_tokens) + 1) if row_tokens % n == 0]
-    best = max(1, _LOGITS_TOKENS // rows)
+    best = max(1, (_ACCELERATOR_TOKENS if memory else _LOGITS_TOKENS) // rows)
     chunk = logp_chunk or min(possible, key=lambda n: abs(math.log(n / best)))
     return chunk, remat == "none" and row_tokens <= fits
 

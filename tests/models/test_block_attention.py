@@ -10,6 +10,7 @@ import pytest
 
 from distflow_jax.models.attention import UNLIMITED, InRow, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
+from distflow_jax.models.kernels import flash_tpu
 from distflow_jax.models.kernels.tiles import Reach, tiles_of
 
 quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -106,6 +107,12 @@ def test_output_and_gradients(by, side, interpreted):
 
     for mine, wanted in zip(got(q, k, v), statement(q, k, v, g), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_the_tpu_kernel_computes_heads_apart_where_tiles_are_large(interpreted, monkeypatch):
+    monkeypatch.setattr(flash_tpu, "_SCORES", 32 * 32)
+    assert flash_tpu._part(32, 32 * HEADS // KV_HEADS) == 32
+    test_output_and_gradients("tpu", 32, interpreted)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_a_collective_is_hidden_only_as_long_as_the_work_beside_it():
     assert found.exposed == pytest.approx((2 * 0.5 + 0 + 1) * alone)
     twice = estimate(POD, flops=chip.flops, accessed=0.0, traffic=merged([sent, sent.repeated(1)]))
     assert twice.exposed == pytest.approx(2 * found.exposed)
-    assert estimate(POD, flops=0.0, accessed=0.0, traffic=[gather(9e9, overlapped=True)]).exposed == 0
+    assert (
+        estimate(POD, flops=0.0, accessed=0.0, traffic=[gather(9e9, overlapped=True)]).exposed == 0
+    )
 
 
 def test_every_collective_waits_for_its_latency():

@@ -366,6 +366,35 @@ def test_a_collective_in_pieces_counts_once():
     assert product + scattered < found.bytes_accessed <= product + scattered + 2 * gathered
 
 
+# Two gradients in one reduce-scatter
+SHARDS = """HloModule jit_f, is_scheduled=true
+
+%all-reduce-scatter (p.0: bf16[64,8], p.1: bf16[32,8]) -> (bf16[16,8], bf16[8,8]) {
+  %p.0 = bf16[64,8]{1,0} parameter(0)
+  %p.1 = bf16[32,8]{1,0} parameter(1)
+  %ar = (bf16[64,8]{1,0}, bf16[32,8]{1,0}) all-reduce(%p.0, %p.1), channel_id=1, replica_groups={{0,1,2,3}}
+  %first = bf16[64,8]{1,0} get-tuple-element(%ar), index=0
+  %other = bf16[32,8]{1,0} get-tuple-element(%ar), index=1
+  %zero = s32[] constant(0)
+  %mine.0 = bf16[16,8]{1,0} dynamic-slice(%first, %zero, %zero), dynamic_slice_sizes={16,8}
+  %mine.1 = bf16[8,8]{1,0} dynamic-slice(%other, %zero, %zero), dynamic_slice_sizes={8,8}
+  ROOT %both = (bf16[16,8]{1,0}, bf16[8,8]{1,0}) tuple(%mine.0, %mine.1)
+}
+
+ENTRY %main (p: bf16[64,8], q: bf16[32,8]) -> (bf16[16,8], bf16[8,8]) {
+  %p = bf16[64,8]{1,0} parameter(0)
+  %q = bf16[32,8]{1,0} parameter(1)
+  ROOT %rs = (bf16[16,8]{1,0}, bf16[8,8]{1,0}) fusion(%p, %q), kind=kCustom, calls=%all-reduce-scatter
+}
+"""  # noqa: E501
+
+
+def test_shards_of_several_sums_are_scattered():
+    found = read(SHARDS)
+    assert found.bytes_by("reduce-scatter") == 2 * 8 * (64 + 32) and len(found.collectives) == 1
+    assert found.bytes_accessed == 2 * 8 * (64 + 32 + 16 + 8)
+
+
 # A TPU's forms of the trainer's products: sizes of both sides and the result, how, multiply-adds
 CONVOLUTIONS = {
     "mlp": ("128,64 64,64 128,64", "dim_labels=bf_io->bf", 128 * 64 * 64),

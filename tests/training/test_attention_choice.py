@@ -51,6 +51,10 @@ def test_a_kernel_where_sizes_fit():
     assert chosen("kernel", "tpu", dtype="float32", head_dim=64)[:3] == ("kernel", 128, "tpu")
     # 65,536 tokens have 262,144 tiles of 128 x 128: a scalar memory holds a quarter of these
     assert chosen("auto", "tpu", row_tokens=2**16, rows=1).block == 256
+    # long sequences fill larger tiles; as large as memory allows
+    assert chosen("auto", "tpu", row_tokens=8192, longest=8192).block == 512
+    assert chosen("auto", "tpu", row_tokens=8192, longest=8192, heads=16).block == 256
+    assert chosen("auto", "tpu", longest=2048).block == 256
     long_row = dict(row_tokens=2**16, rows=1, context_shards=4, row_chunks=8)
     assert chosen("auto", "tpu", **long_row).block == 128
 
@@ -85,7 +89,7 @@ SMALL = VisionConfig("smolvlm", 96, 3, 4, 192, patch_size=8, merge=2, grid=6)
     [
         ("auto", "tpu", QWEN, 4096, Form(128, "tpu", 80)),
         ("kernel", "gpu", QWEN, 4096, Form(64, "gpu", 128)),
-        ("auto", "tpu", GEMMA, 4096, Form(128, "tpu", 80)),  # heads of 72
+        ("auto", "tpu", GEMMA, 4096, Form(512, "tpu", 80)),  # heads of 72, whole pictures
         ("auto", "cpu", QWEN, 4096, Form(64)),  # a window
         ("auto", "cpu", GEMMA, 4096, Form(128)),
         ("auto", "cpu", SMALL, 504, Form(36)),  # a picture

@@ -263,6 +263,15 @@ def test_logits_in_memory(asked, tokens, rows, vocab, remat, expected):
     assert logits_in_memory(asked, tokens, rows=rows, vocab=vocab, remat=remat) == expected
 
 
+def test_accelerators_take_longer_chunks_where_their_memory_allows():
+    def chunk(gib, rows=1):
+        sizes = dict(rows=rows, vocab=152_064, remat="full", memory=gib * 2**30)
+        return logits_in_memory(0, 8192, **sizes)[0]
+
+    assert (chunk(95), chunk(70), chunk(15), chunk(0)) == (1024, 512, 256, 256)
+    assert chunk(95, rows=4) == 256
+
+
 def test_logits_in_memory_are_those_of_a_devices_rows():
     def chunk(devices, rows):
         training = TrainingConfig(logp_chunk=0, row_tokens=1024, micro_batch_rows=rows)

@@ -7,6 +7,7 @@ head dim of 64 fill whole vectors. Dims as in flash_loops.py; L tiles at most, P
 a step. FlashAttention-2: Dao 2023, arxiv.org/abs/2307.08691.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -25,10 +26,12 @@ from distflow_jax.models.kernels.tiles import (
 )
 
 LANES = 128
-SIDES = (128, 256)  # of tiles: shorter ones are masked less, but the list is longer
+# of tiles: a grid step of longer ones has more work, but more of a tile is masked
+SIDES = (128, 256, 512)
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # two int32 per tile: 512 KiB of the 1 MiB of scalar memory
 _SUBLANES = 8
+_SCORES = 512 * 512  # of a head or several that a kernel computes at once, at least one head's
 
 
 def check_flash_tpu(
@@ -79,8 +82,15 @@ def _vmem_bytes(kv_heads: int, size: _Size) -> int:
     # all but the sums twice: one buffer is computed with while the other is copied
     queries = 2 * 2 * rows * (head_dim * dtype.itemsize + _SUBLANES * 4)
     keys = (4 * 2 * dtype.itemsize + 2 * 4) * side * lanes
-    scores = 4 * side * rows * 4  # of one head at a time
+    scores = 4 * 4 * side * _part(side, rows)
     return kv_heads * (queries + keys) + scores
+
+
+def _part(side: int, rows: int) -> int:
+    """Query rows of a key/value head whose scores a kernel computes at once: of whole heads."""
+    heads = rows // side
+    fitting = (n for n in range(heads, 0, -1) if heads % n == 0 and n * side**2 <= _SCORES)
+    return side * next(fitting, 1)
 
 
 def _heads_of_step(kv_heads: int, size: _Size) -> int:
@@ -100,22 +110,24 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """flash_loops.forward on a TPU: q [B, n, K, X, H], k and v [B, m, K, C, H]."""
     of_query, of_key = _facts(tiles, reach)
-    queries, keys = [of_query, q.mT], [of_key, k, v]
+    turned = _turned(q, k.shape[3])
+    queries, keys = [of_query, turned], [of_key, k, v]
     per_row = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
     out, lse = _over_tiles(
         _forward_kernel,
         listed_tiles(tiles.keys, tiles.num_keys),
         queries,
         keys,
-        [jax.ShapeDtypeStruct(q.mT.shape, q.dtype), per_row],
-        sums=[per_row.shape, per_row.shape, q.mT.shape],
+        [jax.ShapeDtypeStruct(turned.shape, q.dtype), per_row],
+        sums=[per_row.shape, per_row.shape, turned.shape],
         size=_size(q, k),
         cost=flash_cost(q, k, products=2, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
     # a block of queries without keys has no step, so its result is never written
     seen = (tiles.num_keys > 0)[:, :, None, None]
-    return jnp.where(seen[..., None], out.mT, 0), jnp.where(seen, lse[:, :, :, 0], 0.0)
+    out = _turned_back(jnp.where(seen[..., None], out, 0), k.shape[3])
+    return out, jnp.where(seen, lse[:, :, :, 0], 0.0)
 
 
 def backward(
@@ -135,15 +147,17 @@ def backward(
     One kernel computes the gradient of q, another those of k and v.
     """
     of_query, of_key = _facts(tiles, reach)
-    queries = [of_query, q.mT, d_out.mT, lse[:, :, :, None], delta[:, :, :, None]]
+    side = k.shape[3]
+    turned, d_turned = _turned(q, side), _turned(d_out, side)
+    queries = [of_query, turned, d_turned, lse[:, :, :, None], delta[:, :, :, None]]
     keys = [of_key, k, v]
     (d_q,) = _over_tiles(
         _query_kernel,
         listed_tiles(tiles.keys, tiles.num_keys),
         queries,
         keys,
-        [jax.ShapeDtypeStruct(q.mT.shape, q.dtype)],
-        sums=[q.mT.shape],
+        [jax.ShapeDtypeStruct(turned.shape, q.dtype)],
+        sums=[turned.shape],
         size=_size(q, k),
         cost=flash_cost(q, k, products=3, moved=nbytes(*queries, *keys)),
         interpret=interpret,
@@ -159,9 +173,23 @@ def backward(
         cost=flash_cost(q, k, products=4, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
-    d_q = jnp.where((tiles.num_keys > 0)[:, :, None, None, None], d_q.mT, 0)
+    d_q = jnp.where((tiles.num_keys > 0)[:, :, None, None, None], d_q, 0)
     seen = (tiles.num_queries > 0)[:, :, None, None, None]
-    return d_q, jnp.where(seen, d_k, 0), jnp.where(seen, d_v, 0)
+    return _turned_back(d_q, side), jnp.where(seen, d_k, 0), jnp.where(seen, d_v, 0)
+
+
+# With the query heads as a dim of their own XLA merges the transpose with that of the tiles: one
+# copy. Behind a reshape, which `mT` would be, it makes two or three.
+def _turned(x: jax.Array, side: int) -> jax.Array:
+    """x [B, n, K, X, H], transposed to [B, n, K, H, X]."""
+    by_head = x.reshape(*x.shape[:3], -1, side, x.shape[4])
+    return by_head.transpose(0, 1, 2, 5, 3, 4).reshape(x.mT.shape)
+
+
+def _turned_back(x: jax.Array, side: int) -> jax.Array:
+    """x [B, n, K, H, X], transposed to [B, n, K, X, H]."""
+    by_head = x.reshape(*x.shape[:4], -1, side)
+    return by_head.transpose(0, 1, 2, 4, 5, 3).reshape(x.mT.shape)
 
 
 def listed_tiles(
@@ -247,11 +275,17 @@ def _ends(owner_ref):
     return first, owner_ref[step + 1] != owner
 
 
-def _mask(of_query_ref, of_key_ref, heads):
-    """0 for allowed pairs and LOWEST for others, float32 [C, X]; the same for all query heads."""
+def _mask_of_parts(of_query_ref, of_key_ref, rows):
+    """0 for allowed pairs and LOWEST for others, float32 [C, part], and the parts of the rows.
+
+    It is the same for all query heads, so for all parts of the `rows` query rows.
+    """
     of_query = (of_query_ref[0, i : i + 1] for i in range(4))
     of_key = (of_key_ref[0].T[:, i : i + 1] for i in range(3))
-    return jnp.tile(jnp.where(pair_mask(*of_query, *of_key), 0.0, LOWEST), (1, heads))
+    side = of_query_ref.shape[2]
+    part = _part(side, rows)
+    mask = jnp.where(pair_mask(*of_query, *of_key), 0.0, LOWEST)
+    return jnp.tile(mask, (1, part // side)), [slice(i, i + part) for i in range(0, rows, part)]
 
 
 def _dot(lhs, rhs, contract):
@@ -286,19 +320,20 @@ def _forward_kernel(
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-    mask = _mask(of_query_ref, of_key_ref, rows // k_ref.shape[2])
-    for head in range(share):
-        score = _dot(k_ref[0, head], q_ref[0, head], (1, 0)) * head_dim**-0.5 + mask
-        top = top_ref[head]
+    mask, parts = _mask_of_parts(of_query_ref, of_key_ref, rows)
+    for head, of in itertools.product(range(share), parts):
+        score = _dot(k_ref[0, head], q_ref[0, head, :, of], (1, 0)) * head_dim**-0.5 + mask
+        top = top_ref[head, :, of]
         new_top = jnp.maximum(top, score.max(axis=0, keepdims=True))
         # weights of a query without keys so far are 1; its first key shrinks them to 0
         weight = jnp.exp(score - new_top)
         shrink = jnp.exp(top - new_top)
         value = v_ref[0, head]
         update = _dot(value, weight.astype(value.dtype), (0, 0))
-        top_ref[head] = new_top
-        total_ref[head] = total_ref[head] * shrink + weight.sum(axis=0, keepdims=True)
-        sum_ref[head] = sum_ref[head] * shrink + update
+        top_ref[head, :, of] = new_top
+        total = weight.sum(axis=0, keepdims=True)
+        total_ref[head, :, of] = total_ref[head, :, of] * shrink + total
+        sum_ref[head, :, of] = sum_ref[head, :, of] * shrink + update
 
     @pl.when(last)
     def _():
@@ -310,13 +345,14 @@ def _forward_kernel(
             lse_ref[0, head] = jnp.where(some, top + jnp.log(total), 0.0)
 
 
-def _weights(head, mask, q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref):
-    """Weights [C, X] of one head of a tile, and the gradient of its scores without their scale."""
-    query, d_out = q_ref[0, head], d_out_ref[0, head]
+def _weights(head, of, mask, q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref):
+    """Weights [C, part] of a part of one head, and the gradient of its scores without their
+    scale."""
+    query, d_out = q_ref[0, head, :, of], d_out_ref[0, head, :, of]
     score = _dot(k_ref[0, head], query, (1, 0)) * query.shape[0] ** -0.5 + mask
-    weight = jnp.exp(score - lse_ref[0, head])
+    weight = jnp.exp(score - lse_ref[0, head, :, of])
     d_weight = _dot(v_ref[0, head], d_out, (1, 0))
-    d_score = weight * (d_weight - delta_ref[0, head])
+    d_score = weight * (d_weight - delta_ref[0, head, :, of])
     return weight.astype(query.dtype), d_score.astype(query.dtype)
 
 
@@ -341,10 +377,11 @@ def _query_kernel(
     def _():
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-    mask = _mask(of_query_ref, of_key_ref, rows // k_ref.shape[2])
-    for head in range(share):
-        _, d_score = _weights(head, mask, q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref)
-        sum_ref[head] += _dot(k_ref[0, head], d_score, (0, 0))
+    mask, parts = _mask_of_parts(of_query_ref, of_key_ref, rows)
+    refs = q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref
+    for head, of in itertools.product(range(share), parts):
+        _, d_score = _weights(head, of, mask, *refs)
+        sum_ref[head, :, of] += _dot(k_ref[0, head], d_score, (0, 0))
 
     @pl.when(last)
     def _():
@@ -375,11 +412,12 @@ def _key_kernel(
         sum_k_ref[...] = jnp.zeros(sum_k_ref.shape, jnp.float32)
         sum_v_ref[...] = jnp.zeros(sum_v_ref.shape, jnp.float32)
 
-    mask = _mask(of_query_ref, of_key_ref, rows // k_ref.shape[2])
-    for head in range(share):
-        weight, d_score = _weights(head, mask, q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref)
-        sum_v_ref[head] += _dot(weight, d_out_ref[0, head], (1, 1))
-        sum_k_ref[head] += _dot(d_score, q_ref[0, head], (1, 1))
+    mask, parts = _mask_of_parts(of_query_ref, of_key_ref, rows)
+    refs = q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref
+    for head, of in itertools.product(range(share), parts):
+        weight, d_score = _weights(head, of, mask, *refs)
+        sum_v_ref[head] += _dot(weight, d_out_ref[0, head, :, of], (1, 1))
+        sum_k_ref[head] += _dot(d_score, q_ref[0, head, :, of], (1, 1))
 
     @pl.when(last)
     def _():
