@@ -10,7 +10,7 @@ import re
 from distflow_jax.programs.bounded_loops import bound_of
 from distflow_jax.programs.hlo_products import product_flops
 from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
-from distflow_jax.programs.overlap import Work, continues, is_piece, work_beside
+from distflow_jax.programs.overlap import NOTHING, Work, continues, is_piece, work_beside
 
 COLLECTIVES = (
     "all-gather",
@@ -42,7 +42,7 @@ class Collective:
     times: float
     groups: str  # replica groups (pairs of a permutation) as in the text; "": could not be parsed
     overlapped: bool = False  # asynchronous: other instructions run meanwhile
-    beside: Work = Work()  # of these instructions, each time
+    beside: Work = NOTHING  # of these instructions, each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Module:
         found = (dataclasses.replace(c, kind=to) if c.kind == kind else c for c in self.collectives)
         return dataclasses.replace(self, collectives=tuple(found))
 
-    def overlapped(self, beside: Work = Work()) -> "Module":
+    def overlapped(self, beside: Work = NOTHING) -> "Module":
         """A copy whose collectives overlap with other work, of all of them together."""
         size = sum(c.bytes * c.times for c in self.collectives) or 1.0
         found = tuple(
-            dataclasses.replace(c, overlapped=True, beside=Work().plus(beside, c.bytes / size))
+            dataclasses.replace(c, overlapped=True, beside=NOTHING.plus(beside, c.bytes / size))
             for c in self.collectives
         )
         return dataclasses.replace(self, collectives=found)

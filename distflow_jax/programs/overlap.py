@@ -29,6 +29,9 @@ class Work(NamedTuple):
         return Work(self.flops + share * other.flops, self.bytes + share * other.bytes)
 
 
+NOTHING = Work()
+
+
 def is_piece(one: Instruction) -> bool:
     """Whether it is a collective in the form of several fusions."""
     return _ASYNC_FUSION.search(one.attributes) is not None
@@ -55,7 +58,7 @@ def work_beside(
       started: bytes that the asynchronous collectives of an instruction send, by its name.
       work: of each instruction, by its name.
     """
-    found = dict.fromkeys(started, Work())
+    found = dict.fromkeys(started, NOTHING)
     channels: dict[str, frozenset[str]] = {}  # of collectives under way; (): start and done
     for one in inside.instructions.values():
         own, ends = _channels(text, one)

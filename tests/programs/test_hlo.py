@@ -14,8 +14,8 @@ from support.training_programs import trace
 
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.programs.hlo import read
-from distflow_jax.programs.overlap import Work
 from distflow_jax.programs.jaxpr_flops import matmul_flops
+from distflow_jax.programs.overlap import Work
 
 # code of the same instructions, made faster
 QUICK = {"xla_backend_optimization_level": 0}
