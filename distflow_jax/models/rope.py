@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.models.decoder_config import Llama3Scaling, RopeScaling, YarnScaling
-from distflow_jax.parallel.rules import platform
 
 
 def inverse_frequencies(
@@ -100,14 +99,8 @@ def rotate(x_BTNH: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
     Computed in float32; the result has the dtype of `x_BTNH`.
     """
-    x = x_BTNH.astype(jnp.float32)
-    if platform() != "cpu":
-        # TPUs copy halves [.., 2, H / 2] to a layout of their own and back
-        cos, sin = (t.reshape(*t.shape[:2], 1, -1) for t in tables)
-        swapped = jnp.roll(x, x.shape[3] // 2, axis=3)
-        return (x * cos + swapped * sin).astype(x_BTNH.dtype)
     cos, sin = (t[:, :, None] for t in tables)
-    halves = x.reshape(*x.shape[:3], 2, -1)
+    halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:3], 2, -1)
     # halves are swapped by `rev`: to concatenate them takes XLA:CPU ten times as long
     out = halves * cos + jax.lax.rev(halves, (3,)) * sin
-    return out.reshape(x.shape).astype(x_BTNH.dtype)
+    return out.reshape(x_BTNH.shape).astype(x_BTNH.dtype)

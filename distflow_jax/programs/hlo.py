@@ -8,7 +8,7 @@ import dataclasses
 import re
 
 from distflow_jax.programs.bounded_loops import bound_of
-from distflow_jax.programs.hlo_products import product_flops
+from distflow_jax.programs.hlo_products import kernel_bytes, product_flops
 from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
 from distflow_jax.programs.overlap import NOTHING, Work, continues, is_piece, work_beside
 
@@ -253,6 +253,8 @@ def _bytes_accessed(inside: Computation, one: Instruction) -> float:
     """Bytes of the operands and result of an unfused instruction, or of the slices it accesses."""
     operands = inside.operands(one)
     taken = sum(i.memory_bytes for i in operands)
+    if one.opcode == "custom-call" and (own := kernel_bytes(one)) is not None:
+        return min(taken, own) + one.memory_bytes
     if one.opcode in ("dynamic-slice", "slice", "gather"):
         read = one.bytes if operands and operands[0].memory_bytes else 0.0
         return read + one.memory_bytes + sum(i.memory_bytes for i in operands[1:])

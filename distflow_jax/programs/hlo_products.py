@@ -13,6 +13,7 @@ from distflow_jax.programs.hlo_text import Computation, Instruction, leaves
 
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_READ = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -38,6 +39,15 @@ def product_flops(inside: Computation, one: Instruction) -> float:
     if any(d >= len(lhs) for d in contracted):
         return 0.0
     return 2.0 * math.prod(out) * math.prod(lhs[d] for d in contracted)
+
+
+def kernel_bytes(one: Instruction) -> float | None:
+    """Bytes that a kernel reads by its own estimate; None where it has none.
+
+    Its operands may be whole caches, of which it reads some pages.
+    """
+    found = _READ.search(one.attributes)
+    return float(found[1]) if found else None
 
 
 def _convolution_flops(

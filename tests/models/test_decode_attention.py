@@ -279,6 +279,18 @@ def test_lowers_without_a_device(platform, name, dtype, rows, head_dim, width, w
     assert name in lowered.as_text()
 
 
+@pytest.mark.parametrize("most", [0, 7])
+def test_a_tpu_kernel_costs_the_pages_that_owners_may_have(most):
+    case = make_case([300, 5, 0], width=128, head_dim=64, dtype="bfloat16")
+    run = functools.partial(partial_attention, implementation="tpu", most_pages=most)
+    jaxpr = jax.make_jaxpr(lambda case: run(**case))(case)
+    (kernel,) = [e for e in jaxpr.eqns if e.primitive.name == "pallas_call"]
+    pages, (_, kv_heads, _, width) = most or case["table"].size, case["key_pages"].shape
+    of_pages = pages * 2 * kv_heads * 64 * width * 2
+    read = kernel.params["cost_estimate"].bytes_accessed
+    assert of_pages < read < of_pages + 2**16  # and the queries
+
+
 @pytest.mark.parametrize(
     ("implementation", "sizes", "message"),
     [

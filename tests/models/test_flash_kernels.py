@@ -28,12 +28,12 @@ from distflow_jax.programs.jaxpr_flops import matmul_flops
 SIDE = {"gpu": 64, "tpu": 128}
 
 
-def traced(by, *, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", sharding=None):
+def traced(by, *, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", sharding=None, side=0):
     """Output and gradients of two rows of 512 tokens, in layers with a window."""
 
     def run(q, k, v, g, segment, parent, position, window):
         reach = Reach(position, position, window)
-        tiles = tiles_of(segment, parent, SIDE[by], reach=reach)
+        tiles = tiles_of(segment, parent, side or SIDE[by], reach=reach)
         attend = functools.partial(block_attention, tiles=tiles, reach=reach, implementation=by)
         out, back = jax.vjp(attend, q, k, v)
         return out, *back(g)
@@ -100,7 +100,8 @@ from distflow_jax.pods.topology import open_topology
 pod = open_topology(sys.argv[1])
 from test_flash_kernels import traced, traced_splash
 sharding = jax.sharding.SingleDeviceSharding(pod.devices[0])
-for sizes in ({}, dict(heads=9, kv_heads=3), dict(head_dim=256, dtype="float32")):
+large = dict(heads=14, kv_heads=2, head_dim=128, side=512)
+for sizes in ({}, dict(heads=9, kv_heads=3), dict(head_dim=256, dtype="float32"), large):
     traced("tpu", sharding=sharding, **sizes).lower(lowering_platforms=("tpu",)).compile()
 for head_dim in (64, 80, 128, 256):
     traced_splash(sharding, head_dim).lower(lowering_platforms=("tpu",)).compile()

@@ -209,15 +209,6 @@ def test_rotation_turns_by_position_and_keeps_products():
     np.testing.assert_allclose(turned[[0, 8]], [np.cos(1), np.sin(1)], rtol=1e-6)
 
 
-def test_every_platform_rotates_alike(monkeypatch):
-    x = np.random.default_rng(0).normal(size=(2, 5, 3, 16)).astype(np.float32)
-    position = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
-    tables = rope.rotary_tables(position, rope.inverse_frequencies(16, 100.0))
-    here = jax.jit(rope.rotate)(x, tables)
-    monkeypatch.setattr(rope, "platform", lambda: "tpu")
-    np.testing.assert_allclose(jax.jit(lambda *a: rope.rotate(*a))(x, tables), here, rtol=1e-6)
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,11 @@ ENTRY %main (p: bf16[8,128]) -> bf16[8,128] {
 
 
 def test_a_kernel_costs_what_it_says():
-    assert read(KERNEL).flops == 4096
+    """It reads what it says of its operands, at most all of them, and writes its result."""
+    found = read(KERNEL)
+    assert found.flops == 4096 and found.bytes_accessed == 1 + 2 * 8 * 128
+    more = KERNEL.replace('"bytes_accessed":"1"', '"bytes_accessed":"9999999"')
+    assert read(more).bytes_accessed == 2 * 2 * 8 * 128
 
 
 def test_texts_of_other_platforms():

@@ -27,6 +27,7 @@ def partial_attention(
     key_scale: jax.Array | None = None,
     value_scale: jax.Array | None = None,
     first: jax.Array | None = None,
+    most_pages: int = 0,
     interpret: bool = False,
 ) -> PartialAttention:
     """Partial attention of each owner's query rows over its own pages.
@@ -46,6 +47,7 @@ def partial_attention(
       value_scale: as key_scale, of values.
       first: int32 [O, R] in layers with a window: first token that each row attends to; below 1
         for all. Pages before the first token of all rows are not read.
+      most_pages: pages that all owners have at most, for estimates of costs; 0: the whole table.
       interpret: runs the kernel on any device, slowly, for tests.
 
     Returns:
@@ -63,7 +65,7 @@ def partial_attention(
     if implementation == "gpu":
         return gpu_attention(*arguments, interpret=interpret)
     if implementation == "tpu":
-        return tpu_attention(*arguments, interpret=interpret)
+        return tpu_attention(*arguments, most_pages=most_pages, interpret=interpret)
     raise ValueError(f"implementation must be {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
 
 

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from distflow_jax.models.kernels.decode_reference import LOWEST, dot_dtype, dot_precision
 from distflow_jax.models.kernels.merge_partial import PartialAttention
+from distflow_jax.models.kernels.tiles import nbytes
 
 LANES = 128
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
@@ -77,6 +78,7 @@ def tpu_attention(
     value_scale: jax.Array | None = None,
     first_OR: jax.Array | None = None,
     *,
+    most_pages: int = 0,
     interpret: bool = False,
 ) -> PartialAttention:
     """`decode_attention.partial_attention` on a TPU core, with the same shapes [O, K, R, H]."""
@@ -114,6 +116,9 @@ def tpu_attention(
     if first_OR is not None:
         begins = (begin_O,)
         firsts = (jnp.pad(first_OR, ((0, 0), (0, padding)))[..., None],)
+    listed = most_pages or table_OC.size
+    scores = listed * kv_heads * rows * width
+    of_pages = nbytes(key_pages, value_pages, *scales) // key_pages.shape[0] * listed
     out, lse = pl.pallas_call(
         functools.partial(_kernel, transposed=transposed, windowed=first_OR is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -141,6 +146,12 @@ def tpu_attention(
             jax.ShapeDtypeStruct((owners, kv_heads, padded, 1), jnp.float32),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        # all pages are operands, those in use alone are read
+        cost_estimate=pl.CostEstimate(
+            flops=4 * scores * head_dim,
+            transcendentals=scores,
+            bytes_accessed=of_pages + nbytes(q, *firsts),
+        ),
         interpret=interpret,
         name="paged_decode_attention",
     )(owner_L, first_L, page_L, length_O, *begins, q, key_pages, value_pages, *firsts, *scales)

@@ -110,24 +110,22 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """flash_loops.forward on a TPU: q [B, n, K, X, H], k and v [B, m, K, C, H]."""
     of_query, of_key = _facts(tiles, reach)
-    turned = _turned(q, k.shape[3])
-    queries, keys = [of_query, turned], [of_key, k, v]
+    queries, keys = [of_query, q.mT], [of_key, k, v]
     per_row = jax.ShapeDtypeStruct((*q.shape[:3], 1, q.shape[3]), jnp.float32)
     out, lse = _over_tiles(
         _forward_kernel,
         listed_tiles(tiles.keys, tiles.num_keys),
         queries,
         keys,
-        [jax.ShapeDtypeStruct(turned.shape, q.dtype), per_row],
-        sums=[per_row.shape, per_row.shape, turned.shape],
+        [jax.ShapeDtypeStruct(q.mT.shape, q.dtype), per_row],
+        sums=[per_row.shape, per_row.shape, q.mT.shape],
         size=_size(q, k),
         cost=flash_cost(q, k, products=2, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
     # a block of queries without keys has no step, so its result is never written
     seen = (tiles.num_keys > 0)[:, :, None, None]
-    out = _turned_back(jnp.where(seen[..., None], out, 0), k.shape[3])
-    return out, jnp.where(seen, lse[:, :, :, 0], 0.0)
+    return jnp.where(seen[..., None], out.mT, 0), jnp.where(seen, lse[:, :, :, 0], 0.0)
 
 
 def backward(
@@ -147,17 +145,15 @@ def backward(
     One kernel computes the gradient of q, another those of k and v.
     """
     of_query, of_key = _facts(tiles, reach)
-    side = k.shape[3]
-    turned, d_turned = _turned(q, side), _turned(d_out, side)
-    queries = [of_query, turned, d_turned, lse[:, :, :, None], delta[:, :, :, None]]
+    queries = [of_query, q.mT, d_out.mT, lse[:, :, :, None], delta[:, :, :, None]]
     keys = [of_key, k, v]
     (d_q,) = _over_tiles(
         _query_kernel,
         listed_tiles(tiles.keys, tiles.num_keys),
         queries,
         keys,
-        [jax.ShapeDtypeStruct(turned.shape, q.dtype)],
-        sums=[turned.shape],
+        [jax.ShapeDtypeStruct(q.mT.shape, q.dtype)],
+        sums=[q.mT.shape],
         size=_size(q, k),
         cost=flash_cost(q, k, products=3, moved=nbytes(*queries, *keys)),
         interpret=interpret,
@@ -173,23 +169,9 @@ def backward(
         cost=flash_cost(q, k, products=4, moved=nbytes(*queries, *keys)),
         interpret=interpret,
     )
-    d_q = jnp.where((tiles.num_keys > 0)[:, :, None, None, None], d_q, 0)
+    d_q = jnp.where((tiles.num_keys > 0)[:, :, None, None, None], d_q.mT, 0)
     seen = (tiles.num_queries > 0)[:, :, None, None, None]
-    return _turned_back(d_q, side), jnp.where(seen, d_k, 0), jnp.where(seen, d_v, 0)
-
-
-# With the query heads as a dim of their own XLA merges the transpose with that of the tiles: one
-# copy. Behind a reshape, which `mT` would be, it makes two or three.
-def _turned(x: jax.Array, side: int) -> jax.Array:
-    """x [B, n, K, X, H], transposed to [B, n, K, H, X]."""
-    by_head = x.reshape(*x.shape[:3], -1, side, x.shape[4])
-    return by_head.transpose(0, 1, 2, 5, 3, 4).reshape(x.mT.shape)
-
-
-def _turned_back(x: jax.Array, side: int) -> jax.Array:
-    """x [B, n, K, H, X], transposed to [B, n, K, X, H]."""
-    by_head = x.reshape(*x.shape[:4], -1, side)
-    return by_head.transpose(0, 1, 2, 4, 5, 3).reshape(x.mT.shape)
+    return d_q, jnp.where(seen, d_k, 0), jnp.where(seen, d_v, 0)
 
 
 def listed_tiles(

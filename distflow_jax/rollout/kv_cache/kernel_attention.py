@@ -5,6 +5,7 @@ dim, N pages of a rank, W tokens per page, C pages of the longest owner.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +30,28 @@ def _page_spec(heads: int, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(None, *_spec(heads, mesh, 1, 0))
 
 
+class Owners(NamedTuple):
+    """Owners of pages, slots or prompts."""
+
+    table: jax.Array  # int32 [D, O, C]: their pages
+    length: jax.Array  # int32 [D, O]: tokens of each that count
+    pages: int  # of a rank, that they have at most
+
+
 def over_table(
     q: jax.Array,
     cache: Cache,
     layer: jax.Array,
-    table: jax.Array,
-    length: jax.Array,
+    owners: Owners,
     first: jax.Array | None = None,
     *,
     mesh: Mesh,
     implementation: str,
 ) -> PartialAttention:
-    """Rows q [D, O, K, R, H] over the pages of `table` int32 [D, O, C] in one layer.
+    """Rows q [D, O, K, R, H] over the pages of their owners in one layer.
 
-    `length` int32 [D, O]: tokens of each owner that count; `first` int32 [D, O, R]: the first of
-    them that each row sees, None for all. Returns out float32 like q, and the log-sum-exp
-    [D, O, K, R].
+    `first` int32 [D, O, R]: the first token of the owner that each row sees, None for all. Returns
+    out float32 like q, and the log-sum-exp [D, O, K, R].
     """
     heads = q.shape[2]
 
@@ -58,6 +65,7 @@ def over_table(
             length=length[0],
             implementation=implementation,
             first=first[0][0] if first else None,
+            most_pages=owners.pages,
             **flat,
         )
         return jax.tree.map(lambda x: x[None], part)
@@ -84,7 +92,7 @@ def over_table(
         ),
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
-    )(q, pages, layer, table, length, *per_row)
+    )(q, pages, layer, owners.table, owners.length, *per_row)
 
 
 def over_cache(
@@ -104,11 +112,15 @@ def over_cache(
     `sliding_window` the result takes a layer's window too, for Q = `queries` new tokens of a slot.
     """
     own, prompts, prompt, member = contexts
-    slots, number = prompt.shape[1], prompts.shape[1]
+    slots, number, pages = prompt.shape[1], prompts.shape[1], cache.owner.shape[1]
     tables = (
         cache_lib.tables(cache, first=0, count=slots, longest=longest[0]),
         cache_lib.tables(cache, first=slots, count=number, longest=longest[1]),
     )
+    of_slots = min(slots * longest[0], pages)
+    slot_owners = Owners(tables[0], own, of_slots)
+    # a page has one owner: prompts have what full slots leave, or all where slots could take all
+    prompt_owners = Owners(tables[1], prompts, pages - of_slots or pages)
     options = {"mesh": mesh, "implementation": implementation}
     table = jax.vmap(lambda p, m: answering(p, m, number, members))(prompt, member)
     known = (prompt >= 0) & (prompt < number)
@@ -134,10 +146,10 @@ def over_cache(
             first_shared, first_own = contexts.first_seen(window, q.shape[3], queries)
             first_shared = jax.vmap(firsts_of_prompts)(first_shared, table)
         rows = jax.vmap(to_prompts)(q, table)
-        shared = over_table(rows, cache, layer, tables[1], prompts, first_shared, **options)
+        shared = over_table(rows, cache, layer, prompt_owners, first_shared, **options)
         shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
         shared = shared, jnp.where(known[..., None, None], lse, -jnp.inf)
-        mine = over_table(q, cache, layer, tables[0], own, first_own, **options)
+        mine = over_table(q, cache, layer, slot_owners, first_own, **options)
         return merge((seen, shared, mine))
 
     return attend
