@@ -25,11 +25,10 @@ from distflow_jax.pods.compile import (
 from distflow_jax.pods.efficiency import Range, training_of
 from distflow_jax.pods.generation import GenerationEstimate, Load, estimate_generation
 from distflow_jax.pods.response_lengths import share_of_rows
-from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate, exposed_seconds
+from distflow_jax.pods.roofline import Estimate, estimate, traffic_tree
 from distflow_jax.pods.temporaries import sampler_bytes
 from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs
-from distflow_jax.programs.traffic import CollectiveTraffic
 from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import trace
 
@@ -136,7 +135,7 @@ class PodPlan:
             "segments": {
                 name: cost.to_tree()
                 | {"chips": self.chips[name], "estimated_seconds": self._tree_of(estimates[name])}
-                | {"traffic": [self._traffic_tree(t) for t in cost.traffic]}
+                | {"traffic": [traffic_tree(self.pod, t) for t in cost.traffic]}
                 for name, cost in self.costs.items()
             },
             "reshards": [dataclasses.asdict(reshard) for reshard in self.reshards],
@@ -150,17 +149,6 @@ class PodPlan:
 
     def _tree_of(self, found: Estimate | GenerationEstimate) -> dict[str, Any]:
         return found.to_tree() | {"expected": found.expected(self.pod.efficiency).to_tree()}
-
-    def _traffic_tree(self, traffic: CollectiveTraffic) -> dict[str, Any]:
-        return {
-            "kind": traffic.kind,
-            "axes": list(traffic.axes),
-            "bytes": traffic.bytes,
-            "times": traffic.times,
-            "overlapped": traffic.overlapped,
-            "estimated_seconds": collective_seconds(self.pod.interconnect, traffic),
-            "exposed_seconds": exposed_seconds(self.pod, traffic),
-        }
 
 
 def plan_on(

@@ -131,6 +131,19 @@ def exposed_seconds(pod: Pod, traffic: CollectiveTraffic) -> float:
     return alone
 
 
+def traffic_tree(pod: Pod, traffic: CollectiveTraffic) -> dict[str, Any]:
+    """The traffic and its seconds as plain JSON values."""
+    return {
+        "kind": traffic.kind,
+        "axes": list(traffic.axes),
+        "bytes": traffic.bytes,
+        "times": traffic.times,
+        "overlapped": traffic.overlapped,
+        "estimated_seconds": collective_seconds(pod.interconnect, traffic),
+        "exposed_seconds": exposed_seconds(pod, traffic),
+    }
+
+
 def collective_seconds(interconnect: Interconnect, traffic: CollectiveTraffic) -> float:
     """Seconds of all collectives of `traffic`, latencies included."""
     each = traffic.bytes / traffic.times

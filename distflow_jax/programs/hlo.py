@@ -10,7 +10,7 @@ import re
 from distflow_jax.programs.bounded_loops import bound_of
 from distflow_jax.programs.hlo_products import kernel_bytes, product_flops
 from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
-from distflow_jax.programs.overlap import NOTHING, Work, continues, is_piece, work_beside
+from distflow_jax.programs.overlap import NOTHING, Beside, continues, is_piece, work_beside
 
 COLLECTIVES = (
     "all-gather",
@@ -42,7 +42,7 @@ class Collective:
     times: float
     groups: str  # replica groups (pairs of a permutation) as in the text; "": could not be parsed
     overlapped: bool = False  # asynchronous: other instructions run meanwhile
-    beside: Work = NOTHING  # of these instructions, each time
+    beside: Beside = NOTHING  # of these instructions, each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Module:
         found = (dataclasses.replace(c, kind=to) if c.kind == kind else c for c in self.collectives)
         return dataclasses.replace(self, collectives=tuple(found))
 
-    def overlapped(self, beside: Work = NOTHING) -> "Module":
+    def overlapped(self, beside: Beside = NOTHING) -> "Module":
         """A copy whose collectives overlap with other work, of all of them together."""
         size = sum(c.bytes * c.times for c in self.collectives) or 1.0
         found = tuple(
@@ -127,7 +127,7 @@ class _Reader:
         }
         if not sent:
             return costs
-        work = {name: Work(cost.flops, cost.bytes_accessed) for name, cost in costs.items()}
+        work = {name: Beside(cost.flops, cost.bytes_accessed) for name, cost in costs.items()}
         beside = work_beside(self.text, inside, sent, work)
         return costs | {name: costs[name].overlapped(of) for name, of in beside.items()}
 

@@ -18,18 +18,18 @@ _DONE = '"AsyncCollectiveDone"'
 _PASSED_ON = ("get-tuple-element", "bitcast")
 
 
-class Work(NamedTuple):
-    """What a device does meanwhile."""
+class Beside(NamedTuple):
+    """Work of a device meanwhile."""
 
     flops: float = 0.0  # of matrix products
     bytes: float = 0.0  # of main memory, read and written
 
-    def plus(self, other: "Work", share: float) -> "Work":
+    def plus(self, other: "Beside", share: float) -> "Beside":
         """The sum with a share of other work."""
-        return Work(self.flops + share * other.flops, self.bytes + share * other.bytes)
+        return Beside(self.flops + share * other.flops, self.bytes + share * other.bytes)
 
 
-NOTHING = Work()
+NOTHING = Beside()
 
 
 def is_piece(one: Instruction) -> bool:
@@ -44,8 +44,8 @@ def continues(one: Instruction) -> bool:
 
 
 def work_beside(
-    text: HloText, inside: Computation, started: Mapping[str, float], work: Mapping[str, Work]
-) -> dict[str, Work]:
+    text: HloText, inside: Computation, started: Mapping[str, float], work: Mapping[str, Beside]
+) -> dict[str, Beside]:
     """The work beside each collective, by the name of the instruction that starts it.
 
     Beside a start and a done that is everything between them, beside a collective in several

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distflow_jax.programs.hlo import Collective
-from distflow_jax.programs.overlap import Work
+from distflow_jax.programs.overlap import Beside
 
 UNKNOWN = ("?",)  # for axes: groups that could not be parsed
 
@@ -23,7 +23,7 @@ class Covered(NamedTuple):
 
     bytes: float  # each time, as of Collective
     times: float
-    beside: Work  # each time
+    beside: Beside  # each time
 
 
 @dataclasses.dataclass(frozen=True)

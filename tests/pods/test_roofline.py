@@ -7,7 +7,7 @@ from distflow_jax.planning.chips import CHIPS
 from distflow_jax.pods.efficiency import Range, efficiency_of
 from distflow_jax.pods.roofline import Estimate, collective_seconds, estimate
 from distflow_jax.pods.topology import open_topology
-from distflow_jax.programs.overlap import Work
+from distflow_jax.programs.overlap import Beside
 from distflow_jax.programs.traffic import CollectiveTraffic, Covered, merged
 
 POD = open_topology("h100:2x8")
@@ -39,9 +39,9 @@ def test_links_can_be_what_a_program_waits_for():
 def test_a_collective_is_hidden_only_as_long_as_the_work_beside_it():
     chip, kind = POD.chip, ("all-gather", ("tensor",), True)
     alone = collective_seconds(POD.interconnect, gather(4.5e9, overlapped=False))
-    half = Work(flops=alone / 2 * chip.flops, bytes=alone / 4 * chip.memory_bandwidth)
-    long = Work(bytes=9 * alone * chip.memory_bandwidth)
-    covered = Covered(4.5e9, 2, half), Covered(4.5e9, 1, long), Covered(4.5e9, 1, Work())
+    half = Beside(flops=alone / 2 * chip.flops, bytes=alone / 4 * chip.memory_bandwidth)
+    long = Beside(bytes=9 * alone * chip.memory_bandwidth)
+    covered = Covered(4.5e9, 2, half), Covered(4.5e9, 1, long), Covered(4.5e9, 1, Beside())
     sent = CollectiveTraffic(*kind, 4 * 4.5e9, 4, NODE, covered)
     found = estimate(POD, flops=chip.flops, accessed=0.0, traffic=[sent])
     assert found.exposed == pytest.approx((2 * 0.5 + 0 + 1) * alone)

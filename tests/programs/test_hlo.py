@@ -15,7 +15,7 @@ from support.training_programs import trace
 from distflow_jax.programs.bounded_loops import bounded_loop
 from distflow_jax.programs.hlo import read
 from distflow_jax.programs.jaxpr_flops import matmul_flops
-from distflow_jax.programs.overlap import Work
+from distflow_jax.programs.overlap import Beside
 
 # code of the same instructions, made faster
 QUICK = {"xla_backend_optimization_level": 0}
@@ -299,7 +299,7 @@ def test_a_collective_is_beside_what_the_schedule_puts_between_its_start_and_end
     assert one.beside.flops == 1.25 * product and two.beside.flops == 0.75 * product
     assert two.beside.bytes == 0.75 * moved
     at_once = SCHEDULE.replace("all-gather-start", "all-gather").replace("all-gather-done", "copy")
-    assert {c.beside for c in read(at_once).collectives} == {Work()}
+    assert {c.beside for c in read(at_once).collectives} == {Beside()}
 
 
 # A TPU's all-gather that goes on while two products are computed, and its reduce-scatter
@@ -362,7 +362,7 @@ def test_a_collective_in_pieces_counts_once():
     assert found.flops == 2 * 128 * 256 * 64
     # only the fusion that continues it is beside the all-gather
     beside = {c.kind: c.beside for c in found.collectives}
-    assert beside["all-gather"].flops == found.flops and beside["reduce-scatter"] == Work()
+    assert beside["all-gather"].flops == found.flops and beside["reduce-scatter"] == Beside()
     # the product's sides and result are its own; what is gathered passes by
     product = 2 * (128 * 256 + 256 * 64) + 4 * 128 * 64
     scattered = 4 * (256 + 32) * 64
