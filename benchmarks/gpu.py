@@ -46,7 +46,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,11 +175,12 @@ def measured(task: Task, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             traceback.print_exc()
             found["traceback"] = traceback.format_exc()
     gc.collect()  # arrays referenced by an error's traceback
-    found["part_seconds"] = round(time.perf_counter() - began, 1)
-    named = {"task": task.name, "part": task.part, "model": task.model} | found
-    print(*lines(named), sep="\n")
-    print(segments(found), f"took {found['part_seconds']} s", sep="\n", flush=True)
-    return found
+    return found | {"part_seconds": round(time.perf_counter() - began, 1)}
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Prints a result, in its table's rows."""
+    print(*lines(found), segments(found), f"took {found['part_seconds']} s", sep="\n", flush=True)
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -268,6 +269,7 @@ def main() -> int:
             seconds=lambda task: expected_seconds(task, models, quick=args.quick),
             left=left,
             run=lambda task: measured(task, measurement(task, args, chip, pathlib.Path(folder))),
+            show=show,
         )
     limit.cancel()
     print_all(results, late)

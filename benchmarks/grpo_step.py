@@ -196,7 +196,8 @@ def build(
     (reward,) = (unit for unit in plan.units if unit.name == "reward")
     runtime.runners["reward"] = make_runner(reward, {"reward": share_of_lower_half(vocab)})
     runtime.runners = {name: blocking(runner) for name, runner in runtime.runners.items()}
-    states = States(prepared.models, source, config, runtime.meshes).initial({})
+    dtype = sizes.forward.compute_dtype
+    states = States(prepared.models, source, config, runtime.meshes, dtype).initial({})
     engine = runtime.engine
     weights = runtime.sync(states["actor"].params)
     states["rollout"] = SamplerState(weights, 0, engine.init_decode_state())

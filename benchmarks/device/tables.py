@@ -77,15 +77,15 @@ def _decode_cells(found: Mapping[str, Any]) -> list[str]:
 
 def _step_cells(found: Mapping[str, Any]) -> list[str]:
     of = found["medians"]
-    mfu = of.get("perf/mfu/actor")
-    return [
-        f"{found['staleness']}",
-        f"{of['timing_s/step']:.2f}",
-        f"{of['timing_s/gen']:.2f}",
-        "-" if mfu is None else f"{mfu:.1%}",
-        f"{of['perf/throughput']:,.0f}",
-        f"{of['response_length/mean']:.0f}",
-    ]
+    shown = {
+        "timing_s/step": ".2f",
+        "timing_s/gen": ".2f",  # samplers that run ahead have none
+        "perf/mfu/actor": ".1%",
+        "perf/throughput": ",.0f",
+        "response_length/mean": ".0f",
+    }
+    cells = [format(of[name], form) if name in of else "-" for name, form in shown.items()]
+    return [f"{found['staleness']}", *cells]
 
 
 def _kernel_rows(found: Mapping[str, Any]) -> list[str]:

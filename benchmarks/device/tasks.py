@@ -106,12 +106,14 @@ class Results:
         }
         return [task for task in tasks if task.name not in done]
 
-    def add(self, task: Task, found: Mapping[str, Any]) -> None:
-        """Adds a result in place of an earlier one of the same task, and writes the file."""
+    def add(self, task: Task, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Adds a result in place of an earlier one of the same task, writes the file, and returns
+        what it has."""
         kept = [one for one in self._tree["results"] if one["task"] != task.name]
-        named = {"task": task.name, "part": task.part, "model": task.model}
-        self._tree["results"] = [*kept, named | found]
+        named = {"task": task.name, "part": task.part, "model": task.model} | found
+        self._tree["results"] = [*kept, named]
         self._save()
+        return named
 
     def all(self) -> Iterator[Mapping[str, Any]]:
         """All results, failures included."""
@@ -131,8 +133,10 @@ def run_left(
     seconds: Callable[[Task], float],
     left: Callable[[], float],
     run: Callable[[Task], dict[str, Any]],
+    show: Callable[[Mapping[str, Any]], None] = lambda found: None,
 ) -> list[Task]:
-    """Runs tasks without a result, in order, and returns those that it did not begin.
+    """Runs tasks without a result, in order, and returns those that it did not begin. Each result
+    is in the file before it is shown.
 
     A task begins if the `seconds` that it may take are `left`; a shorter one of less worth may
     still begin after it. After a wrong number none begins.
@@ -144,7 +148,7 @@ def run_left(
             late.append(task)
             continue
         found = run(task)
-        results.add(task, found)
+        show(results.add(task, found))
         if not found.get("holds", True):
             return late + waiting
     return late

@@ -30,13 +30,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Every id is one character. 0 pads, 1 ends."""
-    ids = {as_text([i]): i for i in range(vocab)}
+def ends_of(args: argparse.Namespace) -> list[int]:
+    """Ids that end a response; where there is none, the first id that a model cannot draw."""
+    vocab = MODELS[args.model]["vocab"]
+    return end_ids(vocab, args.eos_frac) or [vocab]
+
+
+def make_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerFast:
+    """Every id is one character; 0 pads."""
+    ids = {as_text([i]): i for i in range(MODELS[args.model]["vocab"] + 1)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=as_text([2])))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=as_text([0]), eos_token=as_text([1])
+        tokenizer_object=tokenizer, pad_token=as_text([0]), eos_token=as_text(ends_of(args)[-1:])
     )
 
 
@@ -57,7 +63,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
             tie_word_embeddings=args.model == "135m",
             pad_token_id=0,
             bos_token_id=None,
-            eos_token_id=1,
+            eos_token_id=ends_of(args),
         )
     )
 
@@ -65,9 +71,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of GRPOConfig: those that the work asks for, then TRL's defaults or the fastest
     that its documents have for a CPU."""
-    responses, vocab = args.prompts * args.samples, MODELS[args.model]["vocab"]
-    # for 0 an id that is never drawn: nothing ends a response
-    ends = end_ids(vocab, args.eos_frac) or [vocab]
+    responses = args.prompts * args.samples
     work = {
         "num_generations": args.samples,
         "generation_batch_size": responses,
@@ -76,7 +80,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "learning_rate": args.lr,
         "lr_scheduler_type": "constant",
         "beta": args.beta,
-        "generation_kwargs": {"eos_token_id": ends},
         "use_cpu": True,
         "report_to": "none",
         "save_strategy": "no",
@@ -113,8 +116,7 @@ class Turns(TrainerCallback):
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(0)
-    vocab = MODELS[args.model]["vocab"]
-    ends, clock = set(end_ids(vocab, args.eos_frac)), StepClock(args.paced)
+    vocab, ends, clock = MODELS[args.model]["vocab"], ends_of(args), StepClock(args.paced)
     rows = [{"prompt": as_text(ids)} for batch in prompt_ids(args) for ids in batch]
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -132,7 +134,7 @@ def main() -> None:
             reward_funcs=reward,
             args=GRPOConfig(output_dir=folder, **settings(args)),
             train_dataset=Dataset.from_list(rows),
-            processing_class=make_tokenizer(vocab),
+            processing_class=make_tokenizer(args),
             callbacks=[Turns(clock)],
         )
         # without gradient, so that sampling and scores alone count
