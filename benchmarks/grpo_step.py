@@ -8,10 +8,11 @@ Random weights and prompts, float32, one CPU device, one update per step. CASES 
 step walks the grpo plan with the run's own engine, coordinator and stages; only prompts and reward
 are made here.
 
-With --peer four sides are resident and take turns: ours and the peer's, each at the defaults of its
-package and tuned (peers/). Prints the tables of docs/peers.md: CPU-seconds, seconds, memory, and
-what a start costs. Ratios are medians over rounds, over ours tuned. It exits with 1 if a goal is
-missed over the tuned peer: "fixed" 1.2x faster per step, "early" 3x more useful tokens per second.
+With --peer, ours and the peer's are resident and take turns, each tuned as its documents say
+(peers/), in two cases also at the defaults of its package. Prints the tables of docs/peers.md:
+CPU-seconds, seconds, memory, and what a start costs. Ratios are medians over rounds, over ours
+tuned. It exits with 1 if a goal is missed over the tuned peer: "fixed" 1.2x faster per step,
+"early" 3x more useful tokens per second.
 """
 
 import argparse
@@ -53,12 +54,13 @@ PEERS = {"tunix": "tunix_grpo.py", "trl": "trl_grpo.py"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Flags of the work (peers/work.py), our tuned settings for it, and rounds beside a peer."""
+    """Flags of the work (peers/work.py), our tuned settings for it, and turns beside a peer."""
 
     work: dict[str, Any]
     rollout: dict[str, int]
     training: dict[str, int]
     rounds: int
+    defaults: bool = False  # whether both sides also run at the defaults of their packages
 
 
 CASES = {
@@ -66,13 +68,14 @@ CASES = {
         {"new_tokens": 64},
         {"num_slots": 64, "tokens_per_call": 64, "page_size": 32},
         {"row_tokens": 544, "micro_batch_rows": 2},  # a prompt and its 8 responses
-        rounds=5,
+        rounds=4,
+        defaults=True,
     ),
     "early": Case(
         {"new_tokens": 256, "eos_frac": 0.02},
         {"num_slots": 24, "tokens_per_call": 16, "page_size": 32},
         {"row_tokens": 320, "micro_batch_rows": 2},
-        rounds=3,
+        rounds=2,
     ),
     "long": Case(
         {"prompts": 2, "samples": 4, "prompt_length": 256, "new_tokens": 1024},
@@ -84,7 +87,8 @@ CASES = {
         {"model": "135m", "prompts": 2, "samples": 4},
         {"num_slots": 8, "tokens_per_call": 64, "page_size": 32},
         {"row_tokens": 288, "micro_batch_rows": 2},
-        rounds=3,
+        rounds=2,
+        defaults=True,
     ),
 }
 GOALS = {"fixed": ("step_s", 1.2), "early": ("tokens_per_s", 3.0)}
@@ -252,9 +256,12 @@ def take_turns(args: argparse.Namespace, case: str, beta: float) -> dict[str, li
     programs = {
         "ours": [sys.executable, __file__, f"--case={case}"],
         args.peer: peer,
-        "ours, defaults": [sys.executable, __file__, f"--case={case}", "--defaults"],
-        f"{args.peer}, defaults": [*peer, "--defaults"],
     }
+    if CASES[case].defaults:
+        sides = {
+            f"{name}, defaults": [*command, "--defaults"] for name, command in programs.items()
+        }
+        programs |= sides
     programs = {name: [*command, *flags, "--paced"] for name, command in programs.items()}
     return paced.take_turns(programs, rounds, args.warmup)
 
