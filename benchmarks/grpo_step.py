@@ -107,6 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", default="", help="file for the result")
     parser.add_argument("--peer", choices=sorted(PEERS), help="alternate with this peer")
     parser.add_argument("--peer-python", default="", help="interpreter that has the peer")
+    parser.add_argument("--rounds", type=int, default=0, help="turns of each side; 0: the case's")
     parser.add_argument("--only", default="", help="cases beside the peer, comma-separated")
     case = CASES[first.parse_known_args()[0].case]
     parser.set_defaults(**case.work)
@@ -249,7 +250,7 @@ def run_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 def take_turns(args: argparse.Namespace, case: str, beta: float) -> dict[str, list[dict]]:
     """Steps of all sides, one after the other; warm-up steps included."""
-    rounds = CASES[case].rounds
+    rounds = args.rounds or CASES[case].rounds
     values = CASES[case].work | {"beta": beta, "steps": args.warmup + rounds}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     peer = [args.peer_python, str(pathlib.Path(__file__).parent / "peers" / PEERS[args.peer])]
