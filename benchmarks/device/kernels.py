@@ -12,9 +12,16 @@ import jax
 import jax.numpy as jnp
 from device.work import Work, step_run, update_run
 
-from distflow_jax.config.attention_table import ATTENTIONS, DECODE, PREFILL, ROWS, Need, lacks
+from distflow_jax.config.implementation_table import (
+    DECODE,
+    IMPLEMENTATIONS,
+    PREFILL,
+    ROWS,
+    Need,
+    lacks,
+)
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.kernels.attention_trial import Tried, tried
+from distflow_jax.models.kernels.implementation_trial import Tried, tried
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.rollout.decode_state import EngineConfig, attention_need
@@ -28,7 +35,7 @@ _CHECKED = 512  # tokens of the plain sequence that is compared with float32
 def of_platform(where: str, platform: str) -> list[str]:
     """Names of attentions that serve a place on a platform, also of those that auto never takes."""
     on = Need(where, platform, 0, "").on
-    return [one.name for one in ATTENTIONS if where in one.serves and on in one.platforms]
+    return [one.name for one in IMPLEMENTATIONS if where in one.serves and on in one.platforms]
 
 
 def time_kernels(model: str, work: Work) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def _sampler(
     where: str, model: DecoderConfig, engine: EngineConfig, platform: str
 ) -> dict[str, Any]:
     need = attention_need(model, engine.dtype, platform, where)
-    serve = [one for one in ATTENTIONS if where in one.serves and need.on in one.platforms]
+    serve = [one for one in IMPLEMENTATIONS if where in one.serves and need.on in one.platforms]
     lacking = {one.name: lack for one in serve if (lack := lacks(one, need))}
     names = [one.name for one in serve if one.name not in lacking]
     if where == PREFILL:
