@@ -46,6 +46,7 @@ SHAPE = {
     "mlp_size": 768,
 }
 ENGINE = {"platform": "cpu", "dtype": "float32", "tokens_per_call": 16, "page_size": 32}
+ENGINE_OPTIONS = ("tokens_per_call", "page_size", "dtype", "attention")
 OPTIONS = {"shape": SHAPE, "model": ""} | ENGINE
 
 
@@ -93,7 +94,7 @@ def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, An
 class Engine:
     """An engine of a case's sizes, compiled, and driven by run_requests.
 
-    `options`: tokens_per_call, page_size and dtype, as in OPTIONS.
+    `options`: tokens_per_call, page_size and dtype, as in OPTIONS, and maybe attention.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Engine:
             max_prompt=case.prompt_length,
             max_response=max(case.limits),
             group_size=case.samples,
-            **{name: options[name] for name in ("tokens_per_call", "page_size", "dtype")},
+            **{name: options[name] for name in ENGINE_OPTIONS if name in options},
         )
         self.engine = RolloutEngine(model, config, mesh, stop_ids=(), seed=0)
         self.params = self.engine.load_params(params)

@@ -1,22 +1,23 @@
 """Groups per second through the task buffers of workers, and CPU-seconds of a group, beside a peer.
 
-python benchmarks/queues.py                                 # 1, 2, 4 task buffers, 1 to 64 clients
-python benchmarks/queues.py --buffers 1 --clients 4 --seconds=3 # a quick look
+python benchmarks/queues.py                                     # ours alone
 python benchmarks/queues.py --peer-python=/tmp/tq_venv/bin/python
+python benchmarks/queues.py --cells "1 x 4,000:4" --seconds=3   # a quick look
 
-A group is 8 responses with tokens and log-probs of uneven lengths (lognormal, 200 tokens in the
-mean, 1,024 at most). A client leases a prompt of a task buffer and submits its group. Then it runs
-a second task on a group that any client has submitted: it leases it, reads its tokens and
-log-probs, and submits a score for each response, upon which the task buffer frees the group. Each
-task buffer is a process, as a trainer is; clients are threads of up to 16 processes, and each asks
-the task buffers in turn. Versions and margins go with what is submitted.
+A group is samples with tokens and log-probs (peers/groups.py): 8 of uneven lengths with 200 tokens
+in the mean, 8 of 4,000, or a single one. A client leases a prompt of a task buffer and submits its
+group. Then it runs a second task on a group that any client has submitted: it leases it, reads its
+tokens and log-probs, and submits a score for each response, upon which the task buffer frees the
+group. Each task buffer is a process, as a trainer is; clients are threads of up to 16 processes,
+and each asks the task buffers in turn. Versions and margins go with what is submitted.
 
 The peer (benchmarks/peers/queue_peer.py, in an environment of its own) is TransferQueue, with a
-controller and two storage units as processes: a client puts a group, a second task claims one
+controller and storage units as processes: a client puts a group, a second task claims one
 (get_meta), reads it (get_data) and frees it (clear_samples).
 
-Prints a line per cell: groups per second, CPU-ms of a group in all processes and in the busiest
-server, milliseconds of a client's cycle (median, 99th percentile). Then a line per goal for 64
+Prints the table of docs/peers.md, a row per cell and side: groups per second, CPU-ms of a group in
+all processes, in the servers and in the busiest of them, milliseconds of a client's cycle (median,
+99th percentile), MiB of the servers and of all processes at their peak. Then a line per goal for 64
 clients, and exit code 1 if one is missed. All processes share this machine: with few cores rates
 say what a group costs, not how far servers scale.
 """
@@ -37,6 +38,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from peers.groups import SHAPES, Shape
+from peers.paced import peak_resident_gb
 
 from distflow_jax.batch import Prompt
 from distflow_jax.dag.graph import Graph, Node
@@ -65,7 +68,6 @@ from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
 
 PEER, PEER_NAME = pathlib.Path(__file__).parent / "peers" / "queue_peer.py", "TransferQueue"
-SAMPLES, MEAN, MOST = 8, 200, 1024
 MOST_PROCESSES = 16
 TOKEN = b"a token of thirty-two bytes or so"
 RUN = "benchmark"
@@ -73,23 +75,25 @@ NODE, TASK, STOP = "rollout", "reward", 50_000
 WARM_SECONDS = 1.0
 START_SECONDS = 180.0
 IDLE_SECONDS = 0.001  # between two questions for a second task where none is there
+CELLS = ("8 x 200:1", "8 x 200:64", "8 x 4,000:4", "1 x 200:1", "1 x 200:16", "1 x 4,000:4")
 GOAL_CLIENTS, GOAL_RATE, GOAL_CPU, GOAL_BUSIEST = 64, 5.0, 0.2, 0.35
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--buffers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=10.0, help="that are measured, per cell")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--buffers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="samples x tokens:clients")
+    parser.add_argument("--seconds", type=float, default=6.0, help="that are measured, per cell")
     parser.add_argument("--json", help="file for the cells")
     parser.add_argument("--peer-python", help="Python of the peer's environment; default: no peer")
-    return parser.parse_args()
-
-
-def lengths(draw: np.random.Generator) -> np.ndarray:
-    """Tokens of the responses of one group, [8]; benchmarks/peers/queue_peer.py draws alike."""
-    drawn = draw.lognormal(np.log(MEAN) - 0.5, 1.0, SAMPLES)
-    return np.clip(drawn, 1, MOST).astype(int)
+    found = parser.parse_args()
+    for cell in found.cells:
+        shape, _, clients = cell.partition(":")
+        if shape not in SHAPES or not clients.isdecimal():
+            parser.error(f"--cells {cell!r}: shape:clients with a shape of {', '.join(SHAPES)}")
+    return found
 
 
 def second_task() -> Unit:
@@ -106,8 +110,8 @@ def second_task() -> Unit:
 # -- a task buffer, as a process ------------------------------------------------------------------
 
 
-def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None:
-    """Serves groups until the pipe says close; sends [groups, CPU-seconds] of the window."""
+def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int, shape: Shape) -> None:
+    """Serves groups until the pipe says close; sends [groups, CPU-seconds, peak GiB]."""
     lock = threading.Condition()
     rule = Rule(groups=1 << 30, max_staleness=1)
     buffer = TaskBuffer(
@@ -123,7 +127,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
     def submit() -> None:
         nonlocal counter
         asked = Prompt(counter, counter, prompt, "", "", None, {})
-        sampling = SamplingParams(SAMPLES, MOST)
+        sampling = SamplingParams(shape.samples, shape.most)
         requests.begin((counter, NODE), GroupRequest(asked, sampling, turn=1))
         counter += buffers
 
@@ -133,7 +137,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
 
         def free(result: NodeResult) -> None:
             nonlocal freed
-            freed += len(result.values[0]) == SAMPLES
+            freed += len(result.values[0]) == shape.samples
             with lock:
                 buffer.forget([number])
             submit()
@@ -161,15 +165,17 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int) -> None
             if word == "begin":
                 begun = freed, time.process_time()
             else:
-                pipe.send([freed - begun[0], time.process_time() - begun[1]])
+                spent = time.process_time() - begun[1]
+                pipe.send([freed - begun[0], spent, peak_resident_gb()])
     server.close()
 
 
 # -- clients, as threads of a process -------------------------------------------------------------
 
 
-def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> None:
-    """Puts and reads groups until the pipe says stop; sends [seconds of cycles, CPU-seconds]."""
+def run_clients(pipe: Connection, addresses: list[str], names: list[str], shape: Shape) -> None:
+    """Puts and reads groups until the pipe says stop; sends [seconds of cycles, CPU-seconds, peak
+    GiB]."""
     cycles: list[tuple[float, float]] = []
     over, unit = threading.Event(), second_task()
     inputs = {TASK: [(edge.source, edge.field) for edge in unit.inputs]}
@@ -191,7 +197,7 @@ def run_clients(pipe: Connection, addresses: list[str], names: list[str]) -> Non
 
     def client(number: int, name: str) -> None:
         draw = np.random.default_rng(number)
-        bodies = [responses(draw) for _ in range(16)]
+        bodies = [responses(draw, shape) for _ in range(16)]
         clients = [WireClient(address, TOKEN, name) for address in addresses]
         turn = number
         while not over.is_set():
@@ -227,11 +233,12 @@ def report(pipe: Connection, cycles: list[tuple[float, float]], stop: Callable[[
     since, cpu = time.monotonic(), time.process_time()
     pipe.recv()
     until, cpu = time.monotonic(), time.process_time() - cpu
-    pipe.send([[took for at, took in list(cycles) if since <= at <= until], cpu])
+    found = [took for at, took in list(cycles) if since <= at <= until]
+    pipe.send([found, cpu, peak_resident_gb()])
     stop()
 
 
-def responses(draw: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
+def responses(draw: np.random.Generator, shape: Shape) -> list[tuple[np.ndarray, ...]]:
     """(tokens, log-probs, margins, versions) of a group's responses, [T] each."""
     return [
         (
@@ -240,7 +247,7 @@ def responses(draw: np.random.Generator) -> list[tuple[np.ndarray, ...]]:
             draw.random(n, np.float32),
             np.zeros(n, np.int32),
         )
-        for n in lengths(draw)
+        for n in shape.lengths(draw)
     ]
 
 
@@ -282,14 +289,15 @@ def received(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def measure(buffers: int, clients: int, seconds: float) -> dict[str, Any]:
-    """One cell of ours."""
-    waiting = max(8, 4 * clients // buffers)
-    with processes(run_buffer, [(i, buffers, waiting) for i in range(buffers)]) as servers:
+def measure(name: str, buffers: int, clients: int, seconds: float) -> dict[str, Any]:
+    """One cell of ours, with groups of a shape of SHAPES."""
+    waiting, shape = max(8, 4 * clients // buffers), SHAPES[name]
+    of_buffers = [(i, buffers, waiting, shape) for i in range(buffers)]
+    with processes(run_buffer, of_buffers) as servers:
         addresses = [f"127.0.0.1:{received(pipe)}" for pipe in servers]
-        names = [f"client {i}" for i in range(clients)]
-        count = min(clients, MOST_PROCESSES)
-        with processes(run_clients, [(addresses, names[i::count]) for i in range(count)]) as pipes:
+        names, count = [f"client {i}" for i in range(clients)], min(clients, MOST_PROCESSES)
+        of_clients = [(addresses, names[i::count], shape) for i in range(count)]
+        with processes(run_clients, of_clients) as pipes:
             for pipe in pipes:
                 received(pipe)
             time.sleep(WARM_SECONDS)
@@ -304,25 +312,33 @@ def measure(buffers: int, clients: int, seconds: float) -> dict[str, Any]:
             asked = [received(pipe) for pipe in pipes]
         for pipe in servers:  # when no client calls any more
             pipe.send("close")
-    return cell(f"task buffers {buffers}", clients, took, sum(n for n, _ in served), served, asked)
+    side = f"{buffers} task buffer{'s' if buffers > 1 else ''}"
+    return cell((name, side, clients), took, sum(n for n, *_ in served), served, asked)
 
 
 def cell(
-    name: str, clients: int, seconds: float, groups: int, servers: list[Any], clients_of: list[Any]
+    named: tuple[str, str, int],
+    seconds: float,
+    groups: int,
+    servers: list[Any],
+    clients_of: list[Any],
 ) -> dict[str, Any]:
-    """Numbers of one cell; `servers`: (_, CPU-seconds), `clients_of`: (cycles, CPU-seconds)."""
-    cycles = sorted(1e3 * took for found, _ in clients_of for took in found)
-    cpu = [seconds for _, seconds in servers]
+    """Numbers of one cell, `named` by shape, side and clients; `servers` and `clients_of`: (groups
+    or cycles, CPU-seconds, peak GiB) of each process."""
+    cycles = sorted(1e3 * took for found, *_ in clients_of for took in found)
+    cpu = [seconds for _, seconds, _ in servers]
+    memory = [1024 * sum(gb for *_, gb in some) for some in (servers, [*servers, *clients_of])]
     per_group = 1e3 / max(groups, 1)
     return {
-        "name": name,
-        "clients": clients,
-        "groups_per_second": round(groups / seconds, 1),
-        "cpu_ms": round(per_group * (sum(cpu) + sum(c for _, c in clients_of)), 2),
-        "cpu_ms_servers": round(per_group * sum(cpu), 2),
-        "cpu_ms_busiest": round(per_group * max(cpu), 2),
-        "p50_ms": round(statistics.median(cycles), 1) if cycles else None,
-        "p99_ms": round(cycles[int(0.99 * (len(cycles) - 1))], 1) if cycles else None,
+        **dict(zip(("group", "side", "clients"), named, strict=True)),
+        "groups/s": round(groups / seconds, 1),
+        "CPU-ms": round(per_group * (sum(cpu) + sum(c for _, c, _ in clients_of)), 2),
+        "of servers": round(per_group * sum(cpu), 2),
+        "of the busiest": round(per_group * max(cpu), 2),
+        "ms, median": round(statistics.median(cycles), 1) if cycles else None,
+        "99 % below": round(cycles[int(0.99 * (len(cycles) - 1))], 1) if cycles else None,
+        "MiB of servers": round(memory[0]),
+        "MiB of all": round(memory[1]),
     }
 
 
@@ -334,25 +350,30 @@ def run_peer(python: str, *flags: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_peer(python: str, clients: int, seconds: float) -> dict[str, Any]:
+def measure_peer(
+    python: str, name: str, clients: int, seconds: float, *flags: str
+) -> dict[str, Any]:
     """A cell of the peer."""
-    found = run_peer(python, f"--clients={clients}", f"--seconds={seconds}")
-    return cell(
-        PEER_NAME, clients, *(found[n] for n in ("seconds", "groups", "servers", "clients"))
-    )
+    given = (f"--shape={name}", f"--clients={clients}", f"--seconds={seconds}", *flags)
+    found = run_peer(python, *given)
+    side = f"{PEER_NAME}, defaults" if flags else PEER_NAME
+    keys = ("seconds", "groups", "servers", "clients")
+    return cell((name, side, clients), *(found[key] for key in keys))
 
 
 def goals(cells: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """(sentence, whether it is met) for each goal that the cells of 64 clients decide."""
-    at = {one["name"]: one for one in cells if one["clients"] == GOAL_CLIENTS}
+    at = {one["side"]: one for one in cells if one["clients"] == GOAL_CLIENTS}
+    at.pop(f"{PEER_NAME}, defaults", None)
     peer, found = at.pop(PEER_NAME, None), []
     for name, one in at.items() if peer else ():
-        rate = one["groups_per_second"] / peer["groups_per_second"]
+        rate = one["groups/s"] / peer["groups/s"]
         found.append((f"{name}: {rate:.2f} times the peer's groups per second", rate >= GOAL_RATE))
-        cpu = one["cpu_ms"] / peer["cpu_ms"]
+        cpu = one["CPU-ms"] / peer["CPU-ms"]
         found.append((f"{name}: {cpu:.3f} of the peer's CPU-seconds per group", cpu <= GOAL_CPU))
-    if {"task buffers 1", "task buffers 4"} <= at.keys():
-        busy = at["task buffers 4"]["cpu_ms_busiest"] / at["task buffers 1"]["cpu_ms_busiest"]
+    few, many = (at.get(f"{n} task buffer{s}") for n, s in ((1, ""), (4, "s")))
+    if few and many:
+        busy = many["of the busiest"] / few["of the busiest"]
         text = f"busiest process of 4 task buffers: {busy:.3f} of that of 1 task buffer, per group"
         found.append((text, busy <= GOAL_BUSIEST))
     return found
@@ -360,17 +381,17 @@ def goals(cells: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 def main() -> None:
     """Measures all cells and prints them."""
-    options = arguments()
-    cells = []
-    columns = ("name", "clients", "groups_per_second", "cpu_ms", "cpu_ms_servers")
-    columns += ("cpu_ms_busiest", "p50_ms", "p99_ms")
-    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|", flush=True)
-    for clients in options.clients:
-        found = [measure(buffers, clients, options.seconds) for buffers in options.buffers]
-        if options.peer_python:
-            found.append(measure_peer(options.peer_python, clients, options.seconds))
+    options, cells = arguments(), []
+    for named in options.cells:
+        shape, clients = named.partition(":")[0], int(named.partition(":")[2])
+        found = [measure(shape, n, clients, options.seconds) for n in options.buffers]
+        for flags in ((), ("--defaults",)) if options.peer_python else ():
+            given = (options.peer_python, shape, clients, options.seconds, *flags)
+            found.append(measure_peer(*given))
+        if not cells:
+            print(f"| {' | '.join(found[0])} |\n{'|---' * len(found[0])}|")
         for one in found:
-            print("| " + " | ".join(str(one[name]) for name in columns) + " |", flush=True)
+            print(f"| {' | '.join(map(str, one.values()))} |", flush=True)
         cells += found
     if options.peer_python:
         taken = run_peer(options.peer_python, "--mixing")["prompts_of_a_group"]

@@ -219,7 +219,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     commands = {side: command(args, side) for side in args.sides.split(",")}
-    everyone = take_turns(commands, args.rounds, warmup=2)
+    everyone = {name: steps[2:] for name, steps in take_turns(commands, args.rounds, 2).items()}
     first = everyone[next(iter(everyone))]
     for name, steps in everyone.items():
         seconds = [s["seconds"] for s in steps]

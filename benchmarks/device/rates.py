@@ -1,4 +1,4 @@
-"""Measured rates of this job's devices: a plain product, a copy of memory, collectives.
+"""Measured rates of this job's devices: a plain product, copies of memory, collectives.
 
 n devices, S the side of a square matrix.
 """
@@ -41,6 +41,7 @@ def measured_chip(dtype: str) -> Chip:
         link_bandwidth=link,
         hop_seconds=hop,
         source="measured",
+        host_bandwidth=host_rate(),
     )
 
 
@@ -62,6 +63,13 @@ def copy_rate() -> float:
         return held[0]
 
     return 2 * size / _best(run)
+
+
+def host_rate() -> float:
+    """Bytes/s from the host's memory to a device's, one way."""
+    size = _COPIED.get(jax.default_backend(), _ACCELERATOR_COPIED) // 4
+    x = np.ones(size // 4, np.float32)
+    return size / _best(lambda: jax.device_put(x))
 
 
 def _links() -> tuple[float, float]:

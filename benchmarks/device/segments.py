@@ -27,21 +27,30 @@ from distflow_jax.watchdog.supervision import StopSignal
 
 
 class Nowhere:
-    """A Checkpointer that has no checkpoints and saves nothing."""
+    """A Checkpointer and its AdditionWriter, which keep the number of the last step alone."""
 
     def __init__(self, folder: pathlib.Path):
-        self.folder = folder / "checkpoints"
+        self.folder, self.additions = folder / "checkpoints", self
+        self._last: int | None = None
 
-    def latest(self) -> None:
-        """Returns None: there is no checkpoint."""
+    def latest(self) -> int | None:
+        """The last step that was given to save; None: a run begins."""
+        return self._last
 
     def check(self) -> None:
         """Raises nothing: no save can fail."""
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Returns at once."""
 
     def save(
         self, step: int, trained: Any, info: Mapping[str, Any], *, added_to: bool = False
     ) -> None:
         """Saves nothing."""
+        self._last = step
+
+    def add(self, step: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Adds nothing."""
 
 
 class SegmentTimes:

@@ -18,18 +18,21 @@ _SHOWN = (
     "perf/throughput",
     "response_length/mean",
     "prompt_length/mean",
+    "training/off_policy/trajectory_staleness/mean",
 )
 
 
 def time_step(
-    model: str, chip: Chip, work: Work, *, micro_rows: int, folder: pathlib.Path
+    model: str, chip: Chip, work: Work, *, micro_rows: int, folder: pathlib.Path, staleness: int = 0
 ) -> dict[str, Any]:
-    """Medians over the steps after the first, which compiles.
+    """Medians over the steps after the first, which compiles; segments of synchronous steps only.
 
     Raises ValueError if sizes do not fit together, or exceed memory.
     """
-    run, times, steps = run_timed(step_run(model, work, micro_rows), folder)
-    return {
+    run, times, steps = run_timed(step_run(model, work, micro_rows, staleness), folder)
+    segments = {} if staleness else {"segments": beside_prediction(run, times, steps, chip)}
+    return segments | {
+        "staleness": staleness,
         "prompts": work.prompts,
         "samples": work.samples,
         "longest_response": work.response,
@@ -44,5 +47,4 @@ def time_step(
         "peak_gb_so_far": steps[-1]["perf/max_memory_allocated_gb"],
         "planned_gb": run.runtime.compiled.memory.fullest.total / 2**30,
         "compilations": sum(step["perf/compilations"] for step in steps),
-        "segments": beside_prediction(run, times, steps, chip),
     }

@@ -1,5 +1,6 @@
-"""One optimizer step of a run's own compiled program, on full rows."""
+"""One optimizer step of a run's own compiled program, on full rows, and the most that fit."""
 
+import dataclasses
 import statistics
 import time
 from typing import Any
@@ -14,7 +15,8 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.model_flops import BatchWork as Tokens
 from distflow_jax.models.model_flops import causal_pairs, training_flops
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.observe.memory import peak_memory_gb
+from distflow_jax.observe.memory import GIB, peak_memory_gb
+from distflow_jax.parallel.host_memory import device_memory_bytes
 from distflow_jax.planning.chips import Chip
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
@@ -28,58 +30,111 @@ from distflow_jax.training.state import init_state
 UPDATE = "actor_train"
 
 
+class CompiledUpdate:
+    """The update of a run's own plan, compiled, with its costs and the seconds that this took.
+
+    Raises ValueError if sizes do not fit together.
+    """
+
+    def __init__(self, model: str, work: Work, *, micro_rows: int, remat: str):
+        planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
+        settle_implementations(planned)
+        self.planned, self.work = planned, work
+        self.program = trace(planned)[UPDATE]
+        started = time.perf_counter()
+        self.costs = costs_of(self.program.traced, self.program.compile())
+        self.facts = {
+            "micro_rows": micro_rows,
+            "remat": remat,
+            "attention": planned.sizes.attention.name,
+            "attention_why": planned.sizes.attention.why,
+            "compute_dtype": planned.sizes.forward.compute_dtype,
+            "compile_seconds": time.perf_counter() - started,
+            "program_gb": (self.costs.peak_bytes or 0) / GIB,
+        }
+
+    def time(self, chip: Chip) -> dict[str, Any]:
+        """Seconds and model FLOPs utilisation of an optimizer step, compilation excluded.
+
+        FLOPs are those of models/model_flops.py: causal attention counts as half of a square, and
+        recomputation counts nothing.
+        """
+        config, decoder = self.planned.config, self.planned.source.config
+        sizes, work = self.planned.sizes, self.work
+        mesh = make_meshes(sizes)[sizes.mesh.layout]
+        optimizer, _ = optimizer_of(config, "ACTOR")
+        params = random_params(decoder, "float32", mesh)
+        states: dict[str, Any] = {"actor": init_state(params, decoder, optimizer, mesh)}
+        del params  # the state has them, and is donated
+        values = _values(self.program, decoder, work)
+        seconds, compilations = [], Compilations()
+        for step in range(1 + work.repeats):
+            started = time.perf_counter()
+            states, _, metrics = jax.block_until_ready(self.program(states, values))
+            if step:
+                seconds.append(time.perf_counter() - started)
+            else:
+                compilations.take()
+        compilations.close()
+        needed, median = _needed_flops(decoder, work), statistics.median(seconds)
+        return self.facts | {
+            "seconds": seconds,
+            "median_seconds": median,
+            "tokens_per_second": work.rows * work.row_tokens / median,
+            "model_flops": needed,
+            "mfu": needed / (median * jax.device_count() * chip.flops),
+            "hardware_flops": self.costs.flops,
+            "peak_gb_so_far": peak_memory_gb(),
+            "compilations": compilations.take(),
+            "grad_norm": float(metrics["actor/grad_norm"]),
+        }
+
+
 def time_update(
     model: str, chip: Chip, work: Work, *, micro_rows: int, remat: str
 ) -> dict[str, Any]:
-    """Seconds and model FLOPs utilisation of one optimizer step, compilation excluded.
+    """CompiledUpdate.time of a model's update."""
+    return CompiledUpdate(model, work, micro_rows=micro_rows, remat=remat).time(chip)
 
-    FLOPs are those of models/model_flops.py: causal attention counts as half of a square, and
-    recomputation counts nothing. Raises ValueError if sizes do not fit together.
+
+def largest_batch(model: str, chip: Chip, work: Work, *, remat: str) -> dict[str, Any]:
+    """Times the update with the most rows at a time that memory holds, by doubling.
+
+    A step has one micro-batch. Programs are compiled until one needs more than the device has, or
+    has `work.most_rows`; the largest that also runs counts. Raises ValueError if none does.
     """
-    planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
-    settle_implementations(planned)
-    config, decoder = planned.config, planned.source.config
-    program = trace(planned)[UPDATE]
-    started = time.perf_counter()
-    costs = costs_of(program.traced, program.compile())
-    compiling = time.perf_counter() - started
+    micro, memory = 2 * max(work.micro_rows), device_memory_bytes()
+    tried: list[dict[str, Any]] = []
+    fitting: list[CompiledUpdate] = []
+    while micro <= work.most_rows:
+        sizes = dataclasses.replace(work, rows=micro)
+        tried.append({"micro_rows": micro})
+        try:
+            compiled = CompiledUpdate(model, sizes, micro_rows=micro, remat=remat)
+        except jax.errors.JaxRuntimeError as error:  # compilers for TPUs refuse what does not fit
+            tried[-1]["error"] = _out_of_memory(error)
+            break
+        tried[-1]["program_gb"] = compiled.facts["program_gb"]
+        if memory and compiled.facts["program_gb"] * GIB > memory:
+            break
+        fitting.append(compiled)
+        micro *= 2
+        # chosen by the first trial; a name is only checked
+        work = dataclasses.replace(work, attention=compiled.facts["attention"])
+    for compiled in reversed(fitting):
+        try:
+            return compiled.time(chip) | {"tried": tried, "memory_gb": memory / GIB}
+        except jax.errors.JaxRuntimeError as error:
+            tried.append({k: compiled.facts[k] for k in ("micro_rows", "program_gb")})
+            tried[-1]["error"] = _out_of_memory(error)
+    raise ValueError(f"nothing fits that has more rows than part update: {tried}")
 
-    mesh = make_meshes(planned.sizes)[planned.sizes.mesh.layout]
-    optimizer, _ = optimizer_of(config, "ACTOR")
-    params = random_params(decoder, "float32", mesh)
-    states: dict[str, Any] = {"actor": init_state(params, decoder, optimizer, mesh)}
-    del params  # the state has them, and is donated
-    values = _values(program, decoder, work)
-    seconds, compilations = [], Compilations()
-    for step in range(1 + work.repeats):
-        started = time.perf_counter()
-        states, _, metrics = jax.block_until_ready(program(states, values))
-        if step:
-            seconds.append(time.perf_counter() - started)
-        else:
-            compilations.take()
-    compilations.close()
-    needed = _needed_flops(decoder, work)
-    median = statistics.median(seconds)
-    tokens = work.rows * work.row_tokens
-    return {
-        "micro_rows": micro_rows,
-        "remat": remat,
-        "attention": planned.sizes.attention.name,
-        "attention_why": planned.sizes.attention.why,
-        "compute_dtype": planned.sizes.forward.compute_dtype,
-        "compile_seconds": compiling,
-        "seconds": seconds,
-        "median_seconds": median,
-        "tokens_per_second": tokens / median,
-        "model_flops": needed,
-        "mfu": needed / (median * jax.device_count() * chip.flops),
-        "hardware_flops": costs.flops,
-        "program_gb": None if costs.peak_bytes is None else costs.peak_bytes / 2**30,
-        "peak_gb_so_far": peak_memory_gb(),
-        "compilations": compilations.take(),
-        "grad_norm": float(metrics["actor/grad_norm"]),
-    }
+
+def _out_of_memory(error: jax.errors.JaxRuntimeError) -> str:
+    """The first line of an error that memory ran out; raises any other error."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    return str(error).partition("\n")[0]
 
 
 def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:

@@ -5,6 +5,7 @@ import dataclasses
 from distflow_jax.config.data_config import DataConfig, RewardConfig
 from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.config.training_config import TrainingConfig
 
 
@@ -16,7 +17,8 @@ class Work:
     prompt: int = 512  # of an update's rows and of decoding
     # an update
     rows: int = 16  # per device, each with one prompt and one response
-    micro_rows: tuple[int, ...] = (1, 4)  # per device at a time; each number is a variant
+    micro_rows: tuple[int, ...] = (4, 1)  # per device at a time; each number is a variant
+    most_rows: int = 64  # per device at a time, where the most that fit are looked for
     # decoding
     slots: int = 256  # per device
     decoded: int = 512  # per response
@@ -26,7 +28,7 @@ class Work:
     prompts: int = 32
     response: int = 512  # limit, which random weights nearly always reach
     steps: int = 4  # not counting the first
-    repeats: int = 5  # of all other measurements
+    repeats: int = 3  # of all other measurements
     attention: str = "auto"  # training.attention
     decode_attention: str = "auto"  # rollout.attention
 
@@ -34,7 +36,11 @@ class Work:
         """The work of `devices` devices together."""
         micro = tuple(devices * n for n in self.micro_rows)
         return dataclasses.replace(
-            self, rows=devices * self.rows, micro_rows=micro, slots=devices * self.slots
+            self,
+            rows=devices * self.rows,
+            micro_rows=micro,
+            most_rows=devices * self.most_rows,
+            slots=devices * self.slots,
         )
 
 
@@ -42,7 +48,8 @@ QUICK = Work(
     row_tokens=256,
     prompt=32,
     rows=4,
-    micro_rows=(1, 2),
+    micro_rows=(2, 1),
+    most_rows=4,
     slots=8,
     decoded=32,
     samples=4,
@@ -70,8 +77,11 @@ def update_run(model: str, work: Work, micro_rows: int, remat: str) -> Config:
     )
 
 
-def step_run(model: str, work: Work, micro_rows: int) -> Config:
-    """GRPO on additions: `work.steps` steps after the first, one update each, no KL."""
+def step_run(model: str, work: Work, micro_rows: int, staleness: int = 0) -> Config:
+    """GRPO on additions: `work.steps` steps after the first, one update each, no KL.
+
+    `staleness`: stream.max_staleness; above 0 unfinished responses continue in the next step.
+    """
     return Config(
         model=ModelSourceConfig(model),
         data=DataConfig(prompts_per_step=work.prompts),
@@ -81,6 +91,7 @@ def step_run(model: str, work: Work, micro_rows: int) -> Config:
             num_slots=work.prompts * work.samples,
             attention=work.decode_attention,
         ),
+        stream=StreamConfig(max_staleness=staleness),
         # a digit anywhere counts: random weights sample one now and then
         reward=RewardConfig(function="pattern", kwargs={"pattern": ".*[0-9].*"}),
         training=TrainingConfig(

@@ -1,13 +1,15 @@
 """TransferQueue: groups put, claimed by a second task, read and freed, by many clients.
 
-python benchmarks/peers/queue_peer.py --clients=4 --seconds=10
+python benchmarks/peers/queue_peer.py --clients=4 --seconds=10 --shape="1 x 4,000"
 python benchmarks/peers/queue_peer.py --mixing
 
-Its controller and two storage units are processes; they speak ZMQ and need no cluster of Ray's, so
-the classes below Ray's decorator are used. Clients are threads of up to 16 processes, each with a
+Its controller and its storage units are processes; they speak ZMQ and need no cluster of Ray's, so
+the classes below Ray's decorator are used. With --defaults they are as its config.yaml has them,
+else as few as this machine has cores for, and the controller answers at once where no group is
+there (polling_mode). Clients are threads of up to 16 processes, each with a
 client object of its own. benchmarks/queues.py starts this program, and says what a group is. The
-last line of the output has [_, CPU-seconds] of the servers, the controller first, and
-[seconds of cycles, CPU-seconds] of the processes of clients.
+last line of the output has [_, CPU-seconds, peak GiB] of the servers, the controller first, and
+[seconds of cycles, CPU-seconds, peak GiB] of the processes of clients.
 
 With --mixing it shows what its sampler of groups (GRPOGroupNSampler) takes for a group: samples
 that follow each other. Two prompts have four samples each, and the last two of the first and the
@@ -24,49 +26,54 @@ from typing import Any
 
 import numpy as np
 import torch
+from groups import SHAPES, Shape
+from paced import peak_resident_gb
 from tensordict import TensorDict
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.sampler import GRPOGroupNSampler
 from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
-SAMPLES, MEAN, MOST = 8, 200, 1024  # as in benchmarks/queues.py
-MOST_PROCESSES, UNITS = 16, 2
+MOST_PROCESSES = 16
+UNITS, DEFAULT_UNITS = 1, 2
 PARTITION, TASK, FIELDS = "train", "update", ["tokens", "logp"]
 OF_PROMPT = 4  # samples, with --mixing
 WARM_SECONDS = 1.0
 
 
-def server(pipe: Any, kind: str) -> None:
-    """The controller or a storage unit; sends where it listens, then its CPU-seconds."""
+def server(pipe: Any, kind: str, units: int = DEFAULT_UNITS, polling: bool = True) -> None:
+    """The controller or one of the storage units; sends where it listens, then its CPU-seconds."""
     if kind in ("controller", "groups"):
         sampler = {"sampler": GRPOGroupNSampler(OF_PROMPT)} if kind == "groups" else {}
-        made = TransferQueueController.__ray_metadata__.modified_class(polling_mode=True, **sampler)
+        made = TransferQueueController.__ray_metadata__.modified_class(
+            polling_mode=polling, **sampler
+        )
     else:
-        made = SimpleStorageUnit.__ray_metadata__.modified_class({"num_data_storage_units": UNITS})
+        made = SimpleStorageUnit.__ray_metadata__.modified_class({"num_data_storage_units": units})
     pipe.send((getattr(made, "storage_unit_id", kind), made.get_zmq_server_info()))
     with contextlib.suppress(EOFError):  # until the process is killed
         pipe.recv()
         cpu = time.process_time()
         pipe.recv()
-        pipe.send([0, time.process_time() - cpu])
+        pipe.send([0, time.process_time() - cpu, peak_resident_gb()])
         pipe.recv()
 
 
-def group(draw: np.random.Generator) -> TensorDict:
+def group(draw: np.random.Generator, shape: Shape) -> TensorDict:
     """The responses of one group."""
-    drawn = draw.lognormal(np.log(MEAN) - 0.5, 1.0, SAMPLES)
-    sizes = np.clip(drawn, 1, MOST).astype(int)
+    sizes = shape.lengths(draw)
     tokens = [torch.from_numpy(draw.integers(0, 50_000, n).astype(np.int32)) for n in sizes]
     logp = [torch.from_numpy(-draw.random(n, np.float32)) for n in sizes]
     fields = {
         "tokens": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
         "logp": torch.nested.as_nested_tensor(logp, layout=torch.jagged),
     }
-    return TensorDict(fields, batch_size=SAMPLES)
+    return TensorDict(fields, batch_size=shape.samples)
 
 
-def run_clients(pipe: Any, controller: Any, units: dict[str, Any], numbers: list[int]) -> None:
+def run_clients(
+    pipe: Any, controller: Any, units: dict[str, Any], numbers: list[int], shape: Shape
+) -> None:
     """Puts and takes groups until the pipe says stop."""
     torch.set_num_threads(1)
     cycles: list[tuple[float, float]] = []
@@ -74,7 +81,7 @@ def run_clients(pipe: Any, controller: Any, units: dict[str, Any], numbers: list
 
     def client(number: int) -> None:
         draw = np.random.default_rng(number)
-        bodies = [group(draw) for _ in range(16)]
+        bodies = [group(draw, shape) for _ in range(16)]
         own = TransferQueueClient(f"client {number}", controller)
         own.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
         turn = 0
@@ -84,7 +91,7 @@ def run_clients(pipe: Any, controller: Any, units: dict[str, Any], numbers: list
             turn += 1
             meta = None
             while not over.is_set():
-                meta = own.get_meta(FIELDS, SAMPLES, PARTITION, task_name=TASK)
+                meta = own.get_meta(FIELDS, shape.samples, PARTITION, task_name=TASK)
                 if meta.size:
                     break
             if meta is not None and meta.size:
@@ -101,7 +108,8 @@ def run_clients(pipe: Any, controller: Any, units: dict[str, Any], numbers: list
     since, cpu = time.monotonic(), time.process_time()
     pipe.recv()
     until, cpu = time.monotonic(), time.process_time() - cpu
-    pipe.send([[took for at, took in list(cycles) if since <= at <= until], cpu])
+    found = [took for at, took in list(cycles) if since <= at <= until]
+    pipe.send([found, cpu, peak_resident_gb()])
     over.set()
     with contextlib.suppress(EOFError):  # until the process is killed
         pipe.recv()
@@ -129,7 +137,7 @@ class Processes:
 
 def show_mixing(processes: Processes) -> None:
     """Prints the prompts of the samples that are taken for one group."""
-    kinds = ("groups", *["storage"] * UNITS)
+    kinds = ("groups", *["storage"] * DEFAULT_UNITS)
     servers = [processes.start(server, kind) for kind in kinds]
     (_, controller), *units = [pipe.recv() for pipe in servers]
     client = TransferQueueClient("client", controller)
@@ -150,6 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--shape", choices=SHAPES, default="8 x 200")
+    parser.add_argument("--defaults", action="store_true", help="settings as the package has them")
     parser.add_argument("--mixing", action="store_true", help="show what is taken for a group")
     options = parser.parse_args()
     processes = Processes()
@@ -157,32 +167,37 @@ def main() -> None:
         if options.mixing:
             show_mixing(processes)
         else:
-            measure(processes, options.clients, options.seconds)
+            measure(processes, options)
     finally:
         processes.kill()
 
 
-def measure(processes: Processes, number: int, run: float) -> None:
-    """Prints the numbers of one cell, of so many clients in so many seconds."""
-    start = processes.start
-    servers = [start(server, kind) for kind in ("controller", *["storage"] * UNITS)]
+def measure(processes: Processes, options: argparse.Namespace) -> None:
+    """Prints the numbers of one cell."""
+    count, shape = DEFAULT_UNITS if options.defaults else UNITS, SHAPES[options.shape]
+    servers = [
+        processes.start(server, kind, count, not options.defaults)
+        for kind in ("controller", *["storage"] * count)
+    ]
     (_, controller), *units = [pipe.recv() for pipe in servers]
-    count = min(number, MOST_PROCESSES)
-    numbers = list(range(number))
-    clients = [start(run_clients, controller, dict(units), numbers[i::count]) for i in range(count)]
+    count, numbers = min(options.clients, MOST_PROCESSES), list(range(options.clients))
+    clients = [
+        processes.start(run_clients, controller, dict(units), numbers[i::count], shape)
+        for i in range(count)
+    ]
     for pipe in clients:
         pipe.recv()
     time.sleep(WARM_SECONDS)
     for pipe in (*servers, *clients):
         pipe.send("begin")
     began = time.monotonic()
-    time.sleep(run)
+    time.sleep(options.seconds)
     for pipe in (*servers, *clients):
         pipe.send("end")
     seconds = time.monotonic() - began
     found = {"seconds": seconds, "servers": [pipe.recv() for pipe in servers]}
     found["clients"] = [pipe.recv() for pipe in clients]
-    found["groups"] = sum(len(cycles) for cycles, _ in found["clients"])
+    found["groups"] = sum(len(cycles) for cycles, *_ in found["clients"])
     print(json.dumps(found), flush=True)
 
 

@@ -9,36 +9,42 @@ they run one after the other anyway.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from paced import report, wait_for_turn
+from paced import StepClock
 from tunix.models.llama3 import model as llama3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
+from work import (
+    HEAD_DIM,
+    MODELS,
+    add_flags,
+    as_ids,
+    as_text,
+    end_ids,
+    lower_half,
+    prompt_ids,
+)
 
-VOCAB = 512
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CharacterTokenizer:
     """Every id is one character, so that encode and decode are exact inverses. 0 pads, 1 ends."""
 
-    first = 0x4E00  # CJK: printable, and never stripped
-
     def encode(self, text: str, **_: Any) -> list[int]:
         """Text -> ids."""
-        return [ord(c) - self.first for c in text]
+        return as_ids(text)
 
     def decode(self, ids: Any, **_: Any) -> str:
         """Ids -> text."""
-        return "".join(chr(self.first + int(i)) for i in ids)
+        return as_text(ids)
 
     def pad_id(self) -> int:
         """Id of padding."""
@@ -53,85 +59,42 @@ class CharacterTokenizer:
         return None
 
 
-class StepTimer:
-    """Splits the learner's loop into steps, which begin with the sampling of responses."""
+class Compilations:
+    """Number of compilations since the last look."""
 
-    def __init__(self, paced: bool):
-        self.paced = paced
-        self.phases: dict[str, float] = {}
-        self.compilations = 0
-        self.count = 0
-        self.began: tuple[float, float] | None = None  # wall, CPU
+    def __init__(self):
+        self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration: float, **_: Any) -> None:
-        self.compilations += event == COMPILE_EVENT
+        self._count += event == COMPILE_EVENT
 
-    def begin(self) -> None:
-        """Ends the previous step, waits for its turn, and starts the clocks."""
-        self.end()
-        if self.paced:
-            wait_for_turn()
-        self.began = time.perf_counter(), time.process_time()
-
-    def end(self) -> None:
-        """Reports the current step, if there is one."""
-        if self.began is None:
-            return
-        wall, cpu = self.began
-        self.count += 1
-        record = {"step": self.count, "step_s": time.perf_counter() - wall}
-        record |= {"cpu_s": time.process_time() - cpu, "compilations": self.compilations}
-        report(record | self.phases)
-        self.phases, self.compilations, self.began = {}, 0, None
-
-    def timed(self, name: str, function: Callable, result: Callable[[Any], Any]) -> Callable:
-        """Wraps `function`: the time until `result` of its output is ready counts as `name`."""
-
-        def wrapper(*args, **kwargs):
-            start = time.perf_counter()
-            out = function(*args, **kwargs)
-            jax.block_until_ready(result(out))
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - start
-            return out
-
-        return wrapper
+    def take(self) -> int:
+        """The number, which begins again."""
+        found, self._count = self._count, 0
+        return found
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Sizes; the defaults are those of grpo_step.py."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("prompts", 8),
-        ("samples", 8),
-        ("prompt-length", 32),
-        ("new-tokens", 64),
-        ("steps", 8),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--beta", type=float, default=0.0, help="weight of the KL; 0: no reference")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument(
-        "--eos-frac", type=float, default=0.0, help="share of the vocabulary that ends a response"
-    )
-    parser.add_argument("--tied", action="store_true", help="tie embeddings")
-    parser.add_argument("--paced", action="store_true", help="a line of stdin starts each step")
+    add_flags(parser)
     return parser.parse_args()
 
 
 def make_model(args: argparse.Namespace) -> llama3.Llama3:
     """A Llama with random weights, every matrix N(0, 0.02); Tunix initialises some with zeros."""
+    shape = MODELS[args.model]
     config = llama3.ModelConfig(
-        num_layers=6,
-        vocab_size=VOCAB,
-        embed_dim=256,
-        hidden_dim=768,
-        num_heads=4,
-        head_dim=64,
-        num_kv_heads=2,
+        num_layers=shape["layers"],
+        vocab_size=shape["vocab"],
+        embed_dim=shape["hidden"],
+        hidden_dim=shape["mlp"],
+        num_heads=shape["heads"],
+        head_dim=HEAD_DIM,
+        num_kv_heads=shape["kv_heads"],
         rope_theta=10_000,
         norm_eps=1e-5,
-        weight_tying=args.tied,
+        weight_tying=args.model == "135m",
     )
     model = llama3.Llama3(config, rngs=nnx.Rngs(0))
     leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
@@ -144,16 +107,20 @@ def make_model(args: argparse.Namespace) -> llama3.Llama3:
     return model
 
 
-def end_ids(vocab: int, share: float) -> list[int]:
-    """The last `share` of the vocabulary; for 0 an id that is never sampled."""
-    return list(range(vocab - max(1, round(vocab * share)), vocab)) if share else [-1]
-
-
 def make_cluster(
     args: argparse.Namespace, mesh: jax.sharding.Mesh, tokenizer: CharacterTokenizer
 ) -> rl_cluster.RLCluster:
     """Actor, sampler, and with a KL a reference, all on one device."""
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    vocab, longest = MODELS[args.model]["vocab"], args.prompt_length + args.new_tokens
+    sizes: dict[str, int] = {}
+    sampling: dict[str, Any] = {}
+    if not args.defaults:
+        names = ("mini", "train_micro", "rollout_micro", "compute_logps_micro")
+        sizes = {f"{name}_batch_size": args.prompts for name in names}
+        sampling = {"kv_cache_size": longest, "return_logprobs": False}
+    elif longest > base_rollout.RolloutConfig().kv_cache_size:
+        sampling = {"kv_cache_size": longest}
     return rl_cluster.RLCluster(
         actor=make_model(args),
         reference=make_model(args) if args.beta else None,
@@ -166,43 +133,36 @@ def make_cluster(
                 actor_optimizer=optax.adamw(args.lr),
                 eval_every_n_steps=10**9,
                 max_steps=args.steps,
-                mini_batch_size=args.prompts,
-                train_micro_batch_size=args.prompts,
-                rollout_micro_batch_size=args.prompts,
-                compute_logps_micro_batch_size=args.prompts,
+                **sizes,
             ),
             rollout_config=base_rollout.RolloutConfig(
                 max_tokens_to_generate=args.new_tokens,
                 max_prompt_length=args.prompt_length,
-                kv_cache_size=args.prompt_length + args.new_tokens,
                 temperature=1.0,
                 top_p=1.0,
                 top_k=None,
-                eos_tokens=end_ids(VOCAB, args.eos_frac),
-                return_logprobs=False,
+                # for 0 an id that is never sampled
+                eos_tokens=end_ids(vocab, args.eos_frac) or [-1],
+                **sampling,
             ),
         ),
     )
 
 
-def batches(args: argparse.Namespace, tokenizer: CharacterTokenizer) -> Iterator[dict]:
-    """Random prompts of exactly `prompt_length` ids, as text."""
-    rng = np.random.default_rng(0)
-    for _ in range(args.steps):
-        ids = rng.integers(3, VOCAB, size=(args.prompts, args.prompt_length))
-        yield {"prompts": np.array([tokenizer.decode(row) for row in ids])}
+def batches(args: argparse.Namespace) -> Iterator[dict]:
+    """Random prompts of each step, as text."""
+    for ids in prompt_ids(args):
+        yield {"prompts": np.array([as_text(row) for row in ids])}
 
 
 def main() -> None:
     args = parse_arguments()
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    tokenizer, timer = CharacterTokenizer(), StepTimer(args.paced)
+    tokenizer, clock, compilations = CharacterTokenizer(), StepClock(args.paced), Compilations()
 
     def reward(prompts, completions, **_):
-        """Share of ids in the lower half of the vocabulary."""
-        lower = VOCAB // 2
-        return [sum(i < lower for i in tokenizer.encode(c)) / max(len(c), 1) for c in completions]
+        return [lower_half(as_ids(text), MODELS[args.model]["vocab"]) for text in completions]
 
     with mesh:
         cluster = make_cluster(args, mesh, tokenizer)
@@ -217,24 +177,27 @@ def main() -> None:
                 kl_loss_mode="low_var_kl",
             ),
         )
-        generate = timer.timed("rollout_s", cluster.generate, lambda out: None)
+        generate = clock.timed("rollout_s", cluster.generate, lambda out: None)
 
         def timed_generate(*given, **options):
-            timer.begin()
+            clock.end(compilations=compilations.take())
+            clock.begin()
             out = generate(*given, **options)
             # Tunix leaves the end token out of a response
-            timer.phases["tokens"] = int(sum(len(t) for t in out.tokens))
+            clock.add("tokens", sum(len(t) for t in out.tokens))
             return out
 
         cluster.generate = timed_generate
-        cluster.get_ref_per_token_logps = timer.timed(
-            "reference_s", cluster.get_ref_per_token_logps, lambda out: out
+        cluster.get_ref_per_token_logps = clock.timed(
+            "reference_s", cluster.get_ref_per_token_logps, jax.block_until_ready
         )
-        cluster.update_actor = timer.timed(
-            "update_s", cluster.update_actor, lambda _: nnx.state(cluster.actor_trainer.model)
+        cluster.update_actor = clock.timed(
+            "update_s",
+            cluster.update_actor,
+            lambda _: jax.block_until_ready(nnx.state(cluster.actor_trainer.model)),
         )
-        learner.train(batches(args, tokenizer))
-    timer.end()
+        learner.train(batches(args))
+    clock.end(compilations=compilations.take())
 
 
 if __name__ == "__main__":

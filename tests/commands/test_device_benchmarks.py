@@ -1,4 +1,5 @@
-"""benchmarks/gpu.py on this machine: all parts run, and say what they found.
+"""benchmarks/gpu.py on this machine: all parts run, the most worth first, and say what they found;
+a second call goes on where the first one stopped.
 
 Nightly: every part of the device benchmarks runs on a CPU; one that does not fit is reported and
 the rest continues.
@@ -82,21 +83,106 @@ def test_what_is_no_number_is_wrong(monkeypatch):
         assert not wrong.holds and str(wrong).startswith("WRONG")
 
 
+@pytest.fixture
+def tasks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("device.tasks")
+
+
+PARTS = ("check", "update", "decode", "step", "kernels", "batch", "async")
+ABOUT = {"device_kind": "a", "devices": 1, "jax": "1", "settings": {"remat": "none"}}
+
+
+def test_parts_come_by_their_worth(tasks):
+    found = [task.name for task in tasks.ordered(PARTS, ["1b", "3b"], (4, 1), ["pages"])]
+    assert found == [
+        "check small",
+        *("update 1b micro_rows=4", "decode 1b", "step 1b", "kernels 1b", "batch 1b", "async 1b"),
+        *("update 3b micro_rows=1", "decode 3b", "step 3b"),
+        *("update 1b micro_rows=1", "kernels 1b attention=pages"),
+    ]
+    assert [task.name for task in tasks.ordered(["step"], ["1b"], (4,), [])] == ["step 1b"]
+
+
+def test_what_is_worth_most_is_done_in_seven_minutes(tasks):
+    """As far as the expected seconds hold: check, update, decode, step and kernels."""
+    models, left = ["1b", "3b"], 7 * 60
+    for task in tasks.ordered(PARTS, models, (4, 1), []):
+        left -= tasks.expected_seconds(task, models, quick=False)
+        if task.part == "kernels":
+            break
+    assert left >= 0
+
+
+def run_until(tasks, path, seconds, run):
+    """A call of so many seconds, of which each task takes ten."""
+    results, clock = tasks.Results(path, ABOUT), [seconds]
+
+    def timed(task):
+        clock[0] -= 10
+        return run(task)
+
+    found = list(tasks.ordered(PARTS[:4], ["1b"], (4,), []))
+    late = tasks.run_left(found, results, seconds=lambda task: 10, left=lambda: clock[0], run=timed)
+    return [task.name for task in late], {one["task"]: one for one in results.all()}
+
+
+def test_a_second_call_goes_on_where_the_first_one_stopped(tasks, tmp_path):
+    path, begun = tmp_path / "x.json", []
+
+    def fail_once(task):
+        begun.append(task.name)
+        failed = task.part == "update" and begun.count(task.name) == 1
+        return {"error": "x", "traceback": "y"} if failed else {"seconds": len(begun)}
+
+    late, found = run_until(tasks, path, 25, fail_once)
+    assert begun == ["check small", "update 1b micro_rows=4"] and late == ["decode 1b", "step 1b"]
+    late, found = run_until(tasks, path, 1000, fail_once)
+    assert begun[2:] == ["update 1b micro_rows=4", "decode 1b", "step 1b"] and late == []
+    assert [found[name]["seconds"] for name in found] == [1, 3, 4, 5]
+    assert run_until(tasks, path, 1000, fail_once) == ([], found) and len(begun) == 5
+
+
+def test_nothing_is_timed_after_a_wrong_number(tasks, tmp_path):
+    path, holds = tmp_path / "x.json", []
+    late, found = run_until(tasks, path, 1000, lambda task: {"holds": bool(holds)})
+    assert list(found) == ["check small"] and len(late) == 3
+    holds.append("mended")
+    late, found = run_until(tasks, path, 1000, lambda task: {"holds": bool(holds)})
+    assert len(found) == 4 and late == []
+
+
+@pytest.mark.parametrize("key", list(ABOUT))
+def test_results_of_another_machine_are_not_continued(tasks, tmp_path, key):
+    path = tmp_path / "x.json"
+    run_until(tasks, path, 1000, lambda task: {})
+    with pytest.raises(ValueError, match=f"has results with {key} .*; name another file"):
+        tasks.Results(path, ABOUT | {key: "other"})
+
+
 def run(*arguments, devices=1):
     return finished(*arguments, env=haste.environment(devices=devices), codes=None)
 
 
 @pytest.mark.slow
 def test_every_part_runs_on_a_cpu(tmp_path):
-    found = run("benchmarks/gpu.py", "--quick", f"--out={tmp_path / 'all.json'}")
+    command = ("benchmarks/gpu.py", "--quick", "--minutes=60", f"--out={tmp_path / 'all.json'}")
+    found = run(*command)
     assert found.returncode == 0, found.stdout + found.stderr
     tree = json.loads((tmp_path / "all.json").read_text())
-    results = {result["part"]: result for result in tree["results"]}
-    assert list(results) == ["check", "update", "decode", "step"]
-    for part in ("update", "decode", "step"):
+    results = {result["task"].split()[0]: result for result in tree["results"]}
+    assert tuple(results) == PARTS
+    for part in ("update", "decode", "step", "batch", "async"):
         assert results[part]["compilations"] == 0 and "error" not in results[part]
     assert 0 < results["update"]["mfu"] < 1 and 0 < results["decode"]["bandwidth_share"] < 1
     assert results["step"]["medians"]["response_length/mean"] > 10
+    age = "training/off_policy/trajectory_staleness/mean"
+    assert 0 < results["async"]["medians"][age] <= 1 and age not in results["step"]["medians"]
+    assert results["batch"]["micro_rows"] == results["batch"]["tried"][-1]["micro_rows"] == 4
+    (table,) = (
+        one for one in tree["results"] if one["task"].startswith("kernels") and "rows" in one
+    )
+    assert table["rows"]["blocks"]["seconds"] > 0 and table["rows"]["plain causal"]["seconds"] > 0
     assert {s["segment"] for s in results["step"]["segments"]} == {
         "rollout",
         "advantage",
@@ -108,6 +194,8 @@ def test_every_part_runs_on_a_cpu(tmp_path):
         ratio = segment["measured_seconds"] / segment["predicted_seconds"]
         assert segment["ratio"] == pytest.approx(ratio)
     assert "WRONG" not in found.stdout and "| s a step |" in found.stdout
+    assert run(*command).returncode == 0  # nothing is left to be done
+    assert json.loads((tmp_path / "all.json").read_text())["results"] == tree["results"]
 
 
 @pytest.mark.slow
