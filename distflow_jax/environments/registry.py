@@ -13,12 +13,15 @@ from distflow_jax.environments.environment import Environment, Shown, Turn
 from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
 from distflow_jax.environments.observed_pictures import ImageSupport, check_shown
-from distflow_jax.environments.tools import Tools, calculator
+from distflow_jax.environments.tool_functions import TOOLS
+from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"tools": Tools} | {
+    tool: alone(tool) for tool in TOOLS
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Environments:
     """The environments of a run, one per response, and the limits of a response in turns.
 
     Args:
-      name: `calculator`, `tools`, my_module:MyClass or path/to/file.py:MyClass.
+      name: `tools`, a built-in tool, my_module:MyClass or path/to/file.py:MyClass.
       kwargs: for it, beside the tokenizer.
       calls: how its methods are called.
       turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
@@ -80,7 +83,7 @@ class Environments:
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
         self._make, self._kwargs = load_environment(name), dict(kwargs)
-        self._check_signature()
+        _check_signature(name, self._make, tokenizer, self._kwargs)
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)
@@ -169,20 +172,37 @@ class Environments:
             )
         return ids.astype(np.int32)
 
-    def _check_signature(self) -> None:
-        for name in ("reset", "step"):
-            if inspect.isclass(self._make) and not callable(getattr(self._make, name, None)):
-                raise ValueError(
-                    f"environment {self.name!r} has no method {name!r}: it needs reset(prompt) and "
-                    "step(tokens, text)"
-                )
-        try:
-            inspect.signature(self._make).bind(self.tokenizer, **self._kwargs)
-        except TypeError as error:
+
+def _check_signature(
+    name: str, make: Callable[..., Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]
+) -> None:
+    for method in ("reset", "step"):
+        if inspect.isclass(make) and not callable(getattr(make, method, None)):
             raise ValueError(
-                f"rollout.environment_kwargs={self._kwargs} do not fit {self.name}"
-                f"{inspect.signature(self._make)}: {error}"
-            ) from error
+                f"environment {name!r} has no method {method!r}: it needs reset(prompt) and "
+                "step(tokens, text)"
+            )
+    try:
+        inspect.signature(make).bind(tokenizer, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.environment_kwargs={kwargs} do not fit {name}{inspect.signature(make)}: "
+            f"{error}"
+        ) from error
+
+
+def template_variables(
+    name: str, kwargs: Mapping[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Variables of the chat template that an environment adds to prompts: the schemas of its tools.
+
+    They are those of its class method template_variables, which gets what the class gets. Raises
+    ValueError or FileNotFoundError as Environments does.
+    """
+    make = load_environment(name)
+    _check_signature(name, make, tokenizer, kwargs)
+    found = getattr(getattr(make, "func", make), "template_variables", None)
+    return found(tokenizer, **{**getattr(make, "keywords", {}), **kwargs}) if found else {}
 
 
 def load_environment(name: str) -> Callable[..., Environment]:

@@ -38,7 +38,12 @@ from distflow_jax.data.loader import Loader
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import ImageSupport
-from distflow_jax.environments.registry import CallLimits, Environments, load_environment
+from distflow_jax.environments.registry import (
+    CallLimits,
+    Environments,
+    load_environment,
+    template_variables,
+)
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
@@ -373,7 +378,7 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
 def open_configured(
     config: Config, open_source: Callable[..., ModelSource] = open_model
 ) -> ModelSource:
-    """The model of a config, with the config's settings of its chat template.
+    """The model of a config, with the config's settings of its chat template and its tools.
 
     Raises ValueError or FileNotFoundError.
     """
@@ -382,6 +387,10 @@ def open_configured(
     if variables and source.tokenizer.chat_template is None:
         raise ValueError(f"data.template_kwargs={variables}: the model has no chat template")
     tokenizer = dataclasses.replace(source.tokenizer, variables=variables, date=date)
+    if config.rollout.environment:
+        name, kwargs = config.rollout.environment, config.rollout.environment_kwargs
+        added = template_variables(name, kwargs, tokenizer)
+        tokenizer = dataclasses.replace(tokenizer, variables={**added, **variables})
     return dataclasses.replace(source, tokenizer=tokenizer)
 
 
