@@ -33,6 +33,7 @@ class Confinement:
     scratch: folder with the programs' scratch folders.
     packages: a folder of Python packages that programs may import; "": none.
     first_uid: the first user number for programs, one for each at a time; 0: this process's user.
+    groups: folders of control groups in which each program gets one; (): it gets none.
     kept: capabilities of programs. As root CAP_DAC_READ_SEARCH where the interpreter is in a folder
       that only root can enter; what is read is then a matter of Landlock alone.
     """
@@ -42,7 +43,8 @@ class Confinement:
     scratch: str
     packages: str
     first_uid: int
-    kept: int = 0
+    groups: tuple[str, ...]
+    kept: int
 
     def readable(self) -> dict[str, int]:
         """{path: rights} of the files that an interpreter and programs of the system need."""
