@@ -7,6 +7,7 @@ has no name, by the code's processes too, and is read from there once the code h
 
 import ast
 import code
+import contextlib
 import linecache
 import os
 import random
@@ -24,9 +25,7 @@ class Python(code.InteractiveInterpreter):
 
     def __init__(self):
         super().__init__({"__name__": "__main__"})
-        self._streams, self._calls, self._succeeded = (sys.stdout, sys.stderr), 0, True
-        for text in self._streams:
-            text.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+        self._calls, self._succeeded = 0, True
         random.seed(0)  # a new interpreter that is given the same code answers alike
 
     def showtraceback(self) -> None:
@@ -36,18 +35,20 @@ class Python(code.InteractiveInterpreter):
 
     def run(self, source: str) -> bool:
         """Runs a piece of code; whether it raised nothing."""
-        sys.stdout, sys.stderr = self._streams
+        # new ones, as the code may have closed the last; one, to keep the order of what is printed
+        shown = open(1, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        sys.stdout = sys.stderr = shown
         self._succeeded, self._calls = True, self._calls + 1
         name = f"<call {self._calls}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             body = ast.parse(source, name).body
-            shown = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
+            last = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
             parts = [compile(ast.Module(body, []), name, "exec")]
-            parts += [compile(ast.Interactive([last]), name, "single") for last in shown]
+            parts += [compile(ast.Interactive([value]), name, "single") for value in last]
         except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
+            self._succeeded, parts = False, []
             self.showsyntaxerror(name)
-            return False
         try:
             for part in parts:
                 if self._succeeded:
@@ -55,6 +56,8 @@ class Python(code.InteractiveInterpreter):
         except SystemExit as end:
             self._succeeded = False
             print(f"SystemExit: {end.code}", file=sys.stderr)
+        with contextlib.suppress(ValueError, OSError):  # the code has closed it, or a full disk
+            shown.flush()
         return self._succeeded
 
 
@@ -129,4 +132,5 @@ def _taken(file: int) -> bytes:
 
 
 if __name__ == "__main__":
+    os.unlink(sys.argv[0])  # the scratch folder is empty
     main({"python": Python, "bash": Bash}[sys.argv[1]]().run)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax import user_functions
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.environments.environment import Environment, Shown, Turn
 from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
@@ -62,6 +63,7 @@ class Environments:
         response may have.
       max_turns: turns of the model in one response.
       sight: what takes pictures of observations; None: the model has no tower.
+      sandbox: the run's section, for an environment that has a parameter of that name.
 
     Raises:
       ValueError, FileNotFoundError: nothing by that name (the nearest is named), or it cannot be
@@ -78,12 +80,15 @@ class Environments:
         turn_length: int = 0,
         max_turns: int = 4,
         sight: ImageSupport | None = None,
+        sandbox: SandboxConfig | None = None,
     ):
         self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
-        self._make, self._kwargs = load_environment(name), dict(kwargs)
-        _check_signature(name, self._make, tokenizer, self._kwargs)
+        self._make = load_environment(name)
+        _check_signature(name, self._make, tokenizer, kwargs)
+        if sandbox is not None and "sandbox" in inspect.signature(self._make).parameters:
+            kwargs = {"sandbox": sandbox, **kwargs}
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)

@@ -1,11 +1,13 @@
 """The forms in which models write calls of tools, and how they read the results.
 
-| form        | of                         | a call                                                   |
-|-------------|----------------------------|----------------------------------------------------------|
-| hermes      | Hermes, Qwen2.5, Qwen3     | <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> |
-| qwen3_coder | Qwen3-Coder, Qwen3.5       | <tool_call><function=f><parameter=x>1</parameter></function></tool_call> |
-| llama3_json | Llama 3.1, 3.2, 3.3        | {"name": "f", "parameters": {"x": 1}}, after <|python_tag|> or not |
-| tags        | models without one         | <tool name="f">1</tool>, or <tool>1</tool> for the first tool |
+hermes: Hermes, Qwen2.5, Qwen3
+    <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
+qwen3_coder: Qwen3-Coder, Qwen3.5
+    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+llama3_json: Llama 3.1 to 3.3; <|python_tag|> may stand before it
+    {"name": "f", "parameters": {"x": 1}}
+tags: models without a form of their own; without a name, the first tool
+    <tool name="f">1</tool>
 
 The names are those of vLLM's parsers. A text is read in time linear in its length.
 """

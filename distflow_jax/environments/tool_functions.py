@@ -1,4 +1,4 @@
-"""Tools as models know them: a function's JSON schema, and its call by arguments that a model wrote."""
+"""Tools as models know them: a function's JSON schema, and its call with a model's arguments."""
 
 import dataclasses
 import inspect
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax import user_functions
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.parsing.one_line import shown
@@ -32,6 +33,10 @@ _TYPES = dict(_KINDS.values())
 _ARGUMENT = re.compile(r"^ +(\w+)(?: *\(.*?\))?: *(.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
+class Unsuccessful(ValueError):
+    """What a tool returns of a call that failed, such as a traceback: shown as it is."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tool:
     """A tool: a function, or a class of which a response has an object that it calls.
@@ -41,13 +46,25 @@ class Tool:
     """
 
     name: str
-    make: Callable[..., Any]
+    function: Callable[..., Any]
     schema: Mapping[str, Any]
 
     @property
     def has_state(self) -> bool:
         """Whether a call may depend on those before it."""
-        return inspect.isclass(self.make)
+        return inspect.isclass(self.function)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calls are awaited."""
+        return inspect.iscoroutinefunction(_called(self.function))
+
+    def make(self, sandbox: SandboxConfig) -> Callable[..., Any]:
+        """What a response calls. A class gets `sandbox` if it has a parameter of that name."""
+        if not self.has_state:
+            return self.function
+        takes = "sandbox" in inspect.signature(self.function).parameters
+        return self.function(sandbox=sandbox) if takes else self.function()
 
     @property
     def _parameters(self) -> Mapping[str, Any]:
@@ -99,7 +116,7 @@ def load_tool(name: str, where: str) -> Tool:
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function, from its signature and docstring, as transformers makes it."""
-    called = function.__call__ if inspect.isclass(function) else function
+    called = _called(function)
     parameters = list(inspect.signature(called).parameters.values())
     parameters = parameters[1:] if inspect.isclass(function) else parameters
     text, _, after = inspect.cleandoc(called.__doc__ or "").partition("\nArgs:\n")
@@ -117,7 +134,7 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
                 "parameters of type str, int, float, bool, list or dict"
             )
         said = about.get(parameter.name)
-        properties[parameter.name] = {"type": kind} | ({"description": said} if said else {})
+        properties[parameter.name] = kind | ({"description": said} if said else {})
     required = [p.name for p in parameters if p.default is p.empty]
     schema = {"type": "object", "properties": properties}
     schema |= {"required": required} if required else {}
@@ -128,13 +145,18 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def _kind(hint: Any) -> str | None:
-    """The name of a type in JSON schemas; None without one."""
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.__call__ if inspect.isclass(function) else function
+
+
+def _kind(hint: Any) -> dict[str, Any] | None:
+    """The JSON schema of a type; None without one."""
+    nullable = {}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint, *others) = [h for h in typing.get_args(hint) if h is not types.NoneType]
-        hint = None if others else hint
+        hint, *others = [h for h in typing.get_args(hint) if h is not types.NoneType]
+        hint, nullable = None if others else hint, {"nullable": True}
     found = _KINDS.get(typing.get_origin(hint) or hint)
-    return found[0] if found else None
+    return {"type": found[0]} | nullable if found else None
 
 
 def _fitted(name: str, value: Any, kind: str) -> Any:

@@ -7,7 +7,6 @@ without a call ends the response.
 """
 
 import functools
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,18 +14,15 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.batch import Prompt
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.event_loop import in_thread, name_call
 from distflow_jax.environments.tool_forms import FORMS, Call, CallForm, form_of
-from distflow_jax.environments.tool_functions import Tool, by_name, load_tool
+from distflow_jax.environments.tool_functions import Tool, Unsuccessful, by_name, load_tool
 from distflow_jax.models.chat.message_parts import split_thought
 from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
-
-
-class Unsuccessful(ValueError):
-    """What a tool returns of a call that failed, such as a traceback: shown as it is."""
 
 
 class Tools:
@@ -43,6 +39,7 @@ class Tools:
       role: whose turn an answer is in the chat template; "": the form's.
       max_calls: calls of one turn that are answered; the rest get an error.
       max_characters: of one result; more is cut in the middle.
+      sandbox: the run's section, for classes whose __init__ takes it.
     """
 
     counts = ("tool_calls", "tool_errors")
@@ -56,6 +53,7 @@ class Tools:
         role: str = "",
         max_calls: int = 4,
         max_characters: int = 1000,
+        sandbox: SandboxConfig | None = None,
     ):
         if max_calls < 1 or max_characters < 1:
             raise ValueError(
@@ -66,7 +64,8 @@ class Tools:
         self._tokenizer, self._role = tokenizer, role or self._form.role
         self._max_calls, self._max_characters = max_calls, max_characters
         self._chat, self._variables = False, None
-        self._objects: dict[str, Any] = {}  # of tools that are classes, by name
+        self._sandbox = sandbox or SandboxConfig()
+        self._called: dict[str, Callable[..., Any]] = {}  # functions and objects, by name
 
     @classmethod
     def template_variables(cls, tokenizer: Tokenizer, **kwargs: Any) -> dict[str, Any]:
@@ -80,7 +79,8 @@ class Tools:
         return not any(tool.has_state for tool in self._tools.values())
 
     def reset(self, prompt: Prompt) -> None:
-        """Looks whether the prompt is a chat: then answers are turns of it."""
+        """Makes the objects of tools; looks whether the prompt is a chat, which has turns."""
+        self._called = {name: tool.make(self._sandbox) for name, tool in self._tools.items()}
         self._chat = self._tokenizer.is_chat(prompt.text)
         self._variables = prompt.extra_info.get("chat_template_kwargs")
 
@@ -99,8 +99,8 @@ class Tools:
 
     async def close(self) -> None:
         """Ends the objects of tools."""
-        for made in self._objects.values():
-            if hasattr(made, "close"):
+        for name, made in self._called.items():
+            if self._tools[name].has_state and hasattr(made, "close"):
                 await in_thread(made.close)
 
     def _observation(self, answers: Sequence[str]) -> Any:
@@ -130,18 +130,10 @@ class Tools:
             raise ValueError(f"there is no tool {name[:40]!r}; {hint(name, self._tools)}")
         arguments = self._tools[name].bind(call.arguments)
         name_call(f"tool {name!r}")
-        called = await self._called(name)
-        if inspect.iscoroutinefunction(called):
+        called = self._called[name]
+        if self._tools[name].is_async:
             return str(await called(**arguments))
         return str(await in_thread(functools.partial(called, **arguments)))
-
-    async def _called(self, name: str) -> Callable[..., Any]:
-        tool = self._tools[name]
-        if not tool.has_state:
-            return tool.make
-        if name not in self._objects:
-            self._objects[name] = await in_thread(tool.make)
-        return self._objects[name].__call__
 
     def _cut(self, text: str) -> str:
         left_out = len(text) - self._max_characters

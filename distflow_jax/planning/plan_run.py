@@ -596,6 +596,7 @@ def make_environments(
         turn_length=rollout.turn_length,
         max_turns=rollout.max_turns,
         sight=sight,
+        sandbox=config.sandbox,
     )
     files.callback(environments.close)
     return environments

@@ -172,7 +172,7 @@ TRAITS |= {
         "{%- set call = m.tool_calls[0].function %}{{- '<|im_start|>assistant\\n\\n' }}"
         '{{- \'{"name": "\' ~ call.name ~ \'", "parameters": \' ~ call.arguments | tojson ~ "}" }}'
         "{%- else %}{{- '<|im_start|>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '\\n\\n' }}"
-        "{%- if m.role == 'tool' %}{{- {'output': m.content} | tojson }}{%- else %}"
+        "{%- if m.role == 'tool' %}{{- m.content | tojson }}{%- else %}"
         "{%- if m.role == 'user' and ns.tools %}{%- for t in ns.tools %}"
         "{{- t | tojson(indent=4) ~ '\\n\\n' }}{%- endfor %}{%- set ns.tools = none %}{%- endif %}"
         "{{- m.content | trim }}{%- endif %}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"

@@ -32,6 +32,7 @@ TOOLS = {
         },
     },
 }
+RESULTS = ["84", "a\n<b>"]  # of two calls
 _VALUES = {
     "city": ["Rome", "São Paulo", "New York, NY", "x\ny", ' "quoted" ', "5"],
     "days": [1, 12, -3],
@@ -71,14 +72,12 @@ _WRITERS = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3_json": _llam
 
 
 def texts(form: str) -> list[str]:
-    """Turns in a form: none, one or several calls, behind text or not, and calls of no tool."""
+    """Turns in a form: none, one or (where others read that) several calls, behind text or not."""
     rng, found = random.Random(form), ["No call.", "5 < 6 {x}"]
     write = _WRITERS[form]
     for _ in range(40):
-        calls = [write(*_call(rng)) for _ in range(rng.choice((1, 1, 2, 3)))]
-        before = "" if form == "llama3_json" else rng.choice(_BEFORE)
-        found.append(before + (";" if form == "llama3_json" else "\n").join(calls))
-    found.append(write("unknown", {"a": "b"}))
-    if form == "llama3_json":
-        found.append("<|python_tag|>" + write(*_call(rng)))
+        count, before = rng.choice((1, 1, 2, 3)), rng.choice(_BEFORE)
+        if form == "llama3_json":
+            count, before = 1, ""
+        found.append(before + "\n".join(write(*_call(rng)) for _ in range(count)))
     return found
