@@ -109,7 +109,7 @@ def confine(
     proc: a descriptor of /proc if the program has namespaces.
     Raises OSError if a step fails.
     """
-    _limit(limits, others)
+    _limit(limits)
     if uid:
         call("prctl", PR_SET_KEEPCAPS, int(bool(plan.kept)), 0, 0, 0)
         os.setgroups([])
@@ -117,6 +117,8 @@ def confine(
         os.setresuid(uid, uid, uid)
     elif proc is not None:
         namespaces.own_user(proc)
+    # after the user namespace: its own count would bound that of the namespace above, too
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes + others,) * 2)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities(plan.kept)
@@ -132,13 +134,12 @@ def confine(
     )
 
 
-def _limit(limits: SandboxLimits, others: int) -> None:
+def _limit(limits: SandboxLimits) -> None:
     seconds = int(limits.cpu_seconds) + 1
     for kind, most in {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NPROC: limits.processes + others,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 1,  # 0 would still start a handler of core files; core(5)
         resource.RLIMIT_MEMLOCK: 0,

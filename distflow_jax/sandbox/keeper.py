@@ -264,7 +264,7 @@ class _Watch:
         used = [descendants.usage(one) for one in processes]
         memory = sum(max(0, own - self._own_memory) for own, _ in used)
         self._memory = max(self._memory, memory)
-        if memory > self._limits.memory:
+        if memory > self._limits.memory or (self._group and self._group.kills()):
             return "memory"
         if sum(cpu for _, cpu in used) > self._limits.cpu_seconds:
             return "cpu"
