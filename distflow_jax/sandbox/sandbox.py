@@ -6,7 +6,6 @@ docs/sandbox.md says what each stops. At its start the sandbox attacks itself at
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import marshal
@@ -55,11 +54,13 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._zygote: socket.socket | None = None
+        self._folders: list[str] = []
         self._provider: RemoteProvider | None = None
         if settings.level == "remote":
             key = read_secret("sandbox.token_file", settings.token_file) if settings.token_file else ""
             self._provider = RemoteProvider(HttpServer(settings.url, key))
         self.level = ""
+        self.attempts: dict[str, str] = {}  # of the attack on itself: what stopped each
         self.limits = SandboxLimits(
             seconds=settings.seconds,
             cpu_seconds=settings.cpu_seconds,
@@ -114,6 +115,9 @@ class Sandbox:
             if self._process:
                 self._process.wait()
             self._zygote = self._process = None
+            for folder in self._folders:  # left of a zygote that was killed
+                shutil.rmtree(folder, ignore_errors=True)
+            self._folders.clear()
 
     def _begin(self, program: SandboxProgram, ends: list[int]) -> socket.socket:
         """Hands a program to a new keeper; a connection to that."""
@@ -127,7 +131,9 @@ class Sandbox:
                     socket.send_fds(self._zygote, [b"program"], descriptors)
                 theirs.close()
                 ours.settimeout(program.limits.seconds + GRACE_SECONDS)
-                write_message(ours, dataclasses.asdict(program))
+                told = {name: getattr(program, name) for name in ("argv", "stdin")}
+                told |= {"files": dict(program.files), "limits": vars(program.limits)}
+                write_message(ours, told)
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"the sandbox's process has ended: {error}") from None
@@ -148,7 +154,7 @@ class Sandbox:
         lacks = []
         for level in wanted:
             try:
-                self._try(level)
+                self.attempts = self._try(level)
                 self.level = level
                 return
             except SandboxError as error:
@@ -159,7 +165,7 @@ class Sandbox:
             f"({'; '.join(lacks)}); run on a machine that has one, or set sandbox.level=remote"
         )
 
-    def _try(self, level: str) -> None:
+    def _try(self, level: str) -> dict[str, str]:
         """Starts a level and attacks it. Raises SandboxError with what it lacks."""
         if why := unsupported():
             raise SandboxError(why)
@@ -168,10 +174,12 @@ class Sandbox:
         log.info("sandbox: level %s; attempts to leave it:\n%s", level, self_attack.table(found))
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
+        return found
 
     def _start(self, level: str) -> None:
         """Starts a zygote. Raises SandboxError with what the level lacks here."""
         folder = tempfile.mkdtemp(prefix="distflow-sandbox-", dir=self._settings.scratch or None)
+        self._folders.append(folder)
         os.chmod(folder, 0o711)  # a program's user enters its own folder there
         settings = {
             "level": level,
@@ -199,7 +207,6 @@ class Sandbox:
         if "error" in told:
             ours.close()
             self._process.wait()
-            shutil.rmtree(folder, ignore_errors=True)
             raise SandboxError(told["error"])
         ours.settimeout(None)
         self._zygote = ours

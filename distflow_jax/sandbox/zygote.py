@@ -39,6 +39,8 @@ def main(descriptor: str, settings: str) -> None:
 
     settings: a JSON object with the fields level, scratch and packages.
     """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # of the thread that started this process
+    os.umask(0o022)
     path = sys.path[1:]  # the first is this package's
     server = socket.socket(fileno=int(descriptor))
     try:
