@@ -18,9 +18,7 @@ from support.waiting import HANG
 from distflow_jax.config.sandbox_config import LEVELS
 from distflow_jax.sandbox import system_calls
 
-pytestmark = pytest.mark.skipif(
-    bool(system_calls.unsupported()), reason=system_calls.unsupported()
-)
+pytestmark = pytest.mark.skipif(bool(system_calls.unsupported()), reason=system_calls.unsupported())
 USERS = ["root", "user"] if os.geteuid() == 0 else ["user"]
 
 

@@ -20,9 +20,7 @@ from distflow_jax.sandbox import remote_provider, system_calls
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxLimits, SandboxProgram
 
-pytestmark = pytest.mark.skipif(
-    bool(system_calls.unsupported()), reason=system_calls.unsupported()
-)
+pytestmark = pytest.mark.skipif(bool(system_calls.unsupported()), reason=system_calls.unsupported())
 TOKEN = "a-secret"
 
 
@@ -104,7 +102,7 @@ def test_nobody_answers():
 
 def test_address_that_is_none():
     with pytest.raises(ValueError, match="sandbox.url: 'ftp://a' is no address of a server"):
-        Sandbox(SandboxConfig(level="remote", url="ftp://a"))
+        Sandbox(SandboxConfig(level="remote", url="ftp://a")).__enter__()
 
 
 GOOD = {
@@ -128,7 +126,7 @@ GOOD = {
         (200, [], "is no JSON object"),
         (200, {**GOOD, "cause": "closed"}, "cause must be one of"),
         (200, {**GOOD, "exit_code": "0"}, "exit_code must be"),
-        (200, {**GOOD, "stdout": "%%"}, "not base64"),
+        (200, {**GOOD, "stdout": "%%"}, "base64"),
         (200, {name: GOOD[name] for name in GOOD if name != "memory"}, "has no memory"),
         (200, {**GOOD, "stdout": "A" * 100_000}, "an answer of more than"),
     ],

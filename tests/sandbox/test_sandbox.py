@@ -6,9 +6,11 @@ the sandbox imports nothing of it, and docs/sandbox.md does what it says.
 
 import concurrent.futures
 import dataclasses
+import io
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 
@@ -28,13 +30,11 @@ from distflow_jax.sandbox.sandbox_records import (
 )
 from distflow_jax.sandbox.sandbox_session import SessionEnded
 
-pytestmark = pytest.mark.skipif(
-    bool(system_calls.unsupported()), reason=system_calls.unsupported()
-)
-SHORT = SandboxLimits(seconds=0.3)
+pytestmark = pytest.mark.skipif(bool(system_calls.unsupported()), reason=system_calls.unsupported())
+LIMITS, SHORT = SandboxLimits(), SandboxLimits(seconds=0.3)
 
 
-def python(source, stdin=b"", *arguments, limits=SandboxLimits(), **files):
+def python(source, stdin=b"", *arguments, limits=LIMITS, **files):
     """A Python program."""
     contents = {"main.py": source.encode(), **files}
     return SandboxProgram(("python3", "main.py", *arguments), contents, stdin, limits)
@@ -108,7 +108,7 @@ def test_exit_codes(best, source, code, errors):
 
 
 def test_other_programs(sandbox):
-    """Any program of the system runs, and Python with flags; one that is not there is no failure."""
+    """Any program of the system runs, and Python with flags; one that is absent is no failure."""
     shell = "cat; echo $HOME $PATH >&2; echo made > file; cat file; exit 3"
     outcome = sandbox.run(SandboxProgram(("bash", "-c", shell), {}, b"in "))
     assert (outcome.exit_code, outcome.stdout) == (3, b"in made\n")
@@ -152,16 +152,18 @@ def test_scratch_folders_are_new(sandbox):
 
 
 def test_output_is_cut_at_the_limit(sandbox):
-    limits = dataclasses.replace(SandboxLimits(), output=1000)
+    limits = dataclasses.replace(LIMITS, output=1000)
     exact = sandbox.run(python("print('x' * 999)", limits=limits))
     assert (exact.cause, len(exact.stdout), exact.is_cut) == ("ended", 1000, False)
-    above = sandbox.run(python("print('x' * 1000, flush=True)\nimport time; time.sleep(9)", limits=limits))
+    above = sandbox.run(
+        python("print('x' * 1000, flush=True)\nimport time; time.sleep(9)", limits=limits)
+    )
     assert (above.cause, len(above.stdout), above.is_cut) == ("output", 1000, True)
 
 
 def test_large_input_and_output_at_once(sandbox):
     content = os.urandom(1 << 21)
-    limits = dataclasses.replace(SandboxLimits(), output=1 << 22)
+    limits = dataclasses.replace(LIMITS, output=1 << 22)
     outcome = sandbox.run(SandboxProgram(("cat",), {}, content, limits))
     assert outcome.stdout == content
 
@@ -177,7 +179,7 @@ def test_deadline_counts_from_the_start(sandbox):
 
 
 def test_cpu_of_all_processes_counts(sandbox):
-    limits = dataclasses.replace(SandboxLimits(), seconds=60.0, cpu_seconds=0.4)
+    limits = dataclasses.replace(LIMITS, seconds=60.0, cpu_seconds=0.4)
     source = "import os\nos.fork(); os.fork()\nwhile True: pass"
     outcome = sandbox.run(python(source, limits=limits))
     assert outcome.cause == "cpu" and outcome.cpu_seconds >= 0.4
@@ -231,7 +233,7 @@ def test_session_that_ends(sandbox):
 
 def session_keeper(sandbox):
     """The only keeper's process, or the zygote if there is none."""
-    zygote = sandbox._process.pid
+    zygote = sandbox._zygote.pid
     return next(iter(descendants.children(zygote)), zygote)
 
 
@@ -264,9 +266,10 @@ from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
 sandbox = Sandbox(SandboxConfig()).__enter__()
+zygote = sandbox._zygote
 program = SandboxProgram(("sleep", "999"), limits=SandboxLimits(seconds=999))
 threading.Thread(target=sandbox.run, args=(program,)).start()
-print(sandbox._process.pid, sandbox._folders[-1], flush=True)
+print(zygote.pid, zygote.folder, flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
         zygote, folder = run.stdout.readline().split()
@@ -286,7 +289,7 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
     for victim in (lambda zygote: descendants.children(zygote)[0], lambda zygote: zygote):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             run = pool.submit(best.run, program)
-            zygote = best._process.pid
+            zygote = best._zygote.pid
             until(lambda zygote=zygote: descendants.children(zygote))
             keepers = descendants.children(zygote)
             os.kill(victim(zygote), signal.SIGKILL)
@@ -300,7 +303,7 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
 
 def test_scratch_disk_without_space(tmp_path):
     """A program that could not be written, or whose disk is full, has no outcome."""
-    limits = dataclasses.replace(SandboxLimits(), disk=1 << 20)
+    limits = dataclasses.replace(LIMITS, disk=1 << 20)
     with Sandbox(SandboxConfig()) as sandbox, pytest.raises(SandboxError):
         sandbox.run(python("", limits=limits, large=bytes(2 << 20)))
     if os.geteuid() != 0:
@@ -434,8 +437,6 @@ def test_filter_verdicts(landlock, alone):
 
 def interpret(rules, number, arguments, arch=None):
     """What classic BPF makes of a call."""
-    import struct  # noqa: PLC0415
-
     arch = system_calls.AUDIT_ARCH if arch is None else arch
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=iIQ6q", number, arch, 0, *padded)
@@ -502,8 +503,6 @@ def test_groups_of_version_2(tmp_path, monkeypatch):
 
 def opens(path, text):
     """An `open` that finds another text at one path."""
-    import io  # noqa: PLC0415
-
     before = open
 
     def replaced(file, *arguments, **named):

@@ -1,6 +1,6 @@
 """Programs in their thousands: every outcome as expected, and nothing is left of them.
 
-Nightly: 10,000 random programs, four at a time, each right, wrong, hanging, crashing, flooding or
+Nightly: 10,000 random programs at each of two levels, four at a time, each right, wrong, hanging, crashing, flooding or
 forking, leave no process, folder or descriptor, and the memory of this process and of the zygote
 stays within 2 %.
 """
@@ -19,16 +19,19 @@ from distflow_jax.sandbox import descendants, system_calls
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
 
-pytestmark = pytest.mark.skipif(
-    bool(system_calls.unsupported()), reason=system_calls.unsupported()
-)
+pytestmark = pytest.mark.skipif(bool(system_calls.unsupported()), reason=system_calls.unsupported())
 # {kind: (share, code, deadline, what its outcome has)}; code gets a and b by standard input. Those
 # that end by themselves have a minute: how long they take is the machine's matter
 KINDS = {
     "right": (8, "print(a * b)", 60, {"cause": "ended", "exit_code": 0}),
     "wrong": (4, "print(a * b + 1)", 60, {"cause": "ended", "exit_code": 0}),
     "raises": (2, "print(a * b); 1 / 0", 60, {"cause": "ended", "exit_code": 1}),
-    "crashes": (2, "print(a * b, flush=True); os.abort()", 60, {"cause": "signal", "exit_code": -6}),
+    "crashes": (
+        2,
+        "print(a * b, flush=True); os.abort()",
+        60,
+        {"cause": "signal", "exit_code": -6},
+    ),
     "hangs": (1, "time.sleep(99)", 0.2, {"cause": "deadline", "exit_code": -9}),
     "floods": (1, "while True: os.write(1, b'x' * 9999)", 60, {"cause": "output"}),
     "forks": (
@@ -72,11 +75,11 @@ def held(process):
     return int(status[status.index("VmRSS:") + 1]), len(os.listdir(f"/proc/{process}/fd"))
 
 
-def soak(count, level="auto", scratch=""):
+def soak(count, level):
     """Runs so many programs, and checks what is left; returns {process: memory at marks}."""
-    with Sandbox(SandboxConfig(level=level, scratch=scratch)) as sandbox:
-        processes = (os.getpid(), sandbox._process.pid)
-        folder = pathlib.Path(sandbox._folders[-1])
+    with Sandbox(SandboxConfig(level=level)) as sandbox:
+        processes = (os.getpid(), sandbox._zygote.pid)
+        folder = sandbox._zygote.folder
         marks = []
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             for mark in range(5):
@@ -96,12 +99,13 @@ def soak(count, level="auto", scratch=""):
 
 
 def test_a_hundred_programs():
-    soak(100)
+    soak(100, "kernel")
 
 
 @pytest.mark.slow
-def test_ten_thousand_programs():
-    memory = soak(10_000)
+@pytest.mark.parametrize("level", ["kernel", "auto"])
+def test_ten_thousand_programs(level):
+    memory = soak(10_000, level)
     print(memory, file=sys.stderr)
     for sizes in memory.values():
         assert max(sizes[1:]) <= 1.02 * min(sizes[1:]), memory
