@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from distflow_jax.sandbox import landlock, namespaces, syscall_filter
-from distflow_jax.sandbox.sandbox_records import SandboxLimits
+from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
 from distflow_jax.sandbox.system_calls import (
     PR_SET_KEEPCAPS,
     PR_SET_NO_NEW_PRIVS,
@@ -45,6 +45,11 @@ class Confinement:
     first_uid: int
     groups: tuple[str, ...]
     kept: int
+
+    @property
+    def root(self) -> str:
+        """The folder that programs with namespaces have as their root."""
+        return f"{self.scratch}/root"
 
     def readable(self) -> dict[str, int]:
         """{path: rights} of the files that an interpreter and programs of the system need."""
@@ -95,8 +100,7 @@ def can_enter(path: str) -> bool:
 
 def confine(
     plan: Confinement,
-    limits: SandboxLimits,
-    files: Mapping[str, bytes],
+    program: SandboxProgram,
     scratch: str,
     *,
     uid: int,
@@ -109,7 +113,8 @@ def confine(
     proc: a descriptor of /proc if the program has namespaces.
     Raises OSError if a step fails.
     """
-    _limit(limits, others)
+    limits = program.limits
+    _limit(limits)
     if uid:
         call("prctl", PR_SET_KEEPCAPS, int(bool(plan.kept)), 0, 0, 0)
         os.setgroups([])
@@ -117,11 +122,13 @@ def confine(
         os.setresuid(uid, uid, uid)
     elif proc is not None:
         namespaces.own_user(proc)
+    # after the user namespace: its own count would bound that of the namespace above, too
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes + others,) * 2)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities(plan.kept)
     os.chdir(scratch)
-    _write(files)
+    _write(program.files)
     if plan.landlock:
         landlock.restrict(plan.landlock, plan.readable(), scratch)
     alone = bool(uid) or plan.has_namespaces
@@ -132,13 +139,12 @@ def confine(
     )
 
 
-def _limit(limits: SandboxLimits, others: int) -> None:
+def _limit(limits: SandboxLimits) -> None:
     seconds = int(limits.cpu_seconds) + 1
     for kind, most in {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NPROC: limits.processes + others,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 1,  # 0 would still start a handler of core files; core(5)
         resource.RLIMIT_MEMLOCK: 0,
