@@ -53,14 +53,12 @@ class Interpreter:
         try:
             self._session.send(code.encode(), seconds)
             answer = self._session.receive(_MOST_BYTES, seconds)
-        except TimeoutError:
+        except (TimeoutError, SessionEnded) as error:
             self.close()
-            raise Unsuccessful(
-                f"error: no result within {seconds:.0f} s; the next call has a new interpreter"
-            ) from None
-        except SessionEnded:
-            session, self._session = self._session, None
-            raise Unsuccessful(_ending(session)) from None
+            # no seconds and no cause: another interpreter that is given the code must answer alike
+            what = "gave no result in time" if isinstance(error, TimeoutError) else "has ended"
+            new = "the next call has a new one"
+            raise Unsuccessful(f"error: the interpreter {what}; {new}") from None
         text = answer[1:].decode("utf-8", "replace").rstrip("\n")
         if answer[:1] != b"+":
             raise Unsuccessful(text)
@@ -118,9 +116,3 @@ def _program(language: str, limits: SandboxLimits) -> SandboxProgram:
     return SandboxProgram(
         ("python3", "main.py", language), {"main.py": _LOOP.read_bytes()}, limits=limits
     )
-
-
-def _ending(session: SandboxSession) -> str:
-    outcome = session.close()
-    how = f"exit code {outcome.exit_code}" if outcome.cause == "ended" else outcome.cause
-    return f"error: the interpreter has ended ({how}); the next call has a new one"

@@ -67,18 +67,14 @@ class Tool:
         return self.function(sandbox=sandbox) if takes else self.function()
 
     @property
-    def _parameters(self) -> Mapping[str, Any]:
-        return self.schema["function"]["parameters"]
-
-    @property
     def required(self) -> Sequence[str]:
         """The names of arguments that every call gives."""
-        return self._parameters.get("required", ())
+        return self.schema["function"]["parameters"].get("required", ())
 
     def bind(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         """The arguments by name, each of its type. ValueError, in words for the model, for wrong
         ones. Text is read as JSON for a parameter of another type."""
-        known, required = self._parameters["properties"], self.required
+        known, required = self.schema["function"]["parameters"]["properties"], self.required
         if isinstance(arguments, str):
             arguments = {next(iter(known)): arguments} if known else {}
         given = {k: v for k, v in arguments.items() if v is not None or k in required}

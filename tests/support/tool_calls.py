@@ -34,9 +34,9 @@ TOOLS = {
 }
 RESULTS = ["84", "a\n<b>"]  # of two calls
 _VALUES = {
-    "city": ["Rome", "São Paulo", "New York, NY", "x\ny", ' "quoted" ', "5"],
+    "city": ["Rome", "São Paulo", "New York, NY", "x\ny", 'a "quoted" word', "5"],
     "days": [1, 12, -3],
-    "code": ["print(1)", "for i in range(3):\n    print(i)\n", "a < b and c > d", "'''x'''", "{}"],
+    "code": ["print(1)", "for i in range(3):\n    print(i)", "a < b and c > d", "'''x'''", "{}"],
     "share": [0.5, 2.25],
     "quiet": [True, False],
     "options": [{"a": 1}, {"a": {"b": [1, "c"]}}],
