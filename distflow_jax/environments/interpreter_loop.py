@@ -20,7 +20,7 @@ from collections.abc import Callable
 MOST = 1 << 15  # bytes of output that are read, from its beginning and from its end
 
 
-class Python(code.InteractiveInterpreter):
+class PythonSession(code.InteractiveInterpreter):
     """Runs code in one namespace, and shows the value of an expression in its last line."""
 
     def __init__(self):
@@ -61,7 +61,7 @@ class Python(code.InteractiveInterpreter):
         return self._succeeded
 
 
-class Bash:
+class BashSession:
     """Runs commands in one shell, and in a new one where that has ended."""
 
     _shell: subprocess.Popen[bytes] | None = None
@@ -133,4 +133,4 @@ def _taken(file: int) -> bytes:
 
 if __name__ == "__main__":
     os.unlink(sys.argv[0])  # the scratch folder is empty
-    main({"python": Python, "bash": Bash}[sys.argv[1]]().run)
+    main({"python": PythonSession, "bash": BashSession}[sys.argv[1]]().run)

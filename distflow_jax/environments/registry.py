@@ -17,6 +17,7 @@ from distflow_jax.environments.observed_pictures import ImageSupport, check_show
 from distflow_jax.environments.tool_functions import TOOLS
 from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE
 
@@ -63,7 +64,6 @@ class Environments:
         response may have.
       max_turns: turns of the model in one response.
       sight: what takes pictures of observations; None: the model has no tower.
-      sandbox: the run's section, for an environment that has a parameter of that name.
 
     Raises:
       ValueError, FileNotFoundError: nothing by that name (the nearest is named), or it cannot be
@@ -80,15 +80,12 @@ class Environments:
         turn_length: int = 0,
         max_turns: int = 4,
         sight: ImageSupport | None = None,
-        sandbox: SandboxConfig | None = None,
     ):
         self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
         self._make = load_environment(name)
         _check_signature(name, self._make, tokenizer, kwargs)
-        if sandbox is not None and "sandbox" in inspect.signature(self._make).parameters:
-            kwargs = {"sandbox": sandbox, **kwargs}
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)
@@ -201,13 +198,24 @@ def template_variables(
 ) -> dict[str, Any]:
     """Variables of the chat template that an environment adds to prompts: the schemas of its tools.
 
-    They are those of its class method template_variables, which gets what the class gets. Raises
-    ValueError or FileNotFoundError as Environments does.
+    They are those of its class method template_variables, which gets what the class gets, as far as
+    the template reads them. Raises ValueError or FileNotFoundError as Environments does.
     """
-    make = load_environment(name)
-    _check_signature(name, make, tokenizer, kwargs)
+    make = load_environment(name) if name else None
     found = getattr(getattr(make, "func", make), "template_variables", None)
-    return found(tokenizer, **{**getattr(make, "keywords", {}), **kwargs}) if found else {}
+    if make is None or found is None:
+        return {}
+    _check_signature(name, make, tokenizer, kwargs)
+    read = names_read(tokenizer.chat_template or "")
+    added = found(tokenizer, **{**getattr(make, "keywords", {}), **kwargs})
+    return {variable: value for variable, value in added.items() if variable in read}
+
+
+def with_sandbox(name: str, kwargs: Mapping[str, Any], sandbox: SandboxConfig) -> Mapping[str, Any]:
+    """The arguments of an environment, and the run's section `sandbox` if it has a parameter of
+    that name."""
+    takes = "sandbox" in inspect.signature(load_environment(name)).parameters
+    return {"sandbox": sandbox, **kwargs} if takes else kwargs
 
 
 def load_environment(name: str) -> Callable[..., Environment]:

@@ -34,7 +34,7 @@ _ARGUMENT = re.compile(r"^ +(\w+)(?: *\(.*?\))?: *(.*(?:\n {5,}.*)*)", re.MULTIL
 
 
 class Unsuccessful(ValueError):
-    """What a tool returns of a call that failed, such as a traceback: shown as it is."""
+    """A call that failed, with the answer of the tool, such as a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)

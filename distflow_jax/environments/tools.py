@@ -21,7 +21,6 @@ from distflow_jax.environments.event_loop import in_thread, name_call
 from distflow_jax.environments.tool_forms import FORMS, Call, CallForm, form_of
 from distflow_jax.environments.tool_functions import Tool, Unsuccessful, by_name, load_tool
 from distflow_jax.models.chat.message_parts import split_thought
-from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
 
 
@@ -69,9 +68,8 @@ class Tools:
 
     @classmethod
     def template_variables(cls, tokenizer: Tokenizer, **kwargs: Any) -> dict[str, Any]:
-        """{"tools": schemas}, for the prompts of a chat template that reads them; see __init__."""
-        schemas = [tool.schema for tool in cls(tokenizer, **kwargs)._tools.values()]
-        return {"tools": schemas} if "tools" in names_read(tokenizer.chat_template or "") else {}
+        """{"tools": their schemas}, for prompts; the arguments are those of __init__."""
+        return {"tools": [tool.schema for tool in cls(tokenizer, **kwargs)._tools.values()]}
 
     @property
     def repeatable(self) -> bool:

@@ -43,6 +43,7 @@ from distflow_jax.environments.registry import (
     Environments,
     load_environment,
     template_variables,
+    with_sandbox,
 )
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
@@ -387,10 +388,9 @@ def open_configured(
     if variables and source.tokenizer.chat_template is None:
         raise ValueError(f"data.template_kwargs={variables}: the model has no chat template")
     tokenizer = dataclasses.replace(source.tokenizer, variables=variables, date=date)
-    if config.rollout.environment:
-        name, kwargs = config.rollout.environment, config.rollout.environment_kwargs
-        added = template_variables(name, kwargs, tokenizer)
-        tokenizer = dataclasses.replace(tokenizer, variables={**added, **variables})
+    name, kwargs = config.rollout.environment, config.rollout.environment_kwargs
+    added = template_variables(name, kwargs, tokenizer)
+    tokenizer = dataclasses.replace(tokenizer, variables={**added, **variables})
     return dataclasses.replace(source, tokenizer=tokenizer)
 
 
@@ -585,7 +585,7 @@ def make_environments(
         sight = ImageSupport(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
-        rollout.environment_kwargs,
+        with_sandbox(rollout.environment, rollout.environment_kwargs, config.sandbox),
         source.tokenizer,
         calls=CallLimits(
             rollout.environment_timeout,
@@ -596,7 +596,6 @@ def make_environments(
         turn_length=rollout.turn_length,
         max_turns=rollout.max_turns,
         sight=sight,
-        sandbox=config.sandbox,
     )
     files.callback(environments.close)
     return environments

@@ -17,7 +17,7 @@ from support.waiting import HANG, until
 from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle, check_environments
-from distflow_jax.environments.registry import CallLimits, Environments
+from distflow_jax.environments.registry import CallLimits, Environments, with_sandbox
 from distflow_jax.environments.tools import Tools
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError
@@ -124,7 +124,8 @@ def test_equal_code_gives_equal_results():
 def opened(seconds=HANG, **limits):
     """(a function that gives the outcome of a turn, the handle, the environments)."""
     calls = CallLimits(seconds, **limits)
-    environments = Environments("tools", KWARGS, TOKENIZER, calls=calls, sandbox=SETTINGS)
+    kwargs = with_sandbox("tools", KWARGS, SETTINGS)
+    environments = Environments("tools", kwargs, TOKENIZER, calls=calls)
     found: queue.SimpleQueue = queue.SimpleQueue()
     handle = EnvironmentHandle(environments, PROMPTS[0], found)
 
@@ -207,6 +208,6 @@ def test_a_machine_without_such_a_sandbox_is_refused_before_step_1(monkeypatch):
         raise ValueError("sandbox.minimum=kernel: this machine lacks Landlock")
 
     monkeypatch.setattr("distflow_jax.environments.interpreters._opened", refuse)
-    found = Environments("python", {}, TOKENIZER, calls=CallLimits(HANG, 0), sandbox=SETTINGS)
+    found = Environments("python", {}, TOKENIZER, calls=CallLimits(HANG, 0))
     with contextlib.closing(found), pytest.raises(ValueError, match="this machine lacks Landlock"):
         check_environments(found, PROMPTS[0])

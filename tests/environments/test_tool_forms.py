@@ -17,6 +17,7 @@ from support.tiny_model import prompt_of
 from support.tool_calls import RESULTS, TOOLS, texts
 from support.waiting import ends
 
+from distflow_jax.environments.registry import template_variables
 from distflow_jax.environments.tool_forms import FORMS, Call, form_of
 from distflow_jax.environments.tool_functions import load_tool
 from distflow_jax.environments.tools import Tools
@@ -273,11 +274,12 @@ def test_a_schema_is_what_transformers_makes_of_the_function(own):
 def test_prompts_have_the_schemas_where_the_template_reads_them(template, own):
     kwargs = {"tools": (f"{own}:look_up",)}
     for name in (*NATIVE, "lists_tools"):
-        variables = Tools.template_variables(template(name), **kwargs)
-        assert variables["tools"] == [GOLDEN["schema"]]
+        variables = template_variables("tools", kwargs, template(name))
+        assert variables == {"tools": [GOLDEN["schema"]]}
         told = dataclasses.replace(template(name), variables=variables)
         assert "Looks up the weather." in told.render(ASKED)
-    assert Tools.template_variables(template("plain"), **kwargs) == {}
+    assert template_variables("tools", kwargs, template("plain")) == {}
+    assert template_variables("", {}, template("hermes")) == {}
 
 
 def test_an_object_of_a_class_lives_as_long_as_its_response(template, own):
