@@ -121,7 +121,7 @@ def _read(count: int) -> bytes:
 
 
 def _taken(file: int) -> bytes:
-    """What was written to a file, which is empty then."""
+    """Empties a file, and returns its content, the middle left out if it is long."""
     size = os.fstat(file).st_size
     text = os.pread(file, min(size, 2 * MOST), 0)
     if size > 2 * MOST:

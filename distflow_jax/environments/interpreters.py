@@ -33,8 +33,8 @@ class Interpreter:
         self._session: SandboxSession | None = None
 
     async def run(self, code: str) -> str:
-        """What the code prints. It gets half of the time that the environment's call has left, so
-        that all calls of a turn end within that.
+        """Runs code, and returns what it prints. It gets half of the time that the environment's
+        call has left, so that all calls of a turn end within that.
 
         Raises Unsuccessful with the answer for code that failed, took too long or ended the
         interpreter; SandboxError.

@@ -24,7 +24,7 @@ from distflow_jax.parsing.one_line import shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call of a tool.
 
     `name` "" stands for the first tool. `arguments` by name, or the text of the only one.
@@ -37,14 +37,14 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallForm:
+class ToolForm:
     """A form of calls.
 
     `read`: the calls in a text. `role`: whose turn a result is in the chat template. `wrapped`: a
     result where no template writes one, or a turn of another role has it.
     """
 
-    read: Callable[[str], list[Call]]
+    read: Callable[[str], list[ToolCall]]
     role: str = "tool"
     wrapped: str = "<tool_response>\n{}\n</tool_response>"
 
@@ -59,78 +59,78 @@ _NAME = r"""\s+name\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))"""
 _OPENING, _CLOSING = re.compile(rf"<tool(?:{_NAME})?\s*>"), "</tool>"
 
 
-def _json_call(value: Any) -> Call:
+def _json_call(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         wanted = 'a call has the form {"name": "...", "arguments": {...}}'
-        return Call(problem=f"{wanted}, got {shown(value)}")
+        return ToolCall(problem=f"{wanted}, got {shown(value)}")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in JSON
         arguments = _read_json(arguments, dict)
-    if isinstance(arguments, Call):
+    if isinstance(arguments, ToolCall):
         return arguments
     if not isinstance(arguments, dict | str):
-        return Call(name, problem=f"the arguments of {name} must be an object, {{...}}")
-    return Call(name, arguments)
+        return ToolCall(name, problem=f"the arguments of {name} must be an object, {{...}}")
+    return ToolCall(name, arguments)
 
 
 def _read_json(text: str, read: Callable[[Any], Any]) -> Any:
-    """read(the value of a text of JSON); a Call with the problem of one that is none."""
+    """read(the value of a text of JSON); a ToolCall with the problem of one that is none."""
     try:
         return read(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is not valid JSON: {error}")
+        return ToolCall(problem=f"the call is not valid JSON: {error}")
 
 
-def _hermes(text: str) -> list[Call]:
+def _hermes(text: str) -> list[ToolCall]:
     return [_read_json(block[1], _json_call) for block in _BLOCK.finditer(text)]
 
 
-def _llama(text: str) -> list[Call]:
+def _llama(text: str) -> list[ToolCall]:
     """Objects one after the other; an answer that is another kind of JSON is no call."""
     text, calls, at = text.strip().removeprefix("<|python_tag|>").strip(), [], 0
     while found := _NAMED.match(text, at):
         try:
             value, at = json.JSONDecoder().raw_decode(text, found.start(1))
         except (ValueError, RecursionError) as error:
-            return [*calls, Call(problem=f"the call is not valid JSON: {error}")]
+            return [*calls, ToolCall(problem=f"the call is not valid JSON: {error}")]
         calls.append(_json_call(value))
     return calls
 
 
-def _qwen(text: str) -> list[Call]:
+def _qwen(text: str) -> list[ToolCall]:
     blocks = [block[1] for block in _BLOCK.finditer(text)]
     if not blocks and "<function=" in text:  # small models forget the outer tags
         blocks = [text]
     calls = []
     for block in blocks:
         found = [
-            Call(name.strip(), {key.strip(): value for key, value in _PARAMETER.findall(inside)})
+            ToolCall(name.strip(), {key.strip(): value for key, value in _PARAMETER.findall(inside)})
             for name, inside in _FUNCTION.findall(block)
         ]
-        calls += found or [Call(problem="a call needs <function=NAME>...</function>")]
+        calls += found or [ToolCall(problem="a call needs <function=NAME>...</function>")]
     return calls
 
 
-def _tags(text: str) -> list[Call]:
+def _tags(text: str) -> list[ToolCall]:
     """A call goes from the last opening tag before a closing one to that."""
     calls, at = [], 0
     while (end := text.find(_CLOSING, at)) >= 0:
         openings = list(_OPENING.finditer(text, at, end))
         for last in openings[-1:]:
             name = last[1] or last[2] or last[3] or ""
-            calls.append(Call(name.strip(), text[last.end() : end]))
+            calls.append(ToolCall(name.strip(), text[last.end() : end]))
         at = end + len(_CLOSING)
     return calls
 
 
 FORMS = {
-    "hermes": CallForm(_hermes),
-    "qwen3_coder": CallForm(_qwen),
-    "llama3_json": CallForm(_llama, wrapped="{}"),
-    "tags": CallForm(_tags, role="user", wrapped="<result>{}</result>"),
+    "hermes": ToolForm(_hermes),
+    "qwen3_coder": ToolForm(_qwen),
+    "llama3_json": ToolForm(_llama, wrapped="{}"),
+    "tags": ToolForm(_tags, role="user", wrapped="<result>{}</result>"),
 }
-_PROBE = Call("zqtoolqz", {"zqkeyqz": "zqvalueqz"})
+_PROBE = ToolCall("zqtoolqz", {"zqkeyqz": "zqvalueqz"})
 
 
 @functools.lru_cache(maxsize=16)

@@ -60,7 +60,7 @@ class Tool:
         return inspect.iscoroutinefunction(_called(self.function))
 
     def make(self, sandbox: SandboxConfig) -> Callable[..., Any]:
-        """What a response calls. A class gets `sandbox` if it has a parameter of that name."""
+        """The function that a response calls. A class gets `sandbox` if it has that parameter."""
         if not self.has_state:
             return self.function
         takes = "sandbox" in inspect.signature(self.function).parameters

@@ -18,7 +18,7 @@ from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.environment import Turn
 from distflow_jax.environments.event_loop import in_thread, name_call
-from distflow_jax.environments.tool_forms import FORMS, Call, CallForm, form_of
+from distflow_jax.environments.tool_forms import FORMS, ToolCall, ToolForm, form_of
 from distflow_jax.environments.tool_functions import Tool, Unsuccessful, by_name, load_tool
 from distflow_jax.models.chat.message_parts import split_thought
 from distflow_jax.models.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class Tools:
             return answers[0]
         return self._tokenizer.encode_turn(answers, role=self._role, variables=self._variables)
 
-    async def _answer(self, call: Call) -> tuple[str, bool]:
+    async def _answer(self, call: ToolCall) -> tuple[str, bool]:
         """(answer for the model, whether the tool succeeded)."""
         try:
             return self._cut(await self._call(call)), True
@@ -120,7 +120,7 @@ class Tools:
         except ValueError as error:
             return self._cut(f"error: {error}"), False
 
-    async def _call(self, call: Call) -> str:
+    async def _call(self, call: ToolCall) -> str:
         if call.problem:
             raise ValueError(call.problem)
         name = call.name or next(iter(self._tools))
@@ -145,7 +145,7 @@ class Tools:
 @functools.lru_cache(maxsize=16)  # a run's responses have one tokenizer
 def _opened(
     tokenizer: Tokenizer, named: tuple[tuple[str, str], ...], form: str
-) -> tuple[CallForm, dict[str, Tool]]:
+) -> tuple[ToolForm, dict[str, Tool]]:
     """The form of calls, and the tools by name. Raises ValueError or FileNotFoundError."""
     found = {name: load_tool(name, where) for name, where in named}
     form = form or form_of(tokenizer)

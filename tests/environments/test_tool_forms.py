@@ -18,7 +18,7 @@ from support.tool_calls import RESULTS, TOOLS, texts
 from support.waiting import ends
 
 from distflow_jax.environments.registry import template_variables
-from distflow_jax.environments.tool_forms import FORMS, Call, form_of
+from distflow_jax.environments.tool_forms import FORMS, ToolCall, form_of
 from distflow_jax.environments.tool_functions import load_tool
 from distflow_jax.environments.tools import Tools
 from distflow_jax.models.tokenizer import Tokenizer
@@ -327,4 +327,4 @@ def test_a_tool_of_two_arguments_needs_a_form_that_has_them(template, tmp_path):
     call = '<tool_call>{"name": "two", "arguments": {"a": "x", "b": "y"}}</tool_call>'
     found = Tools(template("plain"), tools=(f"{file}:two",), form="hermes", role="user")
     assert "<tool_response>\nxy\n</tool_response>" in answered(found, call)[1]
-    assert Call("a") == Call("a", "", "")
+    assert ToolCall("a") == ToolCall("a", "", "")
