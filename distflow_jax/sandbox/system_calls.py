@@ -43,8 +43,6 @@ landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self
 LAST_NUMBER = 462  # the newest that the filter knows (mseal, Linux 6.10); none above is let through
 MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 WAIT_ALL = 0x40000000  # __WALL of waitpid: children that clone(2) made as well
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 28, 36, 38, 47
