@@ -64,7 +64,7 @@ PROGRAMS = {
         ("ended", "disk", "deadline"),
     ),
     "closes its folders": Greedy(
-        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ("ended",), 0
+        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ("ended", "disk"), 0
     ),
     "writes 10 GB": Greedy("while True: os.write(1, b'x' * 65536)", ("output",)),
     "writes 10 GB of errors": Greedy("while True: os.write(2, b'x' * 65536)", ("output",)),
