@@ -28,7 +28,7 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     if stage == "demonstrations":
         config.dag = "sft"
         config.data.prompts_per_step = 16
-        config.training.steps = 2
+        config.training.steps = 3
         config.training.optimizer.lr = 1e-4
         return config
     config.data.train = TASK

@@ -15,6 +15,7 @@ from support.turn_sampler import PROMPTS, TOKENIZER
 from support.waiting import HANG, until
 
 from distflow_jax.config.sandbox_config import SandboxConfig
+from distflow_jax.environments import interpreters
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.handle import EnvironmentHandle, check_environments
 from distflow_jax.environments.registry import CallLimits, Environments, with_sandbox
@@ -149,22 +150,40 @@ def text_of(outcome):
     return TOKENIZER.decode(outcome.tokens)
 
 
-def test_code_that_takes_too_long_is_answered_within_the_environments_deadline():
-    loop = '<tool name="python">while True: pass</tool>'
-    with opened(seconds=4.0) as (outcomes, _, environments):
-        (outcome,) = outcomes(loop * 4 + "<tool>1 + 1</tool>")
-        assert text_of(outcome).count("error: the interpreter gave no result in time") == 4
-        assert outcome.logged == {"tool_calls": 5, "tool_errors": 4}
-        assert text_of(outcome).endswith("<result>2</result>")
+def test_code_that_takes_too_long_is_the_models_mistake(monkeypatch):
+    with opened() as (outcomes, _, environments):
+        outcomes("<tool>x = 1</tool>")
+        with monkeypatch.context() as short:
+            short.setattr(interpreters, "_LONGEST", 0.2)
+            (outcome,) = outcomes("<tool>while True: pass</tool>")
+        assert "error: the interpreter gave no result in time; the next" in text_of(outcome)
+        assert outcome.logged == {"tool_calls": 1, "tool_errors": 1}
+        (outcome,) = outcomes("<tool>x</tool>")
+        assert "NameError: name 'x' is not defined" in text_of(outcome)
         assert not environments.failures._kinds
 
 
-def test_a_response_leaves_no_process():
+def test_calls_of_a_turn_end_within_the_environments_deadline(monkeypatch):
+    """Each has half of what is left, so any number of them."""
+    given, deadline = [], 8.0
+
+    def run(_, code, seconds):
+        given.append(seconds)
+        return code
+
+    monkeypatch.setattr(interpreters, "seconds_left", lambda: deadline - sum(given))
+    monkeypatch.setattr(interpreters.Interpreter, "_run", run)
+    answers(*"123456789")
+    assert len(given) == 9 and given[:3] == [4, 2, 1] and sum(given) < deadline
+
+
+def test_a_response_leaves_no_process(monkeypatch):
     marker = f"{random.SystemRandom().randrange(10**8, 10**9)}.5"
     turn = f'<tool name="bash">sleep {marker} &</tool>'
-    with opened(seconds=4.0) as (outcomes, handle, _):
+    with opened() as (outcomes, handle, _):
         outcomes(turn)
         assert running(marker)
+        monkeypatch.setattr(interpreters, "_LONGEST", 1.0)  # so long a call goes on after its end
         handle.step(TOKENIZER.encode(f'<tool name="bash">sleep {marker}</tool>'))
         handle.close()  # while a call is at work
     until(lambda: not running(marker))
