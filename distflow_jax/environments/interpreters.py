@@ -51,7 +51,7 @@ class Interpreter:
         if self._session is None:
             self._session = self._sandbox.open(_program(self._language, self._sandbox.limits))
         try:
-            self._session.send(code.encode(), seconds)
+            self._session.send(code.encode("utf-8", "replace"), seconds)
             answer = self._session.receive(_MOST_BYTES, seconds)
         except (TimeoutError, SessionEnded) as error:
             self.close()

@@ -134,6 +134,7 @@ class Tools:
         return str(await in_thread(functools.partial(called, **arguments)))
 
     def _cut(self, text: str) -> str:
+        text = text.encode("utf-8", "replace").decode()  # JSON may spell half of a character
         left_out = len(text) - self._max_characters
         if left_out <= 0:
             return text

@@ -263,6 +263,16 @@ def test_results_have_no_control_token(template, tmp_path, name, spelled):
     np.testing.assert_array_equal(control("odd"), control("even"))
 
 
+def test_half_a_character_in_a_call_is_none_of_the_environment(template, own):
+    call = r'<tool_call>{"name": "%s", "arguments": {"%s": "\ud800"}}</tool_call>'
+    calls = call % ("look_up", "city") + call % ("python", "code") + call % ("\\udfff", "a")
+    tools = Tools(template("hermes"), tools=(f"{own}:look_up", "python"))
+    logged, seen = answered(tools, calls)
+    assert logged == {"tool_calls": 3, "tool_errors": 2}
+    assert "? 1 True None" in seen and "there is no tool '\\udfff'" in seen
+    asyncio.run(tools.close())
+
+
 # -- tools -----------------------------------------------------------------------------------------
 
 
