@@ -7,8 +7,9 @@ Prints for each level the median and the 90th percentile in milliseconds of a Py
 adds two numbers, one program at a time, from the call to its outcome, and the milliseconds of CPU
 that the program and its keeper take, which other jobs of the machine change little. Then the
 seconds by which programs that hang outlast their deadline, four at a time, while every core also
-has two processes that compute. The goals are for a quiet machine with two cores: 20 ms at `kernel`, 40 ms at
-`namespaces`, and 0.2 s for the worst deadline. With --check the exit code is 1 if one is missed.
+has two processes that compute. The goals are for a quiet machine with two cores: 20 ms at `kernel`,
+40 ms at `namespaces`, and 0.2 s for the worst deadline. With --check the exit code is 1 if one is
+missed.
 """
 
 import argparse
