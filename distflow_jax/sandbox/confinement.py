@@ -85,8 +85,9 @@ def unused_uid() -> int:
         inside, _, count = max((tuple(map(int, row.split())) for row in ranges), key=lambda r: r[2])
     if count < 1 << 16:
         return 0
-    room = min(count, 1 << 31) // 2  # users of accounts and services are in the lower half
-    return inside + room + int.from_bytes(os.urandom(4), "little") % (room - 1024)
+    # accounts, services and containers have those below; systemd.io/UIDS-GIDS
+    least, most = (0x70000000, 0x7FFD0000) if count > 1 << 31 else (count // 2, count - 2)
+    return inside + least + int.from_bytes(os.urandom(4), "little") % (most - least - 1024)
 
 
 def can_enter(path: str) -> bool:

@@ -102,7 +102,9 @@ def greedy(sandbox, scratch) -> dict[str, dict]:
         return name, outcome
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = dict(pool.map(one, greedy_programs.PROGRAMS))
+        found = dict(pool.map(one, greedy_programs.ALONE))
+        others = [name for name in greedy_programs.PROGRAMS if name not in found]
+        found |= pool.map(one, others)
     zygote = sandbox._zygote.pid
     while any(descendants._is_living(one) for one in descendants.children(zygote)):
         time.sleep(0.01)
