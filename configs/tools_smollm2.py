@@ -44,5 +44,6 @@ def get_config(stage: str = "grpo") -> ConfigDict:
     config.training.optimizer.lr = 1e-5
     config.eval.dataset = TASK + "&held_out=1"
     config.eval.num_prompts = 64
+    config.eval.temperature = 1.0  # as in training: greedy answers are right much earlier
     config.checkpoint.every = 10
     return config
