@@ -105,7 +105,9 @@ def _qwen(text: str) -> list[ToolCall]:
     calls = []
     for block in blocks:
         found = [
-            ToolCall(name.strip(), {key.strip(): value for key, value in _PARAMETER.findall(inside)})
+            ToolCall(
+                name.strip(), {key.strip(): value for key, value in _PARAMETER.findall(inside)}
+            )
             for name, inside in _FUNCTION.findall(block)
         ]
         calls += found or [ToolCall(problem="a call needs <function=NAME>...</function>")]
