@@ -173,6 +173,7 @@ def open_run(
                 prepared, runtime, state, place, instruments, saved, recorder, schedule
             )
             files.callback(source.close)
+            terminal.details["wait_for_samples"] = source.status
             runners = utilization.following(runtime.runners)
             steps = make_steps(prepared, runtime, runners, source, phases.span)
         recorder.ready(runtime)
@@ -218,6 +219,7 @@ def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = on
 
     `step` lets a benchmark wrap `one_step`. Collective.
     """
+    stop.when_stopped(run.source.stop_waiting)
     try:
         while run.state.step < run.prepared.config.training.steps:
             with next_step(run):

@@ -56,6 +56,27 @@ def source_export(spec: str) -> Export:
     return Export(source.config, source.tokenizer, source.params, source.tokenizer_folder)
 
 
+def untied(export: Export) -> Export:
+    """The model with a head of its own, which has the values of the embedding.
+
+    For engines that do not load the head of a model with tied embeddings anew. Raises ValueError
+    for a model whose embedding is not its head.
+    """
+    config = export.config
+    if not isinstance(config, DecoderConfig) or not config.tie_embeddings:
+        raise ValueError("--untie is for a model with tied embeddings; this one has another head")
+
+    def params() -> Iterator[tuple[str, np.ndarray]]:
+        for path, value in export.params():
+            yield path, value
+            if path == "embed/embedding":
+                yield "head", value.T
+
+    return dataclasses.replace(
+        export, config=dataclasses.replace(config, tie_embeddings=False), params=params
+    )
+
+
 def run_export(
     workdir: pathlib.Path, *, step: int | None = None, model: str = "", source: str = ""
 ) -> RunExport:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import jax
 
-from distflow_jax.checkpoint.export import RunExport, run_export, source_export
+from distflow_jax.checkpoint.export import RunExport, run_export, source_export, untied
 from distflow_jax.models.weights.atomic_folder import check_new_folder
 from distflow_jax.models.weights.hf_folder import Written, write_hf_folder
 from distflow_jax.models.weights.peft_folder import CONFIG_FILE, write_peft_folder
@@ -22,6 +22,8 @@ def checked(options: SimpleNamespace) -> int:
         raise ValueError("give --workdir, the folder of a run, or --source, a model source")
     if not options.workdir and (options.step is not None or options.model or options.adapter):
         raise ValueError("--step, --model and --adapter need a run: give its --workdir")
+    if options.adapter and options.untie:
+        raise ValueError("--untie writes a whole model, --adapter only adapters: take one out")
     mark = CONFIG_FILE if options.adapter else "config.json"
     check_new_folder(pathlib.Path(options.out), overwrite=options.overwrite, needed=0, mark=mark)
     return parse_size(options.max_shard_size)
@@ -46,6 +48,8 @@ def main(options: SimpleNamespace) -> int:
             return 0
     else:
         export, what = source_export(options.source), options.source
+    if options.untie:
+        export = untied(export)
     written = write_hf_folder(
         out,
         export,

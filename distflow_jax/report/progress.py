@@ -14,7 +14,7 @@ from distflow_jax.report.terminal import Terminal, cut
 REWARD = "critic/score/mean"
 EVALUATION = "evaluation"  # label of evaluations, wherever a user sees one
 CELL_SECONDS = 0.3  # between two updates of a cell's output
-RECENT = 20  # steps whose mean is the time of a coming step
+RECENT = 20  # steps whose median is the time of a coming step
 
 _LOSS = re.compile(r"(?!critic/)(\w+)/loss")
 _EVALUATED = re.compile(r"val-core/(.+)/reward/mean@\d+")
@@ -25,9 +25,9 @@ class TimeLeft:
     """The time that a run still takes: coming steps, evaluations and checkpoints.
 
     `coming` says for a step how many (evaluations, checkpoints) come once its metrics are there:
-    a checkpoint of the step itself is saved after them. All times are means of what this process
-    has seen; its first step, which compiles, counts only until there is a
-    second.
+    a checkpoint of the step itself is saved after them. A step takes the median of the last ones,
+    so that one which waited for a worker does not count; other times are means. The first step,
+    which compiles, does not count.
     """
 
     def __init__(self, total_steps: int, coming: Callable[[int], tuple[int, int]]):
@@ -60,7 +60,7 @@ class TimeLeft:
             for number, times in zip(self._coming(step), self._extra, strict=True)
             if times
         )
-        return (self._total - step) * statistics.fmean(self._steps) + sum(extra)
+        return (self._total - step) * statistics.median(self._steps) + sum(extra)
 
 
 class RunProgress:

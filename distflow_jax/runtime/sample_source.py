@@ -33,7 +33,7 @@ from distflow_jax.stream.checks import sampling_tasks
 
 
 class SampleSource(Protocol):
-    """A source of samples. All calls but `at_rest` are collective.
+    """A source of samples. All calls but `at_rest` and `stop_waiting` are collective.
 
     Attributes:
       place: in the data.
@@ -78,6 +78,13 @@ class SampleSource(Protocol):
     def finish_saving(self, step: int, end: float) -> None:
         """Waits for these samples, at most until `end`, a time of time.monotonic()."""
 
+    def status(self) -> str:
+        """The workers that sample, for a line of a log on a long wait; "": there are none."""
+
+    def stop_waiting(self) -> None:
+        """Waits for workers that are missing no longer than a few seconds: the run is told to end.
+        From any thread, not collective."""
+
 
 class SourceOfPartialBatches(SampleSource, Protocol):
     """A source whose steps may come in partial batches."""
@@ -117,6 +124,13 @@ class NoSamplersAhead:
 
     def finish_saving(self, step: int, end: float) -> None:
         """Returns at once."""
+
+    def status(self) -> str:
+        """Nobody but this process samples."""
+        return ""
+
+    def stop_waiting(self) -> None:
+        """Nothing waits for workers."""
 
 
 class Synchronous(NoSamplersAhead):

@@ -342,6 +342,14 @@ class Ahead:
         """Adds this process's samples to the checkpoint of a step, see SampleSaver."""
         self.saver.save(step, self.at_rest())
 
+    def status(self) -> str:
+        """The workers that sample, for a line of a log on a long wait; "": there are none."""
+        return self._sampling.status()
+
+    def stop_waiting(self) -> None:
+        """Waits for workers that are missing no longer than a few seconds."""
+        self._sampling.stop_waiting()
+
     def finish_saving(self, step: int, end: float) -> None:
         """Waits until the checkpoint of `step` has its samples, at most until `end`, a time of
         time.monotonic(); warns if it lacks some. Collective."""

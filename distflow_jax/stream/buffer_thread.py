@@ -21,6 +21,7 @@ from distflow_jax.stream.tasks import ENVIRONMENT, EVALUATION, SAMPLING
 
 IDLE_SECONDS = 0.05  # between two looks at leases
 TELL_SECONDS = 60.0  # between two words on a missing worker
+LEAVING_SECONDS = 5.0  # that a run which is told to end waits for one
 FIRST_SECONDS = 10.0  # before the first one
 
 
@@ -72,6 +73,21 @@ class BufferThread(SamplingSide):
             return []
         with self._lock:
             return self._unserved()
+
+    def status(self) -> str:
+        """As SamplingSide.status."""
+        with self._lock:
+            heard = [self._buffer.workers[name] for name in self._buffer.at_work()]
+        if not heard:
+            return "no worker is at work"
+        workers = "1 worker" if len(heard) == 1 else f"{len(heard)} workers"
+        return f"{workers} at work, last heard {time.monotonic() - max(heard):.0f} s ago"
+
+    def stop_waiting(self) -> None:
+        """As SamplingSide.stop_waiting."""
+        self._no_workers_seconds = min(self._no_workers_seconds, LEAVING_SECONDS)
+        with self._lock:
+            self._lock.notify_all()
 
     def bring(self, sync: WeightSync, params: Any, version: int) -> int:
         """Sends the trainer's weights to where the sampler takes them; returns their bytes."""

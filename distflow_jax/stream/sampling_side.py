@@ -74,6 +74,13 @@ class SamplingSide:
         Collective."""
         raise NotImplementedError
 
+    def status(self) -> str:
+        """The workers that sample, for a line of a log on a long wait; "": there are none."""
+        return ""
+
+    def stop_waiting(self) -> None:
+        """Waits for workers that are missing no longer than a few seconds; from any thread."""
+
     def end_with(self, version: int) -> None:
         """Evaluates no newer version: the run ends."""
 

@@ -20,6 +20,8 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 GRACE_SECONDS = 30.0  # between SIGTERM and SIGKILL, where no launcher says it
 GRACE_SHARE = 0.7  # of these seconds, for samples; the rest is left to the disk
 LEAVE_SECONDS = 2.0  # for what is done before a process ends that has not finished a step
+OF_A_RUN = "the run ends after this step", "; a restart continues from the last checkpoint"
+OF_A_WORKER = "the worker leaves once it has submitted its responses", ""
 
 log = logging.getLogger("distflow_jax")
 
@@ -45,14 +47,16 @@ class StopSignal(threading.Event):
     A process that starts or compiles has nothing to save, and may be in a call of minutes that no
     Python code interrupts. From `step_finished` on, whoever runs the steps ends them in order; a
     second Ctrl-C ends the process at once. `before_leaving` are called, the last one first, before
-    the process ends by itself.
+    the process ends by itself. `words`: what the first Ctrl-C does, and what follows the second.
     """
 
-    def __init__(self):
+    def __init__(self, words: tuple[str, str] = OF_A_RUN):
         super().__init__()
         self.before_leaving: list[Callable[[], object]] = []
+        self._words = words
+        self._when_stopped: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._may_leave = self._interrupted = False
+        self._may_leave = self._interrupted = self._has_told = False
         self._grace = _grace_seconds()
         self._received: float | None = None  # when, by time.monotonic()
 
@@ -65,6 +69,14 @@ class StopSignal(threading.Event):
         """From now on a signal only sets the event."""
         with self._lock:
             self._may_leave = False
+
+    def when_stopped(self, call: Callable[[], object]) -> None:
+        """Has `call`, which must be quick, made by the thread that receives the first signal."""
+        with self._lock:
+            self._when_stopped.append(call)
+            is_late = self._has_told
+        if is_late:
+            call()
 
     def deadline(self) -> float:
         """Until when a process that was told to end has time to write what it has, as a time of
@@ -83,12 +95,15 @@ class StopSignal(threading.Event):
                 words = f"stopped by {NAMES[number]} before a step had ended; start again to go on"
                 code = EXIT_PREEMPTED
             elif interrupted and self._interrupted:
-                words = "stopped by a second Ctrl-C; a restart continues from the last checkpoint"
+                words = f"stopped by a second Ctrl-C{self._words[1]}"
                 code = EXIT_INTERRUPTED
             else:
                 self._interrupted |= interrupted
                 if interrupted:
-                    log.warning("Ctrl-C: the run ends after this step; another one ends it at once")
+                    log.warning("Ctrl-C: %s; another one ends it at once", self._words[0])
+                self._has_told = True
+                for call in self._when_stopped:
+                    call()
                 return
             log.warning(words)
             # one of them may wait for what the main thread holds
@@ -115,12 +130,16 @@ def _grace_seconds() -> float:
 
 
 @contextlib.contextmanager
-def stop_on_signals(*numbers: signal.Signals) -> Iterator[StopSignal]:
+def stop_on_signals(
+    *numbers: signal.Signals, words: tuple[str, str] = OF_A_RUN
+) -> Iterator[StopSignal]:
     """Yields what any of these signals sets, of NAMES; outside the main thread it is never set.
+
+    `words`: see StopSignal.
 
     Signals are received by a thread, since the main thread may be in a long call of C++.
     """
-    stop = StopSignal()
+    stop = StopSignal(words)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

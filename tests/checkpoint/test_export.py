@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from support import haste
 from support.exported_folder import assert_bits, random_params
 from support.paths import ROOT
@@ -24,11 +24,11 @@ from support.waiting import HANG
 
 from distflow_jax import run
 from distflow_jax.checkpoint.checkpointer import Checkpointer
-from distflow_jax.checkpoint.export import run_export, source_export
+from distflow_jax.checkpoint.export import run_export, source_export, untied
 from distflow_jax.checkpoint.trained_weights import read_trained
 from distflow_jax.config.upkeep_config import CheckpointConfig
 from distflow_jax.models.decoder_config import YarnScaling, scalar_model
-from distflow_jax.models.weights.hf_folder import write_hf_folder
+from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.programs.units import format_bytes, format_decimal
@@ -114,6 +114,21 @@ def test_the_default_model_comes_back_bit_for_bit(smollm2, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_untied_export_has_the_head_and_the_log_probs_of_the_tied_model(tmp_path):
+    tied = open_model("random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300")
+    params = random_params(tied.config)
+    flat = flatten_dict(params, sep="/")
+    export = Export(tied.config, tied.tokenizer, lambda: iter(flat.items()), None)
+    write_hf_folder(tmp_path / "out", untied(export))
+    own = open_model(str(tmp_path / "out"))
+    assert not own.config.tie_embeddings
+    read = dict(own.params())
+    np.testing.assert_array_equal(read["head"], np.asarray(flat["embed/embedding"]).T)
+    assert read.keys() - {"head"} == flat.keys()
+    with pytest.raises(ValueError, match="--untie is for a model with tied embeddings"):
+        untied(source_export(str(tmp_path / "out")))
+
+
 def test_what_training_leaves_can_be_exported_and_trained_on(tmp_path):
     small = [f"model.source={SPEC}", "training.steps=2", "checkpoint.every=1", "dag=ppo"]
     small += ["rollout.max_response_length=8", "eval.dataset=", "data.max_prompt_length=96"]

@@ -15,7 +15,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.runtime.samplers.worker_log import Move, WorkerLog
 from distflow_jax.stream import buffer_thread
-from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
+from distflow_jax.stream.buffer_thread import LEAVING_SECONDS, BufferThread, WorkerServer
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead
 from distflow_jax.stream.producer import Producer, SamplingNode
@@ -158,6 +158,21 @@ def test_a_thousand_workers_make_few_lines(caplog):
         "workers",
         {"what": "lost", "names": ["w0", "w1", "w2"], "count": 1000, "at_work": 0},
     )
+
+
+def test_a_trainer_that_is_told_to_end_waits_for_a_missing_worker_a_few_seconds(waiting):
+    buffer, thread, after = waiting
+    buffer.heartbeat("w", after.clock.now)
+    after(3.0)
+    assert thread.status() == "1 worker at work, last heard 3 s ago"
+    thread.stop_waiting()
+    after(4.0)
+    assert thread.missing_workers == []  # it still counts
+    buffer.deregister("w")
+    assert thread.status() == "no worker is at work"
+    after(0.0)
+    after(LEAVING_SECONDS + 1)
+    assert thread.missing_workers == ["gen"]
 
 
 def test_prompts_that_nobody_puts_count_as_waiting(waiting):

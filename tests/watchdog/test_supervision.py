@@ -85,3 +85,19 @@ def test_a_second_interrupt_ends_a_process_at_once():
     code, output = terminated(f"{PATIENT}{body}", signal.SIGINT, signal.SIGINT)
     assert code == 130
     assert "stopped by a second Ctrl-C" in output and output.endswith("first\nlast\n")
+
+
+def test_who_waits_for_others_hears_of_the_first_signal():
+    body = f"stop.when_stopped(lambda: print('told', flush=True)); {WAIT}"
+    code, output = terminated(body, signal.SIGTERM)
+    assert (code, output) == (0, "told\nin order\n")
+    late = f"{WAIT}; stop.when_stopped(lambda: print('told late', flush=True))"
+    assert terminated(late)[1] == "told late\nin order\n"
+
+
+def test_a_worker_says_what_its_interrupts_do():
+    body = f"stop.leave_at_once(); stop.step_finished(); {WAIT}; {BUSY}"
+    signals = f"{BOTH}, words=supervision.OF_A_WORKER"
+    _, output = terminated(f"{PATIENT}{body}", signal.SIGINT, signal.SIGINT, signals=signals)
+    assert "the worker leaves once it has submitted its responses" in output
+    assert "stopped by a second Ctrl-C\n" in output and "checkpoint" not in output

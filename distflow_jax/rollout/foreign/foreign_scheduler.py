@@ -7,6 +7,7 @@ started again gets its weights again before anything else.
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -111,10 +112,10 @@ class ForeignScheduler:
         limits: ForeignLimits,
         *,
         version: int = 0,
-        probe: Probe = no_probe,
+        lost: "LostEngine | None" = None,
     ):
-        """Brings the weights to the engine. EngineError if it does not take them, or by `probe` has
-        others."""
+        """Brings the weights to the engine. EngineError if it does not take them, or by the probe
+        of `lost` has others."""
         self.engine, self.version, self.stats = engine, version, RolloutStats()
         self._limits, self.params = limits, params
         self._waiting = WaitingQueue()
@@ -126,7 +127,7 @@ class ForeignScheduler:
         self._ended: list[tuple[RequestGroup, Response]] = []
         self._given_up: list[TriesEnded] = []
         self._next_group = self._next_try = 0
-        self._lost = LostEngine(engine, limits.lost_seconds, probe)
+        self._lost = lost or LostEngine(engine, limits.lost_seconds)
         self._lost.start(params, version)
 
     @property
@@ -430,9 +431,17 @@ def _unbegun(group: RequestGroup, sample: int) -> Partial:
 class LostEngine:
     """Loads of one engine, and what to do when it was away."""
 
-    def __init__(self, engine: ForeignEngine, lost_seconds: float, probe: Probe):
-        """`lost_seconds`: that it may be away; `probe`: of its weights after each load."""
+    def __init__(
+        self,
+        engine: ForeignEngine,
+        lost_seconds: float,
+        probe: Probe = no_probe,
+        leaving: threading.Event | None = None,
+    ):
+        """`lost_seconds`: that it may be away; `probe`: of its weights after each load; `leaving`:
+        once it is set, an engine that is away is an error at once."""
         self._engine, self._seconds, self._probe = engine, lost_seconds, probe
+        self._leaving = leaving or threading.Event()
         self._answers: list[Answer | Failure] = []  # that came while it was probed
         self._started: float | None = None  # of the process that has the weights
 
@@ -502,7 +511,8 @@ class LostEngine:
                 if now - told >= TELL_SECONDS:
                     log.warning("away for %d of %g s: %s", now - begin, self._seconds, error)
                     told = now
-            time.sleep(pause)
+            if self._leaving.wait(pause):
+                raise EngineError(f"{self._engine.name} was away when this worker was told to end")
             pause = min(LAST_PAUSE, 2 * pause)
 
 
@@ -512,9 +522,16 @@ class ForeignStart:
     `SamplerState.params` are in the form of training, and its decode state is None.
     """
 
-    def __init__(self, engine: ForeignEngine, limits: ForeignLimits, probe: Probe = no_probe):
-        """`probe`: of the engine's weights after each load."""
-        self.engine, self._limits, self._probe = engine, limits, probe
+    def __init__(
+        self,
+        engine: ForeignEngine,
+        limits: ForeignLimits,
+        probe: Probe = no_probe,
+        leaving: threading.Event | None = None,
+    ):
+        """`probe` and `leaving`: see LostEngine."""
+        self.engine, self._limits = engine, limits
+        self._lost = LostEngine(engine, limits.lost_seconds, probe, leaving)
         self._scheduler: ForeignScheduler | None = None
 
     def __call__(self, state: SamplerState) -> ForeignScheduler:
@@ -528,7 +545,7 @@ class ForeignStart:
                 state.params,
                 self._limits,
                 version=state.version,
-                probe=self._probe,
+                lost=self._lost,
             )
         elif (
             self._scheduler.version != state.version or self._scheduler.params is not state.params

@@ -85,7 +85,7 @@ class Reading:
         if self.share - DEVIATIONS * self.error > MOST_SHARE:
             return (
                 f"its log-probs are {self.share:.0%} of the way back to the weights before: it has "
-                "loaded a part of these, or none"
+                "loaded a part of these, or none (are its embeddings tied? docs/foreign_engines.md)"
             )
         limit = most_gap
         if usual:

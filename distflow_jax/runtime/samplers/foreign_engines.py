@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,10 +106,14 @@ class EngineChoice:
         return OpenAIEngine(self._http(), folders, stops=source.tokenizer.stop_ids, seed=seed)
 
     def start(
-        self, engine: ForeignEngine, source: ModelSource, sampling: SamplingParams
+        self,
+        engine: ForeignEngine,
+        source: ModelSource,
+        sampling: SamplingParams,
+        leaving: threading.Event | None = None,
     ) -> ForeignStart:
         """Makes schedulers over the engine, for an EpisodeSampler; `sampling`: of the run, by which
-        the engine's weights are probed."""
+        the engine's weights are probed; `leaving`: see LostEngine."""
         settings = self.settings
         limits = ForeignLimits(
             source.config.vocab_size,
@@ -118,7 +123,7 @@ class EngineChoice:
         )
         own = own_logp(source.config, sampling.temperature)
         probe = WeightProbe(limits.responses, own, sampling, most_gap=settings.most_gap)
-        return ForeignStart(engine, limits, probe)
+        return ForeignStart(engine, limits, probe, leaving)
 
     @property
     def _key(self) -> str:

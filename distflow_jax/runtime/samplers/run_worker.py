@@ -65,6 +65,10 @@ class WorkerFailed(RuntimeError):
     """The engine of a worker or its environments have failed; another start may mend it."""
 
 
+class WorkerLeft(RuntimeError):
+    """A worker that was told to leave could not submit what it had."""
+
+
 def run_worker(
     config: Config,
     join: str,
@@ -77,7 +81,7 @@ def run_worker(
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
-    EXIT_PREEMPTED: it was stopped before.
+    EXIT_PREEMPTED: it was stopped before; WorkerLeft: and had to leave groups unfinished.
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
     program that samples; None: one of ours. `nodes`: ids of those that it runs; (): those that
     sample.
@@ -132,7 +136,8 @@ def run_worker(
         try:
             return serve(asked, joining, stopped, runner)
         except (EngineError, EnvironmentsFailed) as error:
-            raise WorkerFailed(f"{error}; its groups are for other workers now") from error
+            kind = WorkerLeft if stop.is_set() else WorkerFailed
+            raise kind(f"{error}; its groups are for other workers now") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +217,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         if asked.foreign is None:
             opened = _own_engine(config, graph, source, asked.environments)
         else:
-            opened = _foreign_engine(asked.foreign, config, graph, source, files)
+            opened = _foreign_engine(asked.foreign, config, graph, source, files, asked.stop)
         with asked.terminal.activity("loading weights of the trainers"):
             first = _first_weights(joining, links, opened.pull, asked.patience.join)
         if first is None:
@@ -238,7 +243,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
         client = BufferClient(
             state, joining, nodes, save_seconds=save_seconds, orphan_seconds=orphan_seconds
         )
-        does = f"{opened.slots} slots, version {links.first_version},"
+        does = f"{opened.slots} slots of {opened.name}, version {links.first_version},"
         asked.ready(joining.name, does, links)  # from here on there is something to submit
         finished = client.sample(worker, link, ended)
     asked.terminal.print(
@@ -287,6 +292,7 @@ def _first_weights(
 class _Opened:
     """An engine that waits for weights, and how these come."""
 
+    name: str
     slots: int
     pull: Pull
     # (weights, their version, called as soon as a response has ended)
@@ -311,7 +317,7 @@ def _own_engine(
         state = SamplerState(weights, version, engine.init_decode_state())
         return EpisodeSampler(engine, state, environments, on_response)
 
-    return _Opened(sizes.engine.slots, pull, sampler)
+    return _Opened("its own engine", sizes.engine.slots, pull, sampler)
 
 
 def _foreign_engine(
@@ -320,8 +326,10 @@ def _foreign_engine(
     graph: Graph,
     source: ModelSource,
     files: contextlib.ExitStack,
+    stop: StopSignal,
 ) -> _Opened:
-    """An engine of another program; `files` closes it.
+    """An engine of another program; `files` closes it. Once `stop` is set, an engine that is away
+    is an error at once.
 
     Weights pass through the memory of this machine's first device.
     """
@@ -344,14 +352,14 @@ def _foreign_engine(
         weights: Any, version: int, on_response: Callable[[Response], None]
     ) -> EpisodeSampler:
         state = SamplerState(weights, version, None)
-        start = choice.start(engine, source, SamplingParams.of_training(config.rollout))
+        start = choice.start(engine, source, SamplingParams.of_training(config.rollout), stop)
         try:
             start(state)
         except EngineError as error:
             raise ValueError(f"{error}; see docs/foreign_engines.md") from error
         return EpisodeSampler(None, state, on_response=on_response, start=start)
 
-    return _Opened(engine.slots, pull, sampler)
+    return _Opened(choice.address, engine.slots, pull, sampler)
 
 
 def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:

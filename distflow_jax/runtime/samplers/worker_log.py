@@ -66,7 +66,7 @@ class WorkerLog:
             groups,
             ", and further ones cannot begin" if lacking else "",
             self._how,
-            f" --nodes={node}" if node else "",
+            f" --nodes={node}" if node else " (with its --engine, if it had one)" * self._met,
         )
 
 

@@ -169,5 +169,8 @@ class Agreement:
 def no_workers(config: StreamConfig, nodes: Sequence[str]) -> Ended:
     """The end of a run for want of workers for some nodes."""
     served = f" for {' and '.join(map(repr, nodes))} (worker --nodes)"  # beside those that sample
-    missing = f" for {config.no_workers_seconds:g} s{served if config.worker_nodes else ''}"
-    return Ended(NO_WORKERS, more=missing, fix="start again, with workers, to go on")
+    return Ended(
+        NO_WORKERS,
+        more=served if config.worker_nodes else "",
+        fix="start again, with workers, to go on",
+    )

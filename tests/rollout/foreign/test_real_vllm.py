@@ -28,7 +28,11 @@ from support.waiting import HANG, until
 from distflow_jax.commands.launch.local import free_port
 from distflow_jax.parsing.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign import foreign_scheduler
-from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignScheduler
+from distflow_jax.rollout.foreign.foreign_scheduler import (
+    ForeignLimits,
+    ForeignScheduler,
+    LostEngine,
+)
 from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
 from distflow_jax.rollout.foreign.weight_probe import WeightProbe, WrongWeights
 from distflow_jax.rollout.requests import SamplingParams
@@ -99,7 +103,9 @@ def scheduler(server, folders):
     )
     with contextlib.closing(engine):
         probe = WeightProbe(LIMITS.responses, own, SAMPLING)
-        yield ForeignScheduler(engine, FIRST, LIMITS, probe=probe)
+        yield ForeignScheduler(
+            engine, FIRST, LIMITS, lost=LostEngine(engine, LIMITS.lost_seconds, probe)
+        )
 
 
 def body_from(params, size):

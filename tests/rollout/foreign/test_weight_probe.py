@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from support.foreign_engines import FAULTS, limits_of, step_from
 from support.in_process_engine import InProcessEngine
 from support.tiny_model import TINY, random_params
 from support.tiny_sampler import REQUESTS, Sampler
-from support.waiting import until
+from support.waiting import HANG, until
 
 from distflow_jax.rollout.foreign import foreign_scheduler
 from distflow_jax.rollout.foreign.engine_protocol import EngineError, Failure
-from distflow_jax.rollout.foreign.foreign_scheduler import WRONG_LOADS, ForeignScheduler
+from distflow_jax.rollout.foreign.foreign_scheduler import WRONG_LOADS, ForeignScheduler, LostEngine
 from distflow_jax.rollout.foreign.weight_probe import (
     COUNTER,
     PROMPTS,
@@ -64,7 +65,9 @@ def scheduler_of(engine, sampler, temperature=1.0):
     limits = limits_of(sampler.engine)
     sampling = SamplingParams(4, 30, temperature)
     probe = WeightProbe(limits.responses, own_logp(TINY, temperature), sampling)
-    return ForeignScheduler(engine, FIRST, limits, probe=probe)
+    return ForeignScheduler(
+        engine, FIRST, limits, lost=LostEngine(engine, limits.lost_seconds, probe)
+    )
 
 
 def drive(scheduler):
@@ -110,6 +113,19 @@ def test_a_later_load_that_was_not_made_is_named_before_a_response_counts(
     with pytest.raises(WrongWeights, match="the stub did not load version 1 rightly: its log-prob"):
         scheduler.load(step_from(FIRST, size), 1)
     assert engine.loads == 1 + 1 + WRONG_LOADS and "version 1 rightly" in caplog.text
+
+
+def test_an_engine_that_is_away_keeps_nobody_who_is_told_to_leave(engine, sampler, monkeypatch):
+    scheduler, leaving = scheduler_of(engine, sampler), threading.Event()
+    lost = LostEngine(engine, HANG, leaving=leaving)
+
+    def away():
+        leaving.set()
+        raise EngineError("it does not answer")
+
+    monkeypatch.setattr(engine, "status", away)
+    with pytest.raises(EngineError, match="was away when this worker was told to end"):
+        lost.bring_back(scheduler.params, 1)
 
 
 def test_an_older_version_is_named(engine, sampler):
