@@ -35,7 +35,7 @@ FLOORS = [
     {"training", "rollout", "observe"},
     {"models", "resharding", "watchdog", "report"},
     {"algorithms", "parallel", "cluster", "data", "dag", "rewards"},
-    {"programs"},
+    {"programs", "sandbox"},
     {"batch"},
     {"images"},
     {"config"},

@@ -67,10 +67,10 @@ class RolloutConfig(Section, name="rollout"):
     # tokens of cached shared prefixes such as a system prompt, prefilled once in a rollout; in each
     # sampler, at least a page; 0: off
     prefix_tokens: int = setting(0, at_least(0))
-    # environment between the turns of a response: calculator, tools, my_module:MyClass,
-    # file.py:MyClass; "": a response is one turn
+    # environment between the turns of a response: tools, one tool (calculator, python, bash),
+    # my_module:MyClass, file.py:MyClass; "": a response is one turn
     environment: str = ""
-    # keyword arguments of the environment
+    # keyword arguments of the environment: {'tools': ('python', 'calculator')}
     environment_kwargs: Mapping[str, Any] = setting({}, needs=_WITH_ENVIRONMENT)
     # deadline of one call of an environment, in seconds
     environment_timeout: float = setting(10.0, above(0), needs=_WITH_ENVIRONMENT)

@@ -18,6 +18,7 @@ from distflow_jax.config.data_config import DataConfig, RewardConfig
 from distflow_jax.config.implementation_table import PRODUCTS, names
 from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.rollout_config import EvalConfig, RolloutConfig
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.config.training_config import LoraConfig, OptimizerConfig, TrainingConfig
 from distflow_jax.config.upkeep_config import (
@@ -88,6 +89,7 @@ class Config(Section):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = dataclasses.field(default_factory=SandboxConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)

@@ -27,15 +27,15 @@ _TOKEN = re.compile(
 _SPELLINGS = str.maketrans({"×": "*", "÷": "/", "·": "*", "\N{MINUS SIGN}": "-", "$": None})
 
 
-def calculate(text: str) -> str:
+def calculate(expression: str) -> str:
     """The value of an arithmetic expression, as text: "12*7" -> "84", "1,000/8" -> "125".
 
     Supports + - * / // % ** ^ and parentheses, commas between thousands, × and ÷; a dollar sign is
     looked over. ValueError, in words for the one who wrote it, for anything else.
     """
-    if len(text) > MAX_LENGTH:
+    if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression is longer than {MAX_LENGTH} characters")
-    parser = _Parser(_tokens(text.translate(_SPELLINGS).strip()))
+    parser = _Parser(_tokens(expression.translate(_SPELLINGS).strip()))
     value = parser.sum(0)
     if parser.next is not None:
         raise ValueError(f"expected an operator before {parser.next!r}")

@@ -219,6 +219,10 @@ class _Call:
             self._timer.cancel()
             self._left -= self._clock.time() - self._since
 
+    def seconds_left(self) -> float:
+        """Seconds until the deadline, which runs."""
+        return self._left - (self._clock.time() - self._since)
+
     def end(self) -> None:
         """The deadline has passed."""
         if not self.overdue.done():
@@ -243,6 +247,12 @@ def stop_deadline() -> None:
     """Lets the environment's call take its time: another loop keeps its deadline."""
     if call := _CALL.get():
         call.pause()
+
+
+def seconds_left() -> float:
+    """Seconds that the environment's call may still take; inf where there is none."""
+    call = _CALL.get()
+    return call.seconds_left() if call else math.inf
 
 
 def name_call(what: str) -> None:

@@ -16,7 +16,8 @@ from distflow_jax.environments.registry import Environments, Observed
 PAUSE = 0.25  # seconds before the second try, twice as many before each further one
 LOSSES = 2  # of hosts in a call that use up no try
 
-_TRIAL = "<tool>1</tool>"  # a turn that the environments of tools answer
+# a turn that the environments of tools answer: in each form it is a call, mostly a wrong one
+_TRIAL = '{"name"<tool>1</tool><tool_call>1</tool_call>'
 _TEMPLATE = "the chat template"  # begins what a tokenizer says about turns
 
 

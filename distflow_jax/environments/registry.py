@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 
 from distflow_jax import user_functions
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.environments.environment import Environment, Shown, Turn
 from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
 from distflow_jax.environments.observed_pictures import ImageSupport, check_shown
-from distflow_jax.environments.tools import Tools, calculator
+from distflow_jax.environments.tool_functions import TOOLS
+from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": calculator, "tools": Tools}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"tools": Tools} | {
+    tool: alone(tool) for tool in TOOLS
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Environments:
     """The environments of a run, one per response, and the limits of a response in turns.
 
     Args:
-      name: `calculator`, `tools`, my_module:MyClass or path/to/file.py:MyClass.
+      name: `tools`, a built-in tool, my_module:MyClass or path/to/file.py:MyClass.
       kwargs: for it, beside the tokenizer.
       calls: how its methods are called.
       turn_length: most tokens of one turn of the model, the end token included; 0: as many as the
@@ -79,8 +84,8 @@ class Environments:
         self.name, self.tokenizer, self.calls = name, tokenizer, calls
         self.turn_length, self.max_turns = turn_length, max_turns
         self._sight = sight
-        self._make, self._kwargs = load_environment(name), dict(kwargs)
-        self._check_signature()
+        self._make = load_environment(name)
+        _check_signature(name, self._make, tokenizer, kwargs)
         step = getattr(self._make, "step", None) if inspect.isclass(self._make) else None
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)
@@ -169,20 +174,48 @@ class Environments:
             )
         return ids.astype(np.int32)
 
-    def _check_signature(self) -> None:
-        for name in ("reset", "step"):
-            if inspect.isclass(self._make) and not callable(getattr(self._make, name, None)):
-                raise ValueError(
-                    f"environment {self.name!r} has no method {name!r}: it needs reset(prompt) and "
-                    "step(tokens, text)"
-                )
-        try:
-            inspect.signature(self._make).bind(self.tokenizer, **self._kwargs)
-        except TypeError as error:
+
+def _check_signature(
+    name: str, make: Callable[..., Any], tokenizer: Tokenizer, kwargs: Mapping[str, Any]
+) -> None:
+    for method in ("reset", "step"):
+        if inspect.isclass(make) and not callable(getattr(make, method, None)):
             raise ValueError(
-                f"rollout.environment_kwargs={self._kwargs} do not fit {self.name}"
-                f"{inspect.signature(self._make)}: {error}"
-            ) from error
+                f"environment {name!r} has no method {method!r}: it needs reset(prompt) and "
+                "step(tokens, text)"
+            )
+    try:
+        inspect.signature(make).bind(tokenizer, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"rollout.environment_kwargs={kwargs} do not fit {name}{inspect.signature(make)}: "
+            f"{error}"
+        ) from error
+
+
+def template_variables(
+    name: str, kwargs: Mapping[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Variables of the chat template that an environment adds to prompts: the schemas of its tools.
+
+    They are those of its class method template_variables, which gets what the class gets, as far as
+    the template reads them. Raises ValueError or FileNotFoundError as Environments does.
+    """
+    make = load_environment(name) if name else None
+    found = getattr(getattr(make, "func", make), "template_variables", None)
+    if make is None or found is None:
+        return {}
+    _check_signature(name, make, tokenizer, kwargs)
+    read = names_read(tokenizer.chat_template or "")
+    added = found(tokenizer, **{**getattr(make, "keywords", {}), **kwargs})
+    return {variable: value for variable, value in added.items() if variable in read}
+
+
+def with_sandbox(name: str, kwargs: Mapping[str, Any], sandbox: SandboxConfig) -> Mapping[str, Any]:
+    """The arguments of an environment, and the run's section `sandbox` if it has a parameter of
+    that name."""
+    takes = "sandbox" in inspect.signature(load_environment(name)).parameters
+    return {"sandbox": sandbox, **kwargs} if takes else kwargs
 
 
 def load_environment(name: str) -> Callable[..., Environment]:

@@ -244,16 +244,23 @@ class Tokenizer:
         return bool(behind.strip()) and behind in text
 
     def encode_turn(
-        self, text: str, *, role: str = "user", variables: Mapping[str, Any] | None = None
+        self,
+        text: str | Sequence[str],
+        *,
+        role: str = "user",
+        variables: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
         """Ids of a turn of `role` that follows the model's own, int32 [T].
 
         They are appended to the sampled end token: the template's text after it, the turn, in which
-        `text` makes no control token, and the start of the model's next turn. `variables` as of
-        render. Raises ValueError if the template cannot render such a turn.
+        `text` makes no control token, and the start of the model's next turn. Several texts are
+        messages one after the other. `variables` as of render. Raises ValueError if the template
+        cannot render such a turn.
         """
-        turn = {"role": role, "content": self.plain(text)}
-        return self.encode_behind_answer(self.render([*ANSWERED, turn], variables=variables), role)
+        texts = [text] if isinstance(text, str) else text
+        turns = [{"role": role, "content": self.plain(each)} for each in texts]
+        whole = self.render([*ANSWERED, *turns], variables=variables)
+        return self.encode_behind_answer(whole, role)
 
     def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:
         """Ids of what follows the end token of an answer, int32 [T].

@@ -38,7 +38,13 @@ from distflow_jax.data.loader import Loader
 from distflow_jax.did_you_mean import hint
 from distflow_jax.environments.handle import check_environments
 from distflow_jax.environments.observed_pictures import ImageSupport
-from distflow_jax.environments.registry import CallLimits, Environments, load_environment
+from distflow_jax.environments.registry import (
+    CallLimits,
+    Environments,
+    load_environment,
+    template_variables,
+    with_sandbox,
+)
 from distflow_jax.images.placing import SeeingTokenizer
 from distflow_jax.layout import STEP, Layout
 from distflow_jax.models.weights.source import ModelSource, freeze, open_model, open_options
@@ -373,7 +379,7 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
 def open_configured(
     config: Config, open_source: Callable[..., ModelSource] = open_model
 ) -> ModelSource:
-    """The model of a config, with the config's settings of its chat template.
+    """The model of a config, with the config's settings of its chat template and its tools.
 
     Raises ValueError or FileNotFoundError.
     """
@@ -382,6 +388,9 @@ def open_configured(
     if variables and source.tokenizer.chat_template is None:
         raise ValueError(f"data.template_kwargs={variables}: the model has no chat template")
     tokenizer = dataclasses.replace(source.tokenizer, variables=variables, date=date)
+    name, kwargs = config.rollout.environment, config.rollout.environment_kwargs
+    added = template_variables(name, kwargs, tokenizer)
+    tokenizer = dataclasses.replace(tokenizer, variables={**added, **variables})
     return dataclasses.replace(source, tokenizer=tokenizer)
 
 
@@ -576,7 +585,7 @@ def make_environments(
         sight = ImageSupport(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
-        rollout.environment_kwargs,
+        with_sandbox(rollout.environment, rollout.environment_kwargs, config.sandbox),
         source.tokenizer,
         calls=CallLimits(
             rollout.environment_timeout,

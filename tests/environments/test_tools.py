@@ -13,7 +13,8 @@ from support.waiting import HANG, calls_of, ends
 from distflow_jax.environments.calculator import calculate
 from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums
 from distflow_jax.environments.registry import CallLimits, Environments
-from distflow_jax.environments.tools import Tools, calculator, find_calls
+from distflow_jax.environments.tool_forms import FORMS
+from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rollout.requests import Response
 
@@ -98,6 +99,14 @@ def test_arithmetic_agrees_with_pythons_and_ends_soon():
     assert values > 50
 
 
+calculator = alone("calculator")
+
+
+def find_calls(text):
+    """(name or "", text between the tags) of each call."""
+    return [(call.name, call.arguments) for call in FORMS["tags"].read(text)]
+
+
 def turn(environment, text, *, chat=True):
     """(its answer to a turn of that text, the observation as text with special tokens)."""
     rendered = TOKENIZER.render(MESSAGES) if chat else "What is 12 * 7? "
@@ -136,7 +145,7 @@ def test_a_turn_without_a_call_ends_the_response(text):
     [
         ("<tool>1/0</tool>", "error: division by zero"),
         ("<tool>nonsense</tool>", "error: not arithmetic: 'nonsense'"),
-        ('<tool name="search">1</tool>', "error: there is no tool 'search', only calculator"),
+        ('<tool name="search">1</tool>', "error: there is no tool 'search'; known: calculator"),
         ('<tool name="calculator">1+1</tool>', "2"),
         ("<tool>\n2 *\n3 </tool>", "6"),
         ("<tool></tool>", "error: the expression is empty"),
@@ -231,7 +240,9 @@ def test_tools_of_ones_own(tmp_path):
     tools = Tools(
         TOKENIZER, tools={"shout": f"{file}:shout", "sum": "calculator"}, max_characters=5
     )
-    assert turn(tools, "<tool>ab</tool>", chat=False)[1] == "<result>ABABA</result>"
+    assert turn(tools, "<tool>ab</tool>", chat=False)[1] == (
+        "<result>ABA ... 1 characters left out ... AB</result>"
+    )
     assert turn(tools, '<tool name="sum">1+1</tool>', chat=False)[1] == "<result>2</result>"
     with pytest.raises(ValueError, match="unknown tool 'calcluator'; did you mean 'calculator'"):
         Tools(TOKENIZER, tools={"a": "calcluator"})

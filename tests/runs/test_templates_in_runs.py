@@ -1,4 +1,4 @@
-"""Runs whose model has a chat template with a date, with marks, or with variables."""
+"""Runs whose model has a chat template with a date, with marks, with variables, or with tools."""
 
 import dataclasses
 import json
@@ -93,6 +93,21 @@ def test_a_worker_agrees_whatever_its_day_is(config_of):
         shared_tables(config_table(c), {}, open_configured(c).tokenizer) for c in (config, trainers)
     )
     assert worker == trainer
+
+
+def test_prompts_have_the_tools_of_the_environment(config_of):
+    tools = (
+        "rollout.environment=tools",
+        "rollout.environment_kwargs={'tools': ('calculator', 'python')}",
+    )
+    for trait, found in (("hermes", 2), ("llama3_json", 2), ("plain", 0)):
+        text = open_configured(config_of(trait, *tools)).tokenizer.render(SAID[:1])
+        assert sum(f'"name": "{name}"' in text for name in ("calculator", "python")) == found
+    other = "data.template_kwargs={'tools': [{'type': 'function'}]}"  # has precedence
+    chosen = open_configured(config_of("hermes", *tools, other)).tokenizer
+    assert chosen.variables == {"tools": [{"type": "function"}]}
+    with pytest.raises(ValueError, match="unknown tool 'pyton'; did you mean 'python'"):
+        open_configured(config_of("hermes", tools[0], tools[1].replace("python", "pyton")))
 
 
 def test_variables_of_all_rows(config_of):

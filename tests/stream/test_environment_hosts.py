@@ -326,6 +326,26 @@ def test_the_death_of_a_host_moves_its_responses_to_another_with_their_turns(wor
         until(lambda: not Adder.open)
 
 
+def test_an_interpreter_moves_with_its_response(monkeypatch):
+    """The sandbox of another host is given the code so far."""
+    limits = CallLimits(HANG, 1, max_infra_rate=1.0)
+    monkeypatch.setitem(
+        globals(), "environments", lambda: Environments("python", {}, TOKENIZER, calls=limits)
+    )
+    with hosting() as (_, left), contextlib.closing(Worker()) as worker:
+        with hosting() as (_, address):
+            worker.hosts.meet({"first": address})
+            handle = worker.begin()
+            worker.next()
+            step(handle, "<tool>x = [20]</tool>")
+            assert text_of(worker.next()) == "<result></result>"
+            worker.hosts.meet({"first": address, "second": left})
+        step(handle, "<tool>x.append(1); x</tool>")  # the first one has ended
+        assert text_of(worker.next()) == "<result>[20, 1]</result>"
+        assert [failure.cause for failure in worker.failed] == ["host_lost"]
+        handle.close()
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_responses_wait_for_a_host(worker, caplog, told):
     caplog.set_level(logging.WARNING)

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 DATE = "2026-02-03"
 CONTROL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "[INST]", "[/INST]"]  # not special
+TAGS += ["<tool_response>", "</tool_response>"]
 
 _HEAD = "{{ '<|im_start|>' + m.role + '\\n' }}"
 _TURN = _HEAD + "{{ m.content + '<|im_end|>\\n' }}"
@@ -134,7 +135,53 @@ TRAITS = {
         "{{ '\\n' + m.content + '<|im_end|>\\n' }}"
     ),
 }
-READS = {"thinking_switch": "enable_thinking", "lists_tools": "tools"}
+_TOLD = (
+    "{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}{%- for tool in tools %}"
+    "{{- '\\n' ~ tool | tojson }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}"
+)
+_RESULTS = (
+    "{%- if m.role == 'tool' %}{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}"
+    "{%- endif %}{%- else %}{{- '<|im_start|>' ~ m.role }}"
+    "{%- if m.content or not m.tool_calls %}{{- '\\n' ~ (m.content or '') }}{%- endif %}"
+    "{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}"
+)
+_DONE = "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}" + _ASK
+TRAITS |= {
+    # as Qwen2.5's and Qwen3's: calls in JSON, results as turns of the user
+    "hermes": _TOLD
+    + "{%- for m in messages %}"
+    + _RESULTS
+    + '{{- \'\\n<tool_call>\\n{"name": "\' ~ call.name ~ \'", "arguments": \' }}'
+    "{{- call.arguments | tojson ~ '}\\n</tool_call>' }}" + _DONE,
+    # as Qwen3.5's: arguments in tags
+    "qwen3_coder": _TOLD
+    + "{%- for m in messages %}"
+    + _RESULTS
+    + "{{- '\\n<tool_call>\\n<function=' ~ call.name ~ '>\\n' }}"
+    "{%- if call.arguments is mapping %}{%- for key, value in call.arguments | items %}"
+    "{%- set value = value | string if value is string else value | tojson %}"
+    "{{- '<parameter=' ~ key ~ '>\\n' ~ value ~ '\\n</parameter>\\n' }}{%- endfor %}{%- endif %}"
+    "{{- '</function>\\n</tool_call>' }}" + _DONE,
+    # as Llama 3.1's: one call in a turn, as JSON; results are JSON in a turn of ipython
+    "llama3_json": (
+        "{%- set ns = namespace(tools=tools) %}{%- for m in messages %}{%- if m.tool_calls %}"
+        "{%- if m.tool_calls | length > 1 %}{{- raise_exception('one call at most') }}{%- endif %}"
+        "{%- set call = m.tool_calls[0].function %}{{- '<|im_start|>assistant\\n\\n' }}"
+        '{{- \'{"name": "\' ~ call.name ~ \'", "parameters": \' ~ call.arguments | tojson ~ "}" }}'
+        "{%- else %}{{- '<|im_start|>' ~ ('ipython' if m.role == 'tool' else m.role) ~ '\\n\\n' }}"
+        "{%- if m.role == 'tool' %}{{- m.content | tojson }}{%- else %}"
+        "{%- if m.role == 'user' and ns.tools %}{%- for t in ns.tools %}"
+        "{{- t | tojson(indent=4) ~ '\\n\\n' }}{%- endfor %}{%- set ns.tools = none %}{%- endif %}"
+        "{{- m.content | trim }}{%- endif %}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n\\n' }}{%- endif %}"
+    ),
+}
+READS = {"thinking_switch": "enable_thinking"} | dict.fromkeys(
+    ("lists_tools", "hermes", "qwen3_coder", "llama3_json"), "tools"
+)
 
 _QUESTIONS = [
     *("What is 2 + 3?", "Name a prime.", "a", "5", "user", "", " spaced ", "\n\nlines\n", "\t"),

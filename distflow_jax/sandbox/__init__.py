@@ -1,0 +1,1 @@
+"""Programs of strangers under confinement: without root, containers or packages."""

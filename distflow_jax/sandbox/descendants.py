@@ -1,0 +1,102 @@
+"""The processes below this one: what they use, and their end.
+
+This process is their subreaper: one whose parent has ended becomes its child.
+"""
+
+import contextlib
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterable
+
+from distflow_jax.sandbox.system_calls import WAIT_ALL
+
+_GONE = (FileNotFoundError, ProcessLookupError)
+_PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+
+
+def children(process: int) -> list[int]:
+    """The children of a process, of all of its threads; none of a process that has ended."""
+    found = []
+    with contextlib.suppress(*_GONE):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants() -> list[int]:
+    """All processes below this one, zombies included."""
+    found, new = [], children(os.getpid())
+    while new:
+        found += new
+        new = [child for process in new for child in children(process)]
+    return found
+
+
+def usage(process: int) -> tuple[int, float]:
+    """Bytes of memory of a process that it shares with no file, and its seconds of CPU.
+
+    The latter include those of its children that have ended.
+    """
+    try:
+        with open(f"/proc/{process}/statm", "rb") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+        with open(f"/proc/{process}/stat", "rb") as file:
+            times = file.read().rpartition(b")")[2].split()[11:15]
+    except _GONE:
+        return 0, 0.0
+    return (resident - shared) * _PAGE, sum(map(int, times)) / _TICK
+
+
+def deleted_bytes(processes: Iterable[int], device: int) -> int:
+    """Bytes on a disk of files without a name that processes have open."""
+    sizes = {}
+    for process in processes:
+        with contextlib.suppress(*_GONE, PermissionError):  # the latter of a zombie
+            for number in os.listdir(f"/proc/{process}/fd"):
+                found = os.stat(f"/proc/{process}/fd/{number}")
+                if found.st_dev == device and stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
+
+
+def kill_all() -> None:
+    """Kills all processes below this one.
+
+    None is waited for: while others live, they count against the limit of processes, so that a
+    program that forks again and again runs out of them.
+    """
+    while living := [one for one in descendants() if _is_living(one)]:
+        for process in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.0005)
+
+
+def end_all() -> None:
+    """Kills all processes below this one, and waits for them."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            kill_all()
+            while os.waitpid(-1, os.WNOHANG | WAIT_ALL)[0]:
+                pass
+
+
+def _is_living(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except _GONE:
+        return False
+
+
+def count_tasks(user: int) -> int:
+    """Processes and threads of a user."""
+    count = 0
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(*_GONE):
+            if entry.name.isdigit() and entry.stat().st_uid == user:
+                count += len(os.listdir(f"{entry.path}/task"))
+    return count

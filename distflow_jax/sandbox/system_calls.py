@@ -1,0 +1,96 @@
+"""Linux system calls that Python has no function for, through libc's syscall(2).
+
+Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux.
+"""
+
+import ctypes
+import os
+import platform
+import sys
+
+# name:x86_64:aarch64, - where an architecture has none
+_TABLE = """
+ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 process_madvise:440:440
+process_mrelease:448:448 kcmp:312:272 pidfd_getfd:438:438 mount:165:40 umount2:166:39
+pivot_root:155:41 chroot:161:51 move_mount:429:429 open_tree:428:428 fsopen:430:430
+fsconfig:431:431 fsmount:432:432 fspick:433:433 mount_setattr:442:442 statmount:457:457
+listmount:458:458 setns:308:268 unshare:272:97 bpf:321:280 perf_event_open:298:241
+userfaultfd:323:282 keyctl:250:219 add_key:248:217 request_key:249:218 io_uring_setup:425:425
+io_uring_enter:426:426 io_uring_register:427:427 socket:41:198 connect:42:203 bind:49:200
+listen:50:201 accept:43:202 accept4:288:242 chmod:90:- fchmod:91:52 fchmodat:268:53
+fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:- fchownat:260:54 utime:132:- utimes:235:-
+futimesat:261:- utimensat:280:88 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7
+removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16 inotify_init:253:-
+inotify_init1:294:26 inotify_add_watch:254:27 fanotify_init:300:262 fanotify_mark:301:263
+name_to_handle_at:303:264 open_by_handle_at:304:265 quotactl:179:60 quotactl_fd:443:443
+swapon:167:224 swapoff:168:225 reboot:169:142 syslog:103:116 acct:163:89 settimeofday:164:170
+clock_settime:227:112 clock_adjtime:305:266 adjtimex:159:171 sethostname:170:161
+setdomainname:171:162 iopl:172:- ioperm:173:- vhangup:153:58 kexec_load:246:104
+kexec_file_load:320:294 init_module:175:105 finit_module:313:273 delete_module:176:106
+personality:135:92 modify_ldt:154:- uselib:134:- ustat:136:- sysfs:139:- lookup_dcookie:212:18
+nfsservctl:180:42 setpriority:141:140 ioprio_set:251:30 sched_setscheduler:144:119
+sched_setparam:142:118 sched_setattr:314:274 migrate_pages:256:238 move_pages:279:239
+get_robust_list:274:100 shmget:29:194 shmat:30:196 shmctl:31:195 semget:64:190 semop:65:193
+semctl:66:191 semtimedop:220:192 msgget:68:186 msgsnd:69:189 msgrcv:70:188 msgctl:71:187
+mq_open:240:180 mq_unlink:241:181 memfd_create:319:279 memfd_secret:447:447 clone3:435:435
+openat2:437:437 truncate:76:45 open:2:- openat:257:56 clone:56:220 socketpair:53:199
+prlimit64:302:261 sched_setaffinity:203:122 ioctl:16:29 fcntl:72:25 prctl:157:167 kill:62:129
+tkill:200:130 tgkill:234:131 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240
+pidfd_send_signal:424:424 seccomp:317:277 capset:126:91 close_range:436:436
+sync:162:81 syncfs:306:267
+landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
+"""
+LAST_NUMBER = 462  # the newest that the filter knows (mseal, Linux 6.10); none above is let through
+MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH
+
+WAIT_ALL = 0x40000000  # __WALL of waitpid: children that clone(2) made as well
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
+PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 28, 36, 38, 47
+
+
+def numbers(machine: str) -> dict[str, int]:
+    """{name: number} of the calls that an architecture has."""
+    column, _ = MACHINES[machine]
+    rows = (row.split(":") for row in _TABLE.split())
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def unsupported() -> str:
+    """Why this machine can have no sandbox of ours; "" if it may have one."""
+    if sys.platform != "linux":
+        return f"{sys.platform} is not Linux"
+    if platform.machine() not in MACHINES:
+        return f"the architecture {platform.machine()} is none of {', '.join(MACHINES)}"
+    return ""
+
+
+if not unsupported():
+    NUMBERS = numbers(platform.machine())
+    AUDIT_ARCH = MACHINES[platform.machine()][1]
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+    _LIBC.syscall.restype = ctypes.c_long
+
+
+def call(name: str, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
+    """A system call; structures are passed by their address. Raises OSError with its name."""
+    given = [
+        ctypes.byref(one)
+        if isinstance(one, ctypes.Structure | ctypes.Array)
+        else ctypes.c_long(one)
+        if isinstance(one, int)
+        else one
+        for one in arguments
+    ]
+    result = _LIBC.syscall(ctypes.c_long(NUMBERS[name]), *given)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return int(result)
+
+
+def drop_capabilities(kept: int = 0) -> None:
+    """Gives up all capabilities but those of the mask `kept`, which programs started later keep."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    call("capset", header, (ctypes.c_uint32 * 6)(kept, kept, kept, 0, 0, 0))
+    if kept:
+        call("prctl", PR_CAP_AMBIENT, 2, kept.bit_length() - 1, 0, 0)
