@@ -4,6 +4,7 @@ Both versions: Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst 
 needs a group whose processes are in groups below it: where this process stands, or one above.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -35,6 +36,16 @@ def find(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
     raise OSError("no group of the memory and pids controllers may be made below this process's")
 
 
+def clear(parents: tuple[str, ...], zygote: int) -> None:
+    """Removes groups that a zygote, and those that have ended without doing so, have left."""
+    for parent in parents:
+        for folder in pathlib.Path(parent).glob("distflow-*-*"):
+            process = folder.name.split("-")[1]
+            if process == str(zygote) or not os.path.exists(f"/proc/{process}"):
+                with contextlib.suppress(OSError):  # something runs in it
+                    folder.rmdir()
+
+
 @dataclasses.dataclass(frozen=True)
 class Cgroup:
     """The group of one program: a folder, or two of version 1."""
@@ -47,7 +58,9 @@ class Cgroup:
         name = f"distflow-{os.getppid()}-{slot}"  # the parent is the zygote
         group = cls(tuple(pathlib.Path(parent) / name for parent in parents))
         for folder in group.folders:
-            folder.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # of a keeper that was killed, with its counts
+                folder.rmdir()
+            folder.mkdir()
         memory, pids = group.folders[0], group.folders[-1]
         if len(parents) > 1:
             sizes = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]

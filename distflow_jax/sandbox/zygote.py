@@ -62,6 +62,7 @@ def main(descriptor: str, settings: str) -> None:
 def _prepare(*, level: str, scratch: str, packages: str) -> Confinement:
     has_namespaces = level != "kernel"
     groups = cgroups.find() if level == "cgroup" else ()
+    cgroups.clear(groups, os.getpid())
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     version = landlock.abi()
     if not version and not has_namespaces:
@@ -103,6 +104,7 @@ class _Zygote:
             self._reap(ended)
         if self._plan.has_namespaces:
             namespaces.drop_root(self._plan.root)
+        cgroups.clear(self._plan.groups, os.getpid())
         remove_folder(self._plan.scratch)
         return None
 
