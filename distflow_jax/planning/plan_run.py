@@ -440,7 +440,7 @@ def prepare(
             environments = open_environments(
                 config, source, loader.prompt(0), on_failure, tried=tried
             )
-            rewards = RewardPool(config.reward)
+            rewards = RewardPool(config.reward, config.sandbox)
             on_failure.callback(rewards.close)
             scored = [loader.prompt(0)] if calls_rewards(run.graph) else eval_prompts
             for prompt in scored[:1]:

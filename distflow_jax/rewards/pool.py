@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from distflow_jax.config.data_config import QUICK, RewardConfig
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.rewards.function_calls import score_requests
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
-from distflow_jax.rewards.registry import MATHEMATICAL, same_answers
+from distflow_jax.rewards.registry import MATHEMATICAL, SANDBOXED, same_answers
 from distflow_jax.rewards.reward_function import load_reward
 from distflow_jax.rewards.worker_process import (
     CallTimeout,
@@ -97,8 +98,12 @@ class RewardPool:
     One thread of the pool waits for each worker; these threads use neither JAX nor NumPy.
     """
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None):
+        """`sandbox`: the run's section, for functions that run programs; None: its defaults."""
         self._config = config
+        kwargs, on_error = dict(config.kwargs), config.on_error
+        if config.function in SANDBOXED:
+            kwargs["sandbox"], on_error = sandbox or SandboxConfig(), math.nan
         num_workers = config.num_workers
         if num_workers == -1:
             num_workers = 0 if config.function in QUICK else min(MAX_WORKERS, _num_cores())
@@ -113,10 +118,10 @@ class RewardPool:
             self._function = load_reward(config.function, config.kwargs, config.weights)
         job = WorkerSettings(
             function=config.function,
-            kwargs=dict(config.kwargs),
+            kwargs=kwargs,
             timeout_seconds=config.timeout_seconds,
             start_seconds=config.start_seconds,
-            on_error=config.on_error,
+            on_error=on_error,
             conversational=config.conversational,
             weights=tuple(config.weights),
         )
@@ -130,7 +135,7 @@ class RewardPool:
             threading.Thread(
                 target=_serve,
                 args=(worker, self._jobs, self._kind, self._closing),
-                kwargs={"on_error": config.on_error, "first": i == 0},
+                kwargs={"on_error": on_error, "first": i == 0},
                 daemon=True,
                 name=f"reward-{i}",
             )

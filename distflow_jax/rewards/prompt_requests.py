@@ -33,3 +33,9 @@ def request_for(
 def trial_request(prompt: Prompt) -> RewardRequest:
     """The request that checks a reward function before step 1."""
     return request_for(prompt, str(prompt.ground_truth), [0])
+
+
+def reference_request(prompt: Prompt, column: str) -> RewardRequest:
+    """The request that scores a row's own program, text of a column; without one, no program."""
+    reference = prompt.extra_info.get(column)
+    return request_for(prompt, f"```python\n{reference}\n```" if reference else "", [0])

@@ -1,0 +1,68 @@
+"""The reward `code`: the hidden cases of a row that the program in a response passes."""
+
+import functools
+import importlib
+from typing import Any
+
+from distflow_jax.config.sandbox_config import SandboxConfig
+
+DEFAULTS = SandboxConfig()
+
+
+def code(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    prompt: str = "",
+    sandbox: SandboxConfig = DEFAULTS,
+    partial: bool = False,
+    seconds: float = 8.0,
+    parallel: int = 1,
+    reference: str = "reference",
+) -> dict[str, float]:
+    """1.0 if the program in a response passes all cases of the ground truth, else 0.0.
+
+    code/program_text.py says what the program is, code/hidden_cases.py what the cases are.
+
+    Args:
+      data_source: unused.
+      solution_str: the response.
+      ground_truth: the cases, as an object or as JSON text.
+      extra_info: other columns of the row; unused.
+      prompt: the text that the model was given, which may have opened a thought or a block.
+      sandbox: the run's section `sandbox`, whose limits are those of each case.
+      partial: the score is the share of cases that pass. Programs that ignore their input pass
+        some.
+      seconds: for all cases of a program together, by the clock; later cases fail.
+      parallel: cases of a program that run at once, beside those of other reward workers.
+      reference: column with a program that passes; used before step 1 alone.
+
+    Returns:
+      `score`, and `no_program`: 1.0 if the response has none.
+
+    Raises:
+      ValueError: the row has no cases, or not one output for each input.
+      SandboxError: the sandbox failed again and again, which says nothing about the program.
+    """
+    cases = _module("hidden_cases").hidden_cases(ground_truth)
+    program = _module("program_text").program_of(solution_str, prompt)
+    judge = _module("case_verdicts").Judge(load(sandbox), seconds, parallel)
+    passed = judge.count_passed(program, cases, all_needed=not partial) if program else 0
+    score = passed / len(cases) if partial else float(passed == len(cases))
+    return {"score": score, "no_program": float(not program)}
+
+
+@functools.cache
+def load(sandbox: SandboxConfig) -> Any:
+    """Opens this process's sandbox. Runs without this reward import nothing of it.
+
+    Raises ValueError if the machine allows none from `sandbox.minimum` on.
+    """
+    opened = importlib.import_module("distflow_jax.sandbox.sandbox").Sandbox(sandbox)
+    return opened.__enter__()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"distflow_jax.rewards.code.{name}")
