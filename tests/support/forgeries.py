@@ -1,7 +1,7 @@
-"""Programs that want a verdict without the work, and honest twins that do alike and are right.
+"""Programs that want a verdict without the work, and honest twins that look alike.
 
 The problem: n * n + 1. A program of the forms "calls" and "asserts" defines f, one of "stdin"
-reads n and prints. Each twin does what its forgery does, beside the work.
+reads n and prints.
 """
 
 from typing import NamedTuple
@@ -79,16 +79,41 @@ import os, re
 def told(n):
     for process in (os.getppid(), os.getppid() - 1, 1):
         try:
-            with open(f"/proc/{process}/maps") as maps, open(f"/proc/{process}/mem", "rb") as memory:
-                for line in maps:
-                    start, end = (int(x, 16) for x in re.match(r"(\\w+)-(\\w+)", line).groups())
-                    memory.seek(start)
-                    match = re.search(rb"f\\(%d\\) == (\\d+)" % n, memory.read(min(end - start, 1 << 20)))
-                    if match:
-                        return int(match[1])
+            maps, memory = open(f"/proc/{process}/maps"), open(f"/proc/{process}/mem", "rb")
+            for line in maps:
+                start, end = (int(x, 16) for x in re.match(r"(\\w+)-(\\w+)", line).groups())
+                memory.seek(start)
+                content = memory.read(min(end - start, 1 << 20))
+                if match := re.search(rb"f\\(%d\\) == (\\d+)" % n, content):
+                    return int(match[1])
         except (OSError, ValueError, OverflowError):
             pass
     return 0
+"""
+RUNS = """
+import os, glob
+folders = (".", "..", "/tmp", "/dev/shm", "/var/tmp")
+for folder in folders:
+    try:
+        os.makedirs(folder + "/runs", exist_ok=True)
+        open(f"{folder}/runs/{os.getpid()}", "w").close()
+    except OSError:
+        pass
+runs = max(len(glob.glob(folder + "/runs/*")) for folder in folders)
+print((5, 10, 26)[min(runs, 3) - 1])
+"""
+ASKS = """
+import json, os
+def f(n):
+    os.write(4, bytes([2, 0, 0, 0]) + b"{}")
+    return os.read(3, 9999)[0]
+"""
+DEEP = """
+def f(n):
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    return value
 """
 VERDICTS = (
     '"held"',
@@ -135,7 +160,7 @@ FORGERIES = (
     ),
     Forgery(
         "a callable that answers for itself",
-        "class F:\n    def __call__(self, n): return self\n    def __eq__(self, o): return True\nf = F()\n",
+        "class F:\n    __call__ = lambda self, n: self\n    __eq__ = lambda a, b: True\nf = F()\n",
         "class F:\n    def __call__(self, n): return n * n + 1\nf = F()\n",
     ),
     in_call(
@@ -184,7 +209,7 @@ FORGERIES = (
     beside("reads the parent's memory", PARENT, "def f(n):\n    return told(n)\n"),
     Forgery(
         "asks the parent",
-        "import json, os\ndef f(n):\n    os.write(4, b'\\x02\\0\\0\\0{}')\n    return os.read(3, 9999)[0]\n",
+        ASKS,
         f"import json, os\n{RIGHT}",
     ),
     # -- depends on the number of the call
@@ -212,11 +237,7 @@ FORGERIES = (
     Forgery("prints the first answer always", "input()\nprint(5)\n", PRINTS, ("stdin",)),
     Forgery(
         "counts its runs in files",
-        "import os, glob\nfor folder in ('.', '..', '/tmp', '/dev/shm', '/var/tmp'):\n    try:\n"
-        "        os.makedirs(folder + '/runs', exist_ok=True)\n"
-        "        open(f'{folder}/runs/{os.getpid()}', 'w').close()\n    except OSError:\n        pass\n"
-        "runs = max(len(glob.glob(f)) for f in ('runs/*', '../runs/*', '/tmp/runs/*', '/dev/shm/runs/*'))\n"
-        "print((5, 10, 26)[min(runs, 3) - 1])\n",
+        RUNS,
         f"import os\nos.makedirs('runs')\n{PRINTS}",
         ("stdin",),
     ),
@@ -255,7 +276,7 @@ FORGERIES = (
     ),
     Forgery(
         "overflows the judge",
-        "def f(n):\n    value = []\n    for _ in range(100_000):\n        value = [value]\n    return value\n",
+        DEEP,
         RIGHT,
     ),
     Forgery("floods the judge", "def f(n):\n    return 'x' * (64 << 20)\n", RIGHT),
