@@ -161,7 +161,8 @@ def same(value: Any, expected: Any) -> bool:
         return len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(value, dict) and isinstance(expected, Mapping):
         keyed = {key if isinstance(key, str) else json.dumps(key): value[key] for key in value}
-        return keyed.keys() == expected.keys() and all(same(keyed[k], expected[k]) for k in keyed)
+        alike = keyed.keys() == expected.keys() and len(keyed) == len(value)
+        return alike and all(same(keyed[key], expected[key]) for key in keyed)
     if isinstance(value, float) and isinstance(expected, int | float):
         return math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
     return value == expected

@@ -23,5 +23,5 @@ def program_of(response: str, prompt: str = "") -> str:
     text = after_thought(f"{opened[0].rstrip()}\n{response}" if opened else response)
     blocks = [(mark.lower(), body) for mark, body in _BLOCK.findall(text)]
     marked = [body for mark, body in blocks if mark in _PYTHON]
-    found = marked or [body for _, body in blocks] or [text]
-    return found[-1].strip("\n")
+    program = (marked or [body for _, body in blocks] or [text])[-1]
+    return program.strip("\n") if program.strip() else ""
