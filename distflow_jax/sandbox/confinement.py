@@ -33,6 +33,7 @@ class Confinement:
     scratch: folder with the programs' scratch folders.
     packages: a folder of Python packages that programs may import; "": none.
     first_uid: the first user number for programs, one for each at a time; 0: this process's user.
+    groups: folders of control groups in which each program gets one; (): it gets none.
     kept: capabilities of programs. As root CAP_DAC_READ_SEARCH where the interpreter is in a folder
       that only root can enter; what is read is then a matter of Landlock alone.
     """
@@ -42,7 +43,8 @@ class Confinement:
     scratch: str
     packages: str
     first_uid: int
-    kept: int = 0
+    groups: tuple[str, ...]
+    kept: int
 
     def readable(self) -> dict[str, int]:
         """{path: rights} of the files that an interpreter and programs of the system need."""
@@ -107,7 +109,7 @@ def confine(
     proc: a descriptor of /proc if the program has namespaces.
     Raises OSError if a step fails.
     """
-    _limit(limits, others)
+    _limit(limits)
     if uid:
         call("prctl", PR_SET_KEEPCAPS, int(bool(plan.kept)), 0, 0, 0)
         os.setgroups([])
@@ -115,6 +117,8 @@ def confine(
         os.setresuid(uid, uid, uid)
     elif proc is not None:
         namespaces.own_user(proc)
+    # after the user namespace: its own count would bound that of the namespace above, too
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes + others,) * 2)
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities(plan.kept)
@@ -130,13 +134,12 @@ def confine(
     )
 
 
-def _limit(limits: SandboxLimits, others: int) -> None:
+def _limit(limits: SandboxLimits) -> None:
     seconds = int(limits.cpu_seconds) + 1
     for kind, most in {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_FSIZE: limits.disk,
-        resource.RLIMIT_NPROC: limits.processes + others,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 1,  # 0 would still start a handler of core files; core(5)
         resource.RLIMIT_MEMLOCK: 0,

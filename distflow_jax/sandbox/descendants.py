@@ -50,14 +50,14 @@ def usage(process: int) -> tuple[int, float]:
 
 
 def deleted_bytes(process: int, device: int) -> int:
-    """Bytes on a disk of files that a process has open and that have no name."""
+    """Bytes on a disk of files that a process has open and that have no name; 0 of a zombie."""
     count = 0
     try:
         for number in os.listdir(f"/proc/{process}/fd"):
             found = os.stat(f"/proc/{process}/fd/{number}")
             if found.st_dev == device and stat.S_ISREG(found.st_mode) and not found.st_nlink:
                 count += found.st_blocks * 512
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         pass
     return count
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distflow_jax.sandbox import descendants, namespaces, warm_python
+from distflow_jax.sandbox.cgroups import Cgroup
 from distflow_jax.sandbox.confinement import Confinement, confine, environment
 from distflow_jax.sandbox.keeper_messages import read_message, write_message
 from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
@@ -71,26 +72,29 @@ def keep(
             os.mkdir(scratch, 0o700)
             if uid:
                 os.chown(scratch, uid, uid)
+        group = Cgroup.make(plan.groups, slot, program.limits) if plan.groups else None
     except OSError as error:
         _answer(control, {"error": str(error)})
     started = time.monotonic()
     child = os.fork()
     if not child:
         control.detach()  # its number will be a descriptor of the program
-        return _enter(plan, program, pipes, ends, scratch, uid, others, path)
+        return _enter(plan, program, pipes, ends, scratch, uid, others, path, group)
     for end in (pipes.stdin[0], pipes.stdout[1], pipes.stderr[1], pipes.report[1], *ends):
         os.close(end)
-    watch = _Watch(plan, program, pipes, child, scratch, started)
+    watch = _Watch(plan, program, pipes, child, scratch, started, group)
     watch.follow(control)
     _answer(control, watch.end())
 
 
-def _enter(plan, program, pipes, ends, scratch, uid, others, path) -> Callable[[], None]:
+def _enter(plan, program, pipes, ends, scratch, uid, others, path, group):
     """The child's side: everything up to the program itself."""
     report = fcntl.fcntl(pipes.report[1], fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
     given = [pipes.stdin[0], pipes.stdout[1], pipes.stderr[1], *ends]
     given = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for end in given]
     try:
+        if group:
+            group.join()
         proc = None
         if plan.has_namespaces:
             root = f"{plan.scratch}/root"
@@ -139,9 +143,9 @@ def _execute(argv: Sequence[str], variables: dict[str, str]) -> None:
 class _Watch:
     """A running program, and what it has used and written so far."""
 
-    def __init__(self, plan, program, pipes, child, scratch, started):
+    def __init__(self, plan, program, pipes, child, scratch, started, group):
         self._plan, self._limits, self._child = plan, program.limits, child
-        self._scratch, self._started = scratch, started
+        self._scratch, self._started, self._group = scratch, started, group
         self._input = memoryview(program.stdin)
         self._stdin, self._report = pipes.stdin[1], pipes.report[0]
         self._streams = {pipes.stdout[0]: bytearray(), pipes.stderr[0]: bytearray()}
@@ -195,6 +199,11 @@ class _Watch:
             by_kernel = code in (-signal.SIGKILL, -signal.SIGXCPU)
             self._cause = "cpu" if by_kernel and cpu >= self._limits.cpu_seconds else "signal"
         seconds = time.monotonic() - self._started
+        if self._group:
+            if self._group.kills() and self._cause in ("signal", "ended"):
+                self._cause = "memory"
+            self._memory = self._group.peak() or self._memory
+            self._group.remove()
         failure = failure or self._clear(code)
         if failure:
             return {"error": failure}
@@ -207,7 +216,7 @@ class _Watch:
             "is_cut": self._is_cut,
             "seconds": seconds,
             "cpu_seconds": cpu,
-            "memory": max(self._memory, used.ru_maxrss << 10),
+            "memory": self._memory if self._group else max(self._memory, used.ru_maxrss << 10),
         }
 
     def _stop(self) -> tuple[int, str]:
@@ -255,7 +264,7 @@ class _Watch:
         used = [descendants.usage(one) for one in processes]
         memory = sum(max(0, own - self._own_memory) for own, _ in used)
         self._memory = max(self._memory, memory)
-        if memory > self._limits.memory:
+        if memory > self._limits.memory or (self._group and self._group.kills()):
             return "memory"
         if sum(cpu for _, cpu in used) > self._limits.cpu_seconds:
             return "cpu"

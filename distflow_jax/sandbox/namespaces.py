@@ -74,6 +74,11 @@ def enter_root(root: str, disk: int, uid: int) -> int:
     return proc
 
 
+def drop_root(root: str) -> None:
+    """Leaves of `root` an empty folder."""
+    call("umount2", root.encode(), _DETACH)
+
+
 def new_processes() -> None:
     """Gives the children of this process a namespace of processes; the first is its init."""
     call("unshare", CLONE_NEWPID)

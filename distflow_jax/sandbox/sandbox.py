@@ -20,6 +20,9 @@ import tempfile
 import threading
 
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig
+from distflow_jax.parsing.http_call import HttpServer
+from distflow_jax.parsing.pem_files import read_secret
+from distflow_jax.sandbox import self_attack
 from distflow_jax.sandbox.keeper_messages import read_outcome, write_message
 from distflow_jax.sandbox.sandbox_records import (
     MIB,
@@ -28,15 +31,16 @@ from distflow_jax.sandbox.sandbox_records import (
     SandboxOutcome,
     SandboxProgram,
 )
+from distflow_jax.sandbox.remote_provider import RemoteProvider
 from distflow_jax.sandbox.sandbox_session import SandboxSession
-from distflow_jax.sandbox.system_calls import unsupported
+from distflow_jax.sandbox.system_calls import NUMBERS, unsupported
 
 GRACE_SECONDS = 30.0  # beyond a program's deadline, for its keeper; and for a zygote's start
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1])\n"
     "from distflow_jax.sandbox.zygote import main; main(*sys.argv[2:])"
 )
-_log = logging.getLogger(__name__)
+log = logging.getLogger("distflow_jax")
 
 
 class Sandbox:
@@ -51,6 +55,10 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._zygote: socket.socket | None = None
+        self._provider: RemoteProvider | None = None
+        if settings.level == "remote":
+            key = read_secret("sandbox.token_file", settings.token_file) if settings.token_file else ""
+            self._provider = RemoteProvider(HttpServer(settings.url, key))
         self.level = ""
         self.limits = SandboxLimits(
             seconds=settings.seconds,
@@ -62,7 +70,10 @@ class Sandbox:
         )
 
     def __enter__(self):
-        self._choose_level()
+        if self._settings.level == "remote":
+            self._try_provider()
+        else:
+            self._choose_level()
         return self
 
     def __exit__(self, *_):
@@ -70,10 +81,18 @@ class Sandbox:
 
     def run(self, program: SandboxProgram) -> SandboxOutcome:
         """Runs a program to its end. Raises SandboxError."""
+        return self._provider.run(program) if self._provider else self._run_here(program)
+
+    def _run_here(self, program: SandboxProgram) -> SandboxOutcome:
         return read_outcome(self._begin(program, []))
 
     def open(self, program: SandboxProgram) -> SandboxSession:
-        """Starts a program that reads and writes frames. Raises SandboxError."""
+        """Starts a program that reads and writes frames. Raises SandboxError.
+
+        Raises ValueError for a provider of somebody else, which runs programs to their end only.
+        """
+        if self._provider:
+            raise ValueError("sandbox.level=remote runs no program that lives on; use another level")
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         try:
@@ -114,18 +133,48 @@ class Sandbox:
                 raise SandboxError(f"the sandbox's process has ended: {error}") from None
         return ours
 
+    def _try_provider(self) -> None:
+        try:
+            self._provider.run(SandboxProgram(("python3", "main.py"), {"main.py": b""}))
+        except SandboxError as error:
+            raise ValueError(f"sandbox.url: {error}") from None
+        self.level = "remote"
+
     def _choose_level(self) -> None:
+        """Takes the strongest level that works, or the one that is set."""
+        settings = self._settings
+        least = LEVELS.index(settings.minimum)
+        wanted = reversed(LEVELS[least:]) if settings.level == "auto" else [settings.level]
+        lacks = []
+        for level in wanted:
+            try:
+                self._try(level)
+                self.level = level
+                return
+            except SandboxError as error:
+                lacks.append(f"{level}: {error}")
+                self.close()
+        raise ValueError(
+            f"sandbox.minimum={settings.minimum}: this machine has no such sandbox "
+            f"({'; '.join(lacks)}); run on a machine that has one, or set sandbox.level=remote"
+        )
+
+    def _try(self, level: str) -> None:
+        """Starts a level and attacks it. Raises SandboxError with what it lacks."""
         if why := unsupported():
-            raise ValueError(f"{why}: a sandbox is impossible here")
-        self.level = "kernel"
-        self._start(self.level)
+            raise SandboxError(why)
+        self._start(level)
+        found = self_attack.attack(self._run_here, self.limits, NUMBERS, self._settings.scratch)
+        log.info("sandbox: level %s; attempts to leave it:\n%s", level, self_attack.table(found))
+        if through := [name for name, error in found.items() if not error]:
+            raise SandboxError(f"does not stop: {', '.join(through)}")
 
     def _start(self, level: str) -> None:
         """Starts a zygote. Raises SandboxError with what the level lacks here."""
         folder = tempfile.mkdtemp(prefix="distflow-sandbox-", dir=self._settings.scratch or None)
         os.chmod(folder, 0o711)  # a program's user enters its own folder there
         settings = {
-            "has_namespaces": level != "kernel",
+            "level": level,
             "scratch": folder,
             "packages": self._settings.packages,
         }

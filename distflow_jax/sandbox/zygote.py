@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 
-from distflow_jax.sandbox import descendants, landlock, namespaces
+from distflow_jax.sandbox import cgroups, descendants, landlock, namespaces
 from distflow_jax.sandbox.confinement import (
     CAP_DAC_READ_SEARCH,
     Confinement,
@@ -37,7 +37,7 @@ COUNT_SECONDS = 1.0  # between two counts of the user's processes
 def main(descriptor: str, settings: str) -> None:
     """Serves programs at a socket until its other end closes.
 
-    settings: a JSON object with the fields has_namespaces, scratch and packages.
+    settings: a JSON object with the fields level, scratch and packages.
     """
     path = sys.path[1:]  # the first is this package's
     server = socket.socket(fileno=int(descriptor))
@@ -57,7 +57,9 @@ def main(descriptor: str, settings: str) -> None:
         start()
 
 
-def _prepare(*, has_namespaces: bool, scratch: str, packages: str) -> Confinement:
+def _prepare(*, level: str, scratch: str, packages: str) -> Confinement:
+    has_namespaces = level != "kernel"
+    groups = cgroups.find() if level == "cgroup" else ()
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     version = landlock.abi()
     if not version and not has_namespaces:
@@ -67,7 +69,7 @@ def _prepare(*, has_namespaces: bool, scratch: str, packages: str) -> Confinemen
     uid = unused_uid()
     enters = has_namespaces or can_enter(os.path.realpath(sys.base_prefix))
     kept = 0 if enters or not uid else CAP_DAC_READ_SEARCH
-    plan = Confinement(version, has_namespaces, scratch, packages, uid, kept)
+    plan = Confinement(version, has_namespaces, scratch, packages, uid, groups, kept)
     if has_namespaces:
         os.mkdir(f"{scratch}/root")
         namespaces.make_root(f"{scratch}/root", plan.readable())
@@ -97,7 +99,9 @@ class _Zygote:
                     return begun
         for ended in list(self._keepers):  # they have lost their callers, too
             self._reap(ended)
-        remove_folder(self._plan.scratch) if not self._plan.has_namespaces else None
+        if self._plan.has_namespaces:
+            namespaces.drop_root(f"{self._plan.scratch}/root")
+        remove_folder(self._plan.scratch)
         return None
 
     def _begin(self, given: list[int]) -> tuple[socket.socket, list[int], int, int] | None:

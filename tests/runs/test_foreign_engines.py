@@ -145,7 +145,7 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
     for flag, reason in (
         ("--engine=vllm:http://a", "give own, openai:http://HOST:PORT or distflow:HOST:PORT"),
         ("--engine=distflow:somewhere", "must be HOST:PORT, got 'somewhere'"),
-        ("--engine=openai:ftp://a", "is no address of an engine"),
+        ("--engine=openai:ftp://a", "is no address of a server"),
         (f"--engine_settings={settings}", "is of engines of other programs"),
     ):
         ahead = (

@@ -38,8 +38,8 @@ def test_settings(tmp_path):
     [
         ("", {}, "give own, openai:http://HOST:PORT or distflow:HOST:PORT"),
         ("vllm:http://a:1", {}, "give own, openai:http://HOST:PORT"),
-        ("openai:", {}, "is no address of an engine"),
-        ("openai:a:1", {}, "is no address of an engine"),
+        ("openai:", {}, "is no address of a server"),
+        ("openai:a:1", {}, "is no address of a server"),
         ("distflow:a", {}, "must be HOST:PORT, got 'a'"),
         ("distflow:http://a:1", {}, "must be HOST:PORT, got 'http://a:1'"),
         *((f"openai:http://{host}:1", {}, "is no address") for host in ("", "a b", "a..b", "[::")),

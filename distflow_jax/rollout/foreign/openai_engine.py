@@ -23,7 +23,7 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     Failure,
     Status,
 )
-from distflow_jax.rollout.foreign.http_call import CallFailed, Connections, HttpServer
+from distflow_jax.parsing.http_call import CallFailed, Connections, HttpServer
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.rollout.requests import SamplingParams
 

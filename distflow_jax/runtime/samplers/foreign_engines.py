@@ -14,7 +14,7 @@ from distflow_jax.parsing.paths import checked_path
 from distflow_jax.parsing.pem_files import read_secret
 from distflow_jax.rollout.foreign.engine_protocol import ForeignEngine
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignStart
-from distflow_jax.rollout.foreign.http_call import HttpServer
+from distflow_jax.parsing.http_call import HttpServer
 from distflow_jax.rollout.foreign.openai_engine import (
     VLLM_LOAD,
     OpenAIEngine,

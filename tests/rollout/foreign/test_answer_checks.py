@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest, checked_columns
-from distflow_jax.rollout.foreign.http_call import CallFailed, HttpServer
+from distflow_jax.parsing.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign.openai_engine import (
     OpenAISettings,
     check_sampling,

@@ -65,7 +65,7 @@ class HttpServer:
     def __post_init__(self):
         found = re.fullmatch(r"https?://([^/?#]+)(/\S*)?", self.url)
         if not found or not (is_address(found[1]) or is_address(f"{found[1]}:80")):
-            raise ValueError(f"{self.url!r} is no address of an engine; give http://HOST:PORT")
+            raise ValueError(f"{self.url!r} is no address of a server; give http://HOST:PORT")
 
     def call(
         self,
