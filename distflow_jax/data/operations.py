@@ -124,6 +124,12 @@ class Composition:
         return ", then ".join(step.words for step in self.steps)
 
     @property
+    def hints(self) -> str:
+        """The expressions of the operations, each of a value of its kind."""
+        alone = (Composition(step.takes, (step,)).expression for step in self.steps)
+        return " and ".join(alone)
+
+    @property
     def description(self) -> str:
         """The composition as text; it decides the split."""
         return f"{self.start.words}: {self.words}"
@@ -162,9 +168,9 @@ class Composition:
             for i, step in enumerate(self.steps)
             if step.takes == step.gives and len(self.steps) > 1
         )
-        return (
-            None if any(_same(other, inputs, outputs) for other in shorter) else (inputs, outputs)
-        )
+        if any(_same(other, inputs, outputs) for other in shorter):
+            return None
+        return inputs, outputs
 
 
 def _same(other: Composition, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:

@@ -1,7 +1,6 @@
 """`task:programs`: functions or programs to write, with hidden cases that verify them."""
 
 import dataclasses
-import functools
 import hashlib
 import re
 from typing import Any
@@ -12,7 +11,7 @@ from distflow_jax.data.operations import MOST_DRAWS, STARTS, Composition
 from distflow_jax.parsing.checked_fields import at_least, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
 
-FORMS = ("calls", "stdin", "asserts")
+_AFTER = {"calls": "", "asserts": "", "stdin": ")"}  # a program's expression, by form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,11 @@ class Programs(Section, name="task:programs "):
 
     operations: str = "2-3"  # composed in a problem, a number or a range
     kinds: str = "+".join(STARTS)  # of what a program gets
-    form: str = setting("calls", one_of(FORMS))  # of the cases: the program defines f, or prints
+    form: str = setting("calls", one_of(_AFTER))  # of the cases: the program defines f, or prints
     cases: int = setting(6, at_least(3))  # hidden cases of a problem
     shown: int = setting(1, at_least(0))  # examples in the question, beside the hidden cases
+    begin: bool = False  # the prompt ends with the program up to its expression
+    hints: bool = False  # the expression of each operation in the question, for small models
     size: int = setting(10_000, at_least(1))  # rows
     seed: int = 0
     held_out: bool = False  # the held-out split instead of the training split
@@ -68,23 +69,25 @@ class Programs(Section, name="task:programs "):
             raise IndexError(f"row {row} of {self.size}")
         composition, inputs, outputs = self._problem(row)
         shown, hidden = slice(0, self.shown), slice(self.shown, None)
-        write = functools.partial(_reference, form=self.form)
         question = _question(composition, inputs[shown], outputs[shown], self.form)
+        question += f" Use {composition.hints}." if self.hints else ""
+        prompt = instruction(
+            question, system_prompt=self.system_prompt, prompt_suffix=self.prompt_suffix
+        )
+        before = _before(composition, self.form)
         wrong = Composition(composition.start, composition.steps[:-1])
+        right, wrong = (f"{before}{c.expression}{_AFTER[self.form]}" for c in (composition, wrong))
+        begun = f"```python\n{before.rstrip()}" if self.begin else ""
+        if begun:
+            prompt.append({"role": "assistant", "content": begun})
         return Example(
-            prompt=instruction(
-                question, system_prompt=self.system_prompt, prompt_suffix=self.prompt_suffix
-            ),
+            prompt=prompt,
             data_source="programs",
             ground_truth=_truth(composition, inputs[hidden], outputs[hidden], self.form),
-            extra_info={
-                "index": row,
-                "operations": len(composition.steps),
-                "reference": write(composition),
-            },
+            extra_info={"index": row, "operations": len(composition.steps), "reference": right},
             ability="code",
-            chosen=_fenced(write(composition)),
-            rejected=_fenced(write(wrong)),
+            chosen=f"```python\n{right}\n```".removeprefix(begun),
+            rejected=f"```python\n{wrong}\n```".removeprefix(begun),
         )
 
     def place(self, row: int) -> str:
@@ -141,11 +144,12 @@ def _truth(composition: Composition, inputs: list[Any], outputs: list[Any], form
     return {"fn_name": "f", "inputs": [[i] for i in inputs], "outputs": outputs}
 
 
-def _reference(composition: Composition, form: str) -> str:
-    start, expression = composition.start, composition.expression
+def _before(composition: Composition, form: str) -> str:
+    """A program up to its expression."""
+    start = composition.start
     if form == "stdin":
-        return f"{start.name} = {start.read}\nprint({expression})"
-    return f"def f({start.name}):\n    return {expression}"
+        return f"{start.name} = {start.read}\nprint("
+    return f"def f({start.name}):\n    return "
 
 
 def _line(value: Any) -> str:
@@ -154,7 +158,3 @@ def _line(value: Any) -> str:
 
 def _pairs(inputs: list[Any], outputs: list[Any]) -> zip:
     return zip(inputs, outputs, strict=True)
-
-
-def _fenced(program: str) -> str:
-    return f"```python\n{program}\n```"

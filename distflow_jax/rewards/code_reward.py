@@ -17,11 +17,11 @@ def code(
     *,
     prompt: str = "",
     sandbox: SandboxConfig = DEFAULTS,
-    partial: bool = False,
     seconds: float = 8.0,
+    partial: bool = False,
     parallel: int = 1,
     reference: str = "reference",
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """1.0 if the program in a response passes all cases of the ground truth, else 0.0.
 
     code/program_text.py says what the program is, code/hidden_cases.py what the cases are.
@@ -33,14 +33,14 @@ def code(
       extra_info: other columns of the row; unused.
       prompt: the text that the model was given, which may have opened a thought or a block.
       sandbox: the run's section `sandbox`, whose limits are those of each case.
+      seconds: for all cases of a program together, by the clock; later cases fail.
       partial: the score is the share of cases that pass. Programs that ignore their input pass
         some.
-      seconds: for all cases of a program together, by the clock; later cases fail.
       parallel: cases of a program that run at once, beside those of other reward workers.
       reference: column with a program that passes; used before step 1 alone.
 
     Returns:
-      `score`, and `no_program`: 1.0 if the response has none.
+      `score`, and as `answer` the program; "" if the response has none.
 
     Raises:
       ValueError: the row has no cases, or not one output for each input.
@@ -51,7 +51,7 @@ def code(
     judge = _module("case_verdicts").Judge(load(sandbox), seconds, parallel)
     passed = judge.count_passed(program, cases, all_needed=not partial) if program else 0
     score = passed / len(cases) if partial else float(passed == len(cases))
-    return {"score": score, "no_program": float(not program)}
+    return {"score": score, "answer": program}
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from distflow_jax.rewards.worker_process import (
 log = logging.getLogger("distflow_jax")
 
 MAX_WORKERS = 8  # at most, with num_workers=-1
+PROGRAM_SHARE = 0.8  # of a call's deadline, for programs; the rest is for failures of the sandbox
 WORKER_BYTES = 32 << 20  # of memory that a worker takes at least
 WORKER_FILES = 4  # open files of a worker in its parent: a socket, and three while it starts
 _MOST_FILES = 1 << 20  # where there is no limit
@@ -104,6 +105,7 @@ class RewardPool:
         kwargs, on_error = dict(config.kwargs), config.on_error
         if config.function in SANDBOXED:
             kwargs["sandbox"], on_error = sandbox or SandboxConfig(), math.nan
+            kwargs["seconds"] = PROGRAM_SHARE * config.timeout_seconds
         num_workers = config.num_workers
         if num_workers == -1:
             num_workers = 0 if config.function in QUICK else min(MAX_WORKERS, _num_cores())

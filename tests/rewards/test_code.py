@@ -56,9 +56,11 @@ def test_the_program_is_the_last_block_of_python(response, program):
     assert program_of(response) == program
 
 
-def test_a_prompt_may_open_the_block():
-    assert program_of("x = 1\n```\nThat is it.", "Complete.\n```python\n") == "x = 1"
-    assert program_of("x = 1\n```\nThat is it.", "Complete.\n") != "x = 1"
+def test_a_prompt_may_begin_the_program():
+    prompt = "Complete.\n```python\ndef f(n):\n    return"
+    response = " n + 1\n```\nTry it:\n```python\nf(1)\n```"
+    assert program_of(response, prompt) == "def f(n):\n    return n + 1"
+    assert program_of("```python\nf(1)\n```", f"{prompt} n\n```\nAgain:") == "f(1)"
 
 
 # -- forms of cases -------------------------------------------------------------------------------
@@ -206,9 +208,9 @@ def test_the_share_is_an_option_and_limits_are_of_case_and_program(sandbox):
     truth = {"fn_name": "f", "inputs": [[n] for n in range(4)], "outputs": [0, 1, 4, 9]}
     halves = "def f(n):\n    if n > 1:\n        while True: pass\n    return n * n"
     options = {"sandbox": SandboxConfig(cpu_seconds=0.3, seconds=5.0)}
-    assert code("", halves, truth, partial=True, **options) == {"score": 0.5, "no_program": 0.0}
+    assert code("", halves, truth, partial=True, **options) == {"score": 0.5, "answer": halves}
     assert code("", halves, truth, **options)["score"] == 0.0
-    assert code("", "  ", truth, partial=True, **options) == {"score": 0.0, "no_program": 1.0}
+    assert code("", "  ", truth, partial=True, **options) == {"score": 0.0, "answer": ""}
     for parallel in (1, 3):
         judge = Judge(sandbox, 20.0, parallel)
         assert judge.count_passed(SQUARE, hidden_cases(truth), all_needed=True) == 4

@@ -6,7 +6,7 @@ from distflow_jax.rewards.answers.final_answer import after_thought
 
 _BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _PYTHON = frozenset({"python", "python3", "py"})
-_OPENED = re.compile(r"```(?:python3?|py)?\s*\Z")
+_BEGUN = re.compile(r"```(?:python3?|py)\n[^`]*\Z")
 
 
 def program_of(response: str, prompt: str = "") -> str:
@@ -14,14 +14,16 @@ def program_of(response: str, prompt: str = "") -> str:
 
     Of the text after the thought it is the last block fenced by ``` that is marked as Python, else
     the last fenced block, else all of the text. A block that is not closed ends with the response.
-    The end of `prompt` may have opened the first one.
+    If `prompt` ends inside a block marked as Python, the program is that block.
 
     >>> program_of("First: ```python\\nx = 1\\n``` prints: ```text\\n2\\n```")
     'x = 1'
     """
-    opened = _OPENED.search(prompt[-16:])
-    text = after_thought(f"{opened[0].rstrip()}\n{response}" if opened else response)
-    blocks = [(mark.lower(), body) for mark, body in _BLOCK.findall(text)]
-    marked = [body for mark, body in blocks if mark in _PYTHON]
-    program = (marked or [body for _, body in blocks] or [text])[-1]
+    if begun := _BEGUN.search(prompt):
+        found = _BLOCK.findall(begun[0] + response)[:1]
+    else:
+        text = after_thought(response, prompt)
+        blocks = _BLOCK.findall(text)
+        found = [block for block in blocks if block[0].lower() in _PYTHON] or blocks
+    program = found[-1][1] if found else text
     return program.strip("\n") if program.strip() else ""
