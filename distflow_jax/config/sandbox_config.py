@@ -31,3 +31,13 @@ class SandboxConfig(Section, name="sandbox"):
     url: str = setting("", needs={"level": ("remote",)})
     # file with the secret that the provider asks for, readable by its owner only; "": none
     token_file: str = setting("", needs={"level": ("remote",)})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.level == "remote" and not self.url:
+            raise ValueError("sandbox.level=remote needs sandbox.url=http://HOST:PORT/PATH")
+        if self.level in LEVELS and LEVELS.index(self.level) < LEVELS.index(self.minimum):
+            raise ValueError(
+                f"sandbox.level={self.level} is below sandbox.minimum={self.minimum}; "
+                "raise the level, or lower sandbox.minimum"
+            )

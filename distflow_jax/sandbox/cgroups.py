@@ -53,7 +53,9 @@ class Cgroup:
             sizes = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
         else:
             sizes = ["memory.max", "memory.swap.max"]
-        for size, most in zip(sizes, (limits.memory, (len(parents) - 1) * limits.memory), strict=True):
+        for size, most in zip(
+            sizes, (limits.memory, (len(parents) - 1) * limits.memory), strict=True
+        ):
             if (memory / size).exists():  # the second only with swap
                 (memory / size).write_text(str(most))
         (pids / "pids.max").write_text(str(limits.processes + _OWN_PROCESSES))

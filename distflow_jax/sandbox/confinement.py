@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from distflow_jax.sandbox import landlock, namespaces, syscall_filter
-from distflow_jax.sandbox.sandbox_records import SandboxLimits
+from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
 from distflow_jax.sandbox.system_calls import (
     PR_SET_KEEPCAPS,
     PR_SET_NO_NEW_PRIVS,
@@ -45,6 +45,11 @@ class Confinement:
     first_uid: int
     groups: tuple[str, ...]
     kept: int
+
+    @property
+    def root(self) -> str:
+        """The folder that programs with namespaces have as their root."""
+        return f"{self.scratch}/root"
 
     def readable(self) -> dict[str, int]:
         """{path: rights} of the files that an interpreter and programs of the system need."""
@@ -95,8 +100,7 @@ def can_enter(path: str) -> bool:
 
 def confine(
     plan: Confinement,
-    limits: SandboxLimits,
-    files: Mapping[str, bytes],
+    program: SandboxProgram,
     scratch: str,
     *,
     uid: int,
@@ -109,6 +113,7 @@ def confine(
     proc: a descriptor of /proc if the program has namespaces.
     Raises OSError if a step fails.
     """
+    limits = program.limits
     _limit(limits)
     if uid:
         call("prctl", PR_SET_KEEPCAPS, int(bool(plan.kept)), 0, 0, 0)
@@ -123,7 +128,7 @@ def confine(
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities(plan.kept)
     os.chdir(scratch)
-    _write(files)
+    _write(program.files)
     if plan.landlock:
         landlock.restrict(plan.landlock, plan.readable(), scratch)
     alone = bool(uid) or plan.has_namespaces

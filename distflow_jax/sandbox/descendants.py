@@ -8,20 +8,21 @@ import os
 import signal
 import stat
 import time
+from collections.abc import Iterable
 
+from distflow_jax.sandbox.system_calls import WAIT_ALL
+
+_GONE = (FileNotFoundError, ProcessLookupError)
 _PAGE, _TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
-_WAIT_ALL = 0x40000000  # __WALL: those that clone(2) made as well
 
 
 def children(process: int) -> list[int]:
     """The children of a process, of all of its threads; none of a process that has ended."""
     found = []
-    try:
+    with contextlib.suppress(*_GONE):
         for thread in os.listdir(f"/proc/{process}/task"):
             with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
                 found += map(int, file.read().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass
     return found
 
 
@@ -44,22 +45,21 @@ def usage(process: int) -> tuple[int, float]:
             _, resident, shared, *_ = map(int, file.read().split())
         with open(f"/proc/{process}/stat", "rb") as file:
             times = file.read().rpartition(b")")[2].split()[11:15]
-    except (FileNotFoundError, ProcessLookupError):
+    except _GONE:
         return 0, 0.0
     return (resident - shared) * _PAGE, sum(map(int, times)) / _TICK
 
 
-def deleted_bytes(process: int, device: int) -> int:
-    """Bytes on a disk of files that a process has open and that have no name; 0 of a zombie."""
-    count = 0
-    try:
-        for number in os.listdir(f"/proc/{process}/fd"):
-            found = os.stat(f"/proc/{process}/fd/{number}")
-            if found.st_dev == device and stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                count += found.st_blocks * 512
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        pass
-    return count
+def deleted_bytes(processes: Iterable[int], device: int) -> int:
+    """Bytes on a disk of files without a name that processes have open."""
+    sizes = {}
+    for process in processes:
+        with contextlib.suppress(*_GONE, PermissionError):  # the latter of a zombie
+            for number in os.listdir(f"/proc/{process}/fd"):
+                found = os.stat(f"/proc/{process}/fd/{number}")
+                if found.st_dev == device and stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                    sizes[found.st_ino] = found.st_blocks * 512
+    return sum(sizes.values())
 
 
 def kill_all() -> None:
@@ -80,7 +80,7 @@ def end_all() -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_all()
-            while os.waitpid(-1, os.WNOHANG | _WAIT_ALL)[0]:
+            while os.waitpid(-1, os.WNOHANG | WAIT_ALL)[0]:
                 pass
 
 
@@ -88,7 +88,7 @@ def _is_living(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
+    except _GONE:
         return False
 
 
@@ -96,9 +96,7 @@ def count_tasks(user: int) -> int:
     """Processes and threads of a user."""
     count = 0
     for entry in os.scandir("/proc"):
-        try:
+        with contextlib.suppress(*_GONE):
             if entry.name.isdigit() and entry.stat().st_uid == user:
                 count += len(os.listdir(f"{entry.path}/task"))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
     return count

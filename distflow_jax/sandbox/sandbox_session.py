@@ -1,5 +1,6 @@
 """A program that lives on, and frames of bytes to and from it."""
 
+import contextlib
 import os
 import select
 import socket
@@ -32,7 +33,8 @@ class SandboxSession:
         return self
 
     def __exit__(self, *_):
-        self.close()
+        if self._control.fileno() >= 0:
+            self.close()
 
     def send(self, content: bytes, seconds: float) -> None:
         """Sends a frame. Raises TimeoutError, SessionEnded."""
@@ -61,10 +63,13 @@ class SandboxSession:
     def close(self) -> SandboxOutcome:
         """Ends the program, if it has not ended, and gives its outcome. Raises SandboxError."""
         if self._outcome is None:
-            os.close(self._to)
-            os.close(self._from)
-            self._control.shutdown(socket.SHUT_WR)
-            self._outcome = read_outcome(self._control)
+            try:
+                with contextlib.suppress(OSError):  # the keeper has gone
+                    self._control.shutdown(socket.SHUT_WR)
+                self._outcome = read_outcome(self._control)
+            finally:  # afterwards: a program that meets the end of its pipe would end by itself
+                os.close(self._to)
+                os.close(self._from)
         return self._outcome
 
     def _read(self, size: int, deadline: float) -> bytes:

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import tempfile
-import textwrap
 from collections.abc import Callable
 
 from distflow_jax.sandbox.sandbox_records import (
@@ -16,6 +15,7 @@ from distflow_jax.sandbox.sandbox_records import (
     SandboxOutcome,
     SandboxProgram,
 )
+from distflow_jax.sandbox.system_calls import NUMBERS
 
 # {attempt: its code}; {run} is the number of the run's process, {canary} a file that all may read
 ATTEMPTS = {
@@ -38,6 +38,7 @@ ATTEMPTS = {
     "start more processes than its limit": "fork_all()",
 }
 _REASONS = {
+    "": "NOTHING",
     "EACCES": "Landlock",
     "EPERM": "the filter of system calls, or the user's rights",
     "ENOSYS": "the filter of system calls",
@@ -85,12 +86,11 @@ print(json.dumps(found))
 def attack(
     run: Callable[[SandboxProgram], SandboxOutcome],
     limits: SandboxLimits,
-    numbers: dict[str, int],
     scratch: str,
 ) -> dict[str, str]:
     """{attempt: the error that stopped it, "" if nothing did}. Raises SandboxError.
 
-    numbers: of system calls.
+    scratch: folder for a file that the program must not reach; "": the system's.
     """
     with tempfile.TemporaryDirectory(prefix="distflow-canary-", dir=scratch or None) as folder:
         os.chmod(folder, 0o755)
@@ -102,7 +102,7 @@ def attack(
             "folder": os.path.dirname(folder),
             "run": os.getpid(),
             "memory": 2 * limits.memory,
-            **numbers,
+            **NUMBERS,
         }
         attempts = {name: code.format(**told) for name, code in ATTEMPTS.items()}
         program = _PROGRAM.format(processes=limits.processes + 8)
@@ -117,8 +117,7 @@ def attack(
 def table(found: dict[str, str]) -> str:
     """Attempts and what stopped each, a line each."""
     width = max(map(len, found))
-    lines = [
-        f"{name:{width}}  {_REASONS.get(error, 'refused')} ({error})" if error else f"{name:{width}}  NOTHING"
+    return "\n".join(
+        f"  {name:{width}}  {_REASONS.get(error, 'refused')} {error and f'({error})'}".rstrip()
         for name, error in found.items()
-    ]
-    return textwrap.indent("\n".join(lines), "  ")
+    )

@@ -25,9 +25,7 @@ inotify_init inotify_init1 inotify_add_watch fanotify_init fanotify_mark shmget 
 semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open mq_unlink
 """.split()
 # ENOSYS, after which libraries take another way. A file in memory is on no disk and in no process
-ABSENT = (
-    "clone3 io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret".split()
-)
+ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret".split()
 # Landlock covers none of these; they are refused where the program's user owns files outside
 OF_OWNERS = """
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat

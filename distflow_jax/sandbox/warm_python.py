@@ -35,7 +35,7 @@ class _Ending:
 
 
 def run(argv: Sequence[str], environment: dict[str, str], path: Sequence[str]) -> None:
-    """Runs `argv[1]` as the main program of this process, which has no own code left; never returns.
+    """Runs `argv[1]` as the main program of this process; never returns.
 
     path: folders of modules; that of the program comes first.
     """

@@ -39,6 +39,8 @@ def main(descriptor: str, settings: str) -> None:
 
     settings: a JSON object with the fields level, scratch and packages.
     """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # of the thread that started this process
+    os.umask(0o022)
     path = sys.path[1:]  # the first is this package's
     server = socket.socket(fileno=int(descriptor))
     try:
@@ -71,8 +73,8 @@ def _prepare(*, level: str, scratch: str, packages: str) -> Confinement:
     kept = 0 if enters or not uid else CAP_DAC_READ_SEARCH
     plan = Confinement(version, has_namespaces, scratch, packages, uid, groups, kept)
     if has_namespaces:
-        os.mkdir(f"{scratch}/root")
-        namespaces.make_root(f"{scratch}/root", plan.readable())
+        os.mkdir(plan.root)
+        namespaces.make_root(plan.root, plan.readable())
     return plan
 
 
@@ -82,7 +84,7 @@ class _Zygote:
     def __init__(self, server: socket.socket, plan: Confinement):
         self._server, self._plan = server, plan
         self._keepers: dict[int, tuple[int, int]] = {}  # {descriptor: (process, slot)}
-        self._others, self._counted = 0, 0.0
+        self._others, self._counted = 0, -COUNT_SECONDS
 
     def serve(self) -> tuple[socket.socket, list[int], int, int] | None:
         """Arguments of `keep` in a keeper; None in the zygote, at the end."""
@@ -100,12 +102,13 @@ class _Zygote:
         for ended in list(self._keepers):  # they have lost their callers, too
             self._reap(ended)
         if self._plan.has_namespaces:
-            namespaces.drop_root(f"{self._plan.scratch}/root")
+            namespaces.drop_root(self._plan.root)
         remove_folder(self._plan.scratch)
         return None
 
     def _begin(self, given: list[int]) -> tuple[socket.socket, list[int], int, int] | None:
-        slot = min(set(range(len(self._keepers) + 1)) - {slot for _, slot in self._keepers.values()})
+        taken = {slot for _, slot in self._keepers.values()}
+        slot = min(set(range(len(taken) + 1)) - taken)
         self._count_others()
         try:
             process = os.fork()
@@ -122,7 +125,7 @@ class _Zygote:
         return None
 
     def _reap(self, descriptor: int) -> None:
-        process, _ = self._keepers.pop(descriptor)
+        process, slot = self._keepers.pop(descriptor)
         os.close(descriptor)
         if os.waitpid(process, 0)[1]:  # killed from outside: its program is ours now
             kept = {keeper for keeper, _ in self._keepers.values()}
@@ -130,12 +133,13 @@ class _Zygote:
                 for stray in strays:
                     os.kill(stray, signal.SIGKILL)
                     os.waitpid(stray, 0)
+            if os.path.exists(f"{self._plan.scratch}/{slot}"):
+                remove_folder(f"{self._plan.scratch}/{slot}")
 
     def _count_others(self) -> None:
         """Counts processes and threads of this user, where programs share their limit."""
-        now = time.monotonic()
         if self._plan.first_uid or self._plan.has_namespaces:
             return
-        if self._others and now < self._counted + COUNT_SECONDS:
-            return
-        self._others, self._counted = descendants.count_tasks(os.getuid()), now
+        if time.monotonic() >= self._counted + COUNT_SECONDS:
+            self._others = descendants.count_tasks(os.getuid())
+            self._counted = time.monotonic()

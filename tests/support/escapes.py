@@ -65,9 +65,7 @@ FILES = {
     "read by a hard link": Attempt("os.link(w['secret'], w['beside']); open(w['beside']).read()"),
     "link a file into the scratch folder": Attempt("os.link(w['secret'], 'h')"),
     "read by /proc/self/root": Attempt("open('/proc/self/root' + w['secret']).read()"),
-    "read by /proc/self/cwd": Attempt(
-        "os.chdir(w['home']); open('/proc/self/cwd/secret').read()"
-    ),
+    "read by /proc/self/cwd": Attempt("os.chdir(w['home']); open('/proc/self/cwd/secret').read()"),
     "read by a descriptor of the path": Attempt(
         "fd = os.open(w['secret'], os.O_PATH); open(f'/proc/self/fd/{fd}').read()"
     ),
@@ -175,7 +173,9 @@ PROCESSES = {
         "assert any(w['mark'] + 'secret' in repr(vars(m)) for m in list(sys.modules.values()))",
         NOT_RUN,
     ),
-    "find a frame of the sandbox": Attempt("assert sys._getframe(1).f_back.f_back.f_locals['plan']", NOT_RUN),
+    "find a frame of the sandbox": Attempt(
+        "assert sys._getframe(1).f_back.f_back.f_locals['plan']", NOT_RUN
+    ),
     "read another process": Attempt(
         """
         to = ctypes.create_string_buffer(8)
@@ -201,8 +201,8 @@ PROCESSES = {
     "take a descriptor": Attempt("call('pidfd_getfd', os.pidfd_open(w['victim']), 0, 0)"),
     "compare processes": Attempt("call('kcmp', os.getpid(), w['victim'], 0, 0, 0)"),
     "advise on another's memory": Attempt(
-        "call('process_madvise', os.pidfd_open(w['victim']), struct.pack('QQ', w['address'] & ~4095,"
-        " 4096), 1, 20, 0)",
+        "part = struct.pack('QQ', w['address'] & ~4095, 4096)\n"
+        "call('process_madvise', os.pidfd_open(w['victim']), part, 1, 20, 0)",
         BY_ROOT,
     ),
     "move another's memory": Attempt("call('move_pages', w['victim'], 0, 0, 0, 0, 0)"),

@@ -7,8 +7,8 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from distflow_jax.models.weights.source import open_model
-from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignScheduler
 from distflow_jax.parsing.http_call import HttpServer
+from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignScheduler
 from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
 from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServiceEngine
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders

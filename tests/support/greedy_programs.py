@@ -22,7 +22,8 @@ PROGRAMS = {
         "while True:\n try: os.fork()\n except OSError: pass", (*BY_FORCE, "memory")
     ),
     "forks and forgets": Greedy(
-        "while True:\n try:\n  if os.fork(): os._exit(0)\n except OSError: pass", (*BY_FORCE, "ended")
+        "while True:\n try:\n  if os.fork(): os._exit(0)\n except OSError: pass",
+        (*BY_FORCE, "ended"),
     ),
     "starts threads without end": Greedy(
         "while True:\n try: threading.Thread(target=time.sleep, args=(99,)).start()\n"
@@ -59,9 +60,12 @@ PROGRAMS = {
         ("disk", "deadline"),
     ),
     "makes folders in folders": Greedy(
-        "for i in range(3000):\n os.mkdir('d'); os.chdir('d')", ("ended", "disk", "deadline")
+        "for i in range(99):\n os.mkdir('d' * 200); os.chdir('d' * 200)",
+        ("ended", "disk", "deadline"),
     ),
-    "closes its folders": Greedy("os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ("ended",), 0),
+    "closes its folders": Greedy(
+        "os.makedirs('a/b'); os.mkdir('a/b/c', 0); os.mkdir('d', 0)", ("ended",), 0
+    ),
     "writes 10 GB": Greedy("while True: os.write(1, b'x' * 65536)", ("output",)),
     "writes 10 GB of errors": Greedy("while True: os.write(2, b'x' * 65536)", ("output",)),
     "calls itself without end": Greedy(

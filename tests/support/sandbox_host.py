@@ -16,14 +16,14 @@ import time
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support import escapes, greedy_programs  # noqa: E402
-
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig  # noqa: E402
 from distflow_jax.sandbox import descendants, namespaces, syscall_filter  # noqa: E402
 from distflow_jax.sandbox.confinement import can_enter  # noqa: E402
 from distflow_jax.sandbox.sandbox import Sandbox  # noqa: E402
 from distflow_jax.sandbox.sandbox_records import SandboxProgram  # noqa: E402
 from distflow_jax.sandbox.system_calls import CLONE_NEWNS, NUMBERS, call  # noqa: E402
+from support import escapes, greedy_programs  # noqa: E402
+from support.waiting import HANG  # noqa: E402
 
 USER = 61234
 
@@ -56,7 +56,7 @@ def outside(home, told) -> dict[str, str]:
             for file, content in escapes.files(name, told).items():
                 pathlib.Path(folder, file).write_bytes(content)
             command = [sys.executable, "-c", "import sys; sys.path[0] = '.'; import main"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG)
             said[name] = (done.stdout + done.stderr).strip()
     return said
 
@@ -103,10 +103,14 @@ def greedy(sandbox, scratch) -> dict[str, dict]:
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = dict(pool.map(one, greedy_programs.PROGRAMS))
-    zygote = sandbox._process.pid
+    zygote = sandbox._zygote.pid
     while any(descendants._is_living(one) for one in descendants.children(zygote)):
         time.sleep(0.01)
-    left = [path.name for path in scratch.rglob("*") if path.parent != scratch and "root" not in path.parts]
+    left = [
+        path.name
+        for path in scratch.rglob("*")
+        if path.parent != scratch and "root" not in path.parts
+    ]
     return found | {"": {"left": left}}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.parsing.checked_fields import at_least, one_of
+from distflow_jax.parsing.http_call import CallFailed, Connections, HttpServer
 from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
@@ -23,7 +24,6 @@ from distflow_jax.rollout.foreign.engine_protocol import (
     Failure,
     Status,
 )
-from distflow_jax.parsing.http_call import CallFailed, Connections, HttpServer
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.rollout.requests import SamplingParams
 

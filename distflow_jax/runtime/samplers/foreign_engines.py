@@ -9,12 +9,12 @@ from distflow_jax.did_you_mean import hint
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.parsing.checked_fields import COUNT, OBJECT, POSITIVE, TEXT, Kind, check_fields
+from distflow_jax.parsing.http_call import HttpServer
 from distflow_jax.parsing.json_text import read_json_object
 from distflow_jax.parsing.paths import checked_path
 from distflow_jax.parsing.pem_files import read_secret
 from distflow_jax.rollout.foreign.engine_protocol import ForeignEngine
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignStart
-from distflow_jax.parsing.http_call import HttpServer
 from distflow_jax.rollout.foreign.openai_engine import (
     VLLM_LOAD,
     OpenAIEngine,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest, checked_columns
 from distflow_jax.parsing.http_call import CallFailed, HttpServer
+from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest, checked_columns
 from distflow_jax.rollout.foreign.openai_engine import (
     OpenAISettings,
     check_sampling,

@@ -7,8 +7,8 @@ from support.tiny_model import TINY
 from support.tiny_sampler import TOKENIZER
 from support.waiting import HANG
 
-from distflow_jax.rollout.foreign.engine_protocol import EngineRequest, Failure
 from distflow_jax.parsing.http_call import HttpServer
+from distflow_jax.rollout.foreign.engine_protocol import EngineRequest, Failure
 from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
 from distflow_jax.rollout.foreign.weight_folders import WeightFolders
 from distflow_jax.rollout.requests import SamplingParams

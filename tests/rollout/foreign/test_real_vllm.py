@@ -26,9 +26,9 @@ from support.tiny_sampler import TOKENIZER
 from support.waiting import HANG, until
 
 from distflow_jax.commands.launch.local import free_port
+from distflow_jax.parsing.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign import foreign_scheduler
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignScheduler
-from distflow_jax.parsing.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign.openai_engine import OpenAIEngine, OpenAISettings
 from distflow_jax.rollout.foreign.weight_probe import WeightProbe, WrongWeights
 from distflow_jax.rollout.requests import SamplingParams
