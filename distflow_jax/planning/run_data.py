@@ -111,7 +111,7 @@ def check_references(config: Config, loader: Loader, rewards: RewardPool) -> Non
     if config.reward.function not in SANDBOXED:
         return
     column = config.reward.kwargs.get("reference", "reference")
-    prompts = [loader.prompt(counter) for counter in range(min(SAMPLED_ROWS, len(loader)))]
+    prompts = [loader.prompt(counter) for counter in range(min(SAMPLED_ROWS, len(loader.rows)))]
     results = rewards.score([reference_request(prompt, column) for prompt in prompts])
     found: dict[str, list[int]] = {}
     for prompt, result in zip(prompts, results, strict=True):
