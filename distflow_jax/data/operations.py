@@ -35,19 +35,23 @@ def _integers(stream: HashStream) -> list[int]:
 TEXT = Kind("s", "a string s", "input()", _text)
 LIST = Kind("xs", "a list of integers xs", "[int(x) for x in input().split()]", _integers)
 NUMBER = Kind("n", "an integer n", "int(input())", lambda stream: stream.between(0, 999))
-LINE = Kind(
-    "s",
-    "a string s of integers with commas between them",
-    "input()",
-    lambda stream: ",".join(map(str, _integers(stream))),
-)
-STARTS = {"strings": TEXT, "lists": LIST, "numbers": NUMBER, "parsing": LINE}
+_MARKS = {",": "commas", ";": "semicolons", " ": "spaces", "/": "slashes"}
+LINES = {
+    mark: Kind(
+        "s",
+        f"a string s of integers with {name} between them",
+        "input()",
+        lambda stream, mark=mark: mark.join(map(str, _integers(stream))),
+    )
+    for mark, name in _MARKS.items()
+}
+STARTS = {"strings": [TEXT], "lists": [LIST], "numbers": [NUMBER], "parsing": [*LINES.values()]}
 
 
 class Operation(NamedTuple):
     """An operation: in words, and as an expression of the value {x}.
 
-    {k} in both is a number from 2 to 4, {a} and {b} are letters, {m} is a mark.
+    {k} in both is a number from 2 to 5, {a} and {b} are letters, {m} is a mark.
     """
 
     takes: Kind
@@ -94,7 +98,12 @@ OPERATIONS = (
     Operation(NUMBER, NUMBER, "takes its remainder modulo {k}", "({x} % {k})"),
     Operation(NUMBER, NUMBER, "divides it by {k}, rounding down", "({x} // {k})"),
     Operation(NUMBER, TEXT, "turns it into a string", "str({x})"),
-    Operation(LINE, LIST, "reads the integers", "[int(part) for part in {x}.split(',')]"),
+    *(
+        Operation(
+            line, LIST, "reads the integers", f"[int(part) for part in {{x}}.split('{mark}')]"
+        )
+        for mark, line in LINES.items()
+    ),
 )
 
 
@@ -112,7 +121,7 @@ class Composition:
         for _ in range(count):
             step = stream.pick([step for step in OPERATIONS if step.takes == kind])
             one, other = stream.several("aeiourst", 2)
-            filled = {"k": stream.between(2, 4), "a": one, "b": other, "m": stream.pick("!?.#-")}
+            filled = {"k": stream.between(2, 5), "a": one, "b": other, "m": stream.pick("!?.#-")}
             expression = step.expression.format(x="{x}", **filled)
             steps.append(step._replace(words=step.words.format(**filled), expression=expression))
             kind = step.gives

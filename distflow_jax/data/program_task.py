@@ -99,7 +99,7 @@ class Programs(Section, name="task:programs "):
         low, high = self._bounds()
         for draw in range(MOST_DRAWS):
             stream = HashStream(f"programs/{self.seed}/{row}/{draw}")
-            start = STARTS[stream.pick(self.kinds.split("+"))]
+            start = stream.pick(STARTS[stream.pick(self.kinds.split("+"))])
             composition = Composition.drawn(stream, start, stream.between(low, high))
             if is_held_out(composition.description) != self.held_out:
                 continue
