@@ -9,7 +9,7 @@ from distflow_jax.data.drawn.hash_stream import HashStream
 MOST_DRAWS = 1_000  # compositions tried for a problem, and inputs for its cases
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """A kind of values: the name of one, in words, how a program reads it, and how one is drawn."""
 
     name: str
@@ -32,12 +32,12 @@ def _integers(stream: HashStream) -> list[int]:
     return [stream.between(-9, 30) for _ in range(stream.between(4, 7))]
 
 
-TEXT = Kind("s", "a string s", "input()", _text)
-LIST = Kind("xs", "a list of integers xs", "[int(x) for x in input().split()]", _integers)
-NUMBER = Kind("n", "an integer n", "int(input())", lambda stream: stream.between(0, 999))
+TEXT = ValueKind("s", "a string s", "input()", _text)
+LIST = ValueKind("xs", "a list of integers xs", "[int(x) for x in input().split()]", _integers)
+NUMBER = ValueKind("n", "an integer n", "int(input())", lambda stream: stream.between(0, 999))
 _MARKS = {",": "commas", ";": "semicolons", " ": "spaces", "/": "slashes"}
 LINES = {
-    mark: Kind(
+    mark: ValueKind(
         "s",
         f"a string s of integers with {name} between them",
         "input()",
@@ -54,8 +54,8 @@ class Operation(NamedTuple):
     {k} in both is a number from 2 to 5, {a} and {b} are letters, {m} is a mark.
     """
 
-    takes: Kind
-    gives: Kind
+    takes: ValueKind
+    gives: ValueKind
     words: str
     expression: str
 
@@ -111,11 +111,11 @@ OPERATIONS = (
 class Composition:
     """Operations one after another on a value of a kind."""
 
-    start: Kind
+    start: ValueKind
     steps: tuple[Operation, ...]  # without places for numbers and letters
 
     @classmethod
-    def drawn(cls, stream: HashStream, start: Kind, count: int) -> "Composition":
+    def drawn(cls, stream: HashStream, start: ValueKind, count: int) -> "Composition":
         """A random composition of `count` operations."""
         kind, steps = start, []
         for _ in range(count):
@@ -149,7 +149,8 @@ class Composition:
         found = self.start.name
         for step in self.steps:
             found = step.expression.replace("{x}", found)
-        return found[1:-1] if self.steps[-1].expression.startswith("(") else found
+        wrapped = self.steps and self.steps[-1].expression.startswith("(")
+        return found[1:-1] if wrapped else found
 
     def results(self, values: Sequence[Any]) -> list[Any]:
         """The result for each value. Raises what the operations do, IndexError or ValueError."""
@@ -172,12 +173,8 @@ class Composition:
             return None
         if 2 * max(outputs.count(output) for output in outputs) > count:
             return None
-        shorter = (
-            Composition(self.start, self.steps[:i] + self.steps[i + 1 :])
-            for i, step in enumerate(self.steps)
-            if step.takes == step.gives and len(self.steps) > 1
-        )
-        if any(_same(other, inputs, outputs) for other in shorter):
+        shorter = [self.steps[:i] + self.steps[i + 1 :] for i in range(len(self.steps))] + [()]
+        if any(_same(Composition(self.start, steps), inputs, outputs) for steps in shorter):
             return None
         return inputs, outputs
 
@@ -185,5 +182,5 @@ class Composition:
 def _same(other: Composition, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     try:
         return other.results(inputs) == outputs
-    except (IndexError, ValueError):
+    except (AttributeError, IndexError, TypeError, ValueError):  # operations of other kinds
         return False

@@ -5,8 +5,9 @@ import importlib
 from typing import Any
 
 from distflow_jax.config.sandbox_config import SandboxConfig
+from distflow_jax.rewards.records import ProgramLimits
 
-DEFAULTS = SandboxConfig()
+DEFAULTS = ProgramLimits()
 
 
 def code(
@@ -16,28 +17,15 @@ def code(
     extra_info: dict[str, Any] | None = None,
     *,
     prompt: str = "",
-    sandbox: SandboxConfig = DEFAULTS,
-    seconds: float = 8.0,
+    limits: ProgramLimits = DEFAULTS,
     partial: bool = False,
-    parallel: int = 1,
     reference: str = "reference",
 ) -> dict[str, Any]:
     """1.0 if the program in a response passes all cases of the ground truth, else 0.0.
 
-    code/program_text.py says what the program is, code/hidden_cases.py what the cases are.
-
-    Args:
-      data_source: unused.
-      solution_str: the response.
-      ground_truth: the cases, as an object or as JSON text.
-      extra_info: other columns of the row; unused.
-      prompt: the text that the model was given, which may have opened a thought or a block.
-      sandbox: the run's section `sandbox`, whose limits are those of each case.
-      seconds: for all cases of a program together, by the clock; later cases fail.
-      partial: the score is the share of cases that pass. Programs that ignore their input pass
-        some.
-      parallel: cases of a program that run at once, beside those of other reward workers.
-      reference: column with a program that passes; used before step 1 alone.
+    code/program_text.py says what the program is, code/hidden_cases.py what the cases are. With
+    `partial` the score is the share of cases that pass; a program that ignores its input passes
+    some. `reference` names a column with a program that passes, for the check before step 1.
 
     Returns:
       `score`, and as `answer` the program; "" if the response has none.
@@ -48,7 +36,7 @@ def code(
     """
     cases = _module("hidden_cases").hidden_cases(ground_truth)
     program = _module("program_text").program_of(solution_str, prompt)
-    judge = _module("case_verdicts").Judge(load(sandbox), seconds, parallel)
+    judge = _module("case_verdicts").Judge(load(limits.sandbox), limits.seconds, limits.parallel)
     passed = judge.count_passed(program, cases, all_needed=not partial) if program else 0
     score = passed / len(cases) if partial else float(passed == len(cases))
     return {"score": score, "answer": program}

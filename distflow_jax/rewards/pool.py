@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from distflow_jax.config.data_config import QUICK, RewardConfig
 from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.rewards.function_calls import score_requests
-from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.records import ProgramLimits, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import MATHEMATICAL, SANDBOXED, same_answers
 from distflow_jax.rewards.reward_function import load_reward
 from distflow_jax.rewards.worker_process import (
@@ -102,10 +102,6 @@ class RewardPool:
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None):
         """`sandbox`: the run's section, for functions that run programs; None: its defaults."""
         self._config = config
-        kwargs, on_error = dict(config.kwargs), config.on_error
-        if config.function in SANDBOXED:
-            kwargs["sandbox"], on_error = sandbox or SandboxConfig(), math.nan
-            kwargs["seconds"] = PROGRAM_SHARE * config.timeout_seconds
         num_workers = config.num_workers
         if num_workers == -1:
             num_workers = 0 if config.function in QUICK else min(MAX_WORKERS, _num_cores())
@@ -118,6 +114,12 @@ class RewardPool:
         self._function = None
         if not num_workers:
             self._function = load_reward(config.function, config.kwargs, config.weights)
+        kwargs, on_error = dict(config.kwargs), config.on_error
+        if config.function in SANDBOXED:
+            seconds = PROGRAM_SHARE * config.timeout_seconds
+            parallel = max(1, _num_cores() // num_workers)
+            kwargs["limits"] = ProgramLimits(sandbox or SandboxConfig(), seconds, parallel)
+            on_error = math.nan
         job = WorkerSettings(
             function=config.function,
             kwargs=kwargs,

@@ -40,15 +40,15 @@ MATHEMATICAL = frozenset({"math", "math_verify", "math_verify_anchored", "geo3k"
 # They compare with a ground truth, which every row must have.
 NEED_TRUTH = frozenset({"gsm8k", "exact", "boxed_only", "code"}) | MATHEMATICAL
 
-# They run programs: they get the run's section `sandbox`, and their failed calls are failures of
-# the sandbox, never of a response, which is not scored then.
+# They run programs, of which they get the `limits`. Failed calls are failures of the sandbox, never
+# of a response, which is not scored then.
 SANDBOXED = frozenset({"code"})
 
 # f(kwargs of the function): imports packages and opens the sandbox, before any deadline runs
 LOAD: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(MATHEMATICAL, lambda kwargs: load_math_verify()),
     "reasoning_gym": lambda kwargs: reasoning_gym.load(),
-    "code": lambda kwargs: load_sandbox(kwargs["sandbox"]),
+    "code": lambda kwargs: load_sandbox(kwargs["limits"].sandbox),
 }
 
 

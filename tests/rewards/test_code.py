@@ -15,7 +15,7 @@ from distflow_jax.rewards.code.hidden_cases import hidden_cases
 from distflow_jax.rewards.code.program_text import program_of
 from distflow_jax.rewards.code_reward import code
 from distflow_jax.rewards.pool import RewardPool, failures
-from distflow_jax.rewards.records import RewardRequest
+from distflow_jax.rewards.records import ProgramLimits, RewardRequest
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError
 
@@ -207,7 +207,7 @@ def test_references_of_the_task_pass_and_shorter_programs_do_not(sandbox, form):
 def test_the_share_is_an_option_and_limits_are_of_case_and_program(sandbox):
     truth = {"fn_name": "f", "inputs": [[n] for n in range(4)], "outputs": [0, 1, 4, 9]}
     halves = "def f(n):\n    if n > 1:\n        while True: pass\n    return n * n"
-    options = {"sandbox": SandboxConfig(cpu_seconds=0.3, seconds=5.0)}
+    options = {"limits": ProgramLimits(SandboxConfig(cpu_seconds=0.3, seconds=5.0))}
     assert code("", halves, truth, partial=True, **options) == {"score": 0.5, "answer": halves}
     assert code("", halves, truth, **options)["score"] == 0.0
     assert code("", "  ", truth, partial=True, **options) == {"score": 0.0, "answer": ""}

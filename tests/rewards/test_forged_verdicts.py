@@ -5,20 +5,21 @@ from support.forgeries import FORGERIES, TRUTHS
 
 from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.rewards.code_reward import code, load
+from distflow_jax.rewards.records import ProgramLimits
 
-SANDBOX = SandboxConfig(seconds=3.0, cpu_seconds=2.0)
+LIMITS = ProgramLimits(SandboxConfig(seconds=3.0, cpu_seconds=2.0))
 CASES = [pytest.param(f, form, id=f"{f.name}, {form}") for f in FORGERIES for form in f.forms]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed():
     yield
-    load(SANDBOX).close()
+    load(LIMITS.sandbox).close()
     load.cache_clear()
 
 
-def scored(program, truth, **options):
-    return code("", f"```python\n{program}```", truth, sandbox=SANDBOX, **options)["score"]
+def scored(program, truth):
+    return code("", f"```python\n{program}```", truth, limits=LIMITS)["score"]
 
 
 def test_there_are_enough():

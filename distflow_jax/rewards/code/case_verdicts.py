@@ -107,8 +107,8 @@ class Messages(NamedTuple):
 
 def _calls(mode: str, limits: SandboxLimits, program: bytes = b"") -> SandboxProgram:
     """The program that calls, or answers calls."""
-    argv = ("python3", "program_calls.py", mode, *(("program.py",) if mode == "serve" else ()))
-    return SandboxProgram(argv, {"program_calls.py": _CALLS, "program.py": program}, limits=limits)
+    argv = ("python3", "program_calls.py", mode, *(("main.py",) if mode == "serve" else ()))
+    return SandboxProgram(argv, {"program_calls.py": _CALLS, "main.py": program}, limits=limits)
 
 
 def _returns(server: Messages, case: CallCase) -> bool:
