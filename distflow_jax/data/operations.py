@@ -51,7 +51,8 @@ STARTS = {"strings": [TEXT], "lists": [LIST], "numbers": [NUMBER], "parsing": [*
 class Operation(NamedTuple):
     """An operation: in words, and as an expression of the value {x}.
 
-    {k} in both is a number from 2 to 5, {a} and {b} are letters, {m} is a mark.
+    {k} in both is a number from 2 to 5, {j} one from 2 to 20, {a} and {b} are letters, {m} is a
+    mark.
     """
 
     takes: ValueKind
@@ -83,20 +84,20 @@ OPERATIONS = (
     Operation(LIST, LIST, "takes its first {k} elements", "{x}[:{k}]"),
     Operation(LIST, LIST, "takes its last {k} elements", "{x}[-{k}:]"),
     Operation(LIST, LIST, "removes its first {k} elements", "{x}[{k}:]"),
-    Operation(LIST, LIST, "adds {k} to each element", "[x + {k} for x in {x}]"),
-    Operation(LIST, LIST, "multiplies each element by {k}", "[x * {k} for x in {x}]"),
+    Operation(LIST, LIST, "adds {j} to each element", "[x + {j} for x in {x}]"),
+    Operation(LIST, LIST, "multiplies each element by {j}", "[x * {j} for x in {x}]"),
     Operation(LIST, LIST, "keeps its even elements", "[x for x in {x} if x % 2 == 0]"),
-    Operation(LIST, LIST, "keeps its elements above {k}", "[x for x in {x} if x > {k}]"),
+    Operation(LIST, LIST, "keeps its elements above {j}", "[x for x in {x} if x > {j}]"),
     Operation(LIST, NUMBER, "takes the sum", "sum({x})"),
     Operation(LIST, NUMBER, "takes the largest element", "max({x})"),
     Operation(LIST, NUMBER, "takes the smallest element", "min({x})"),
     Operation(LIST, NUMBER, "counts its elements", "len({x})"),
-    Operation(NUMBER, NUMBER, "adds {k} to it", "({x} + {k})"),
-    Operation(NUMBER, NUMBER, "subtracts {k} from it", "({x} - {k})"),
-    Operation(NUMBER, NUMBER, "multiplies it by {k}", "({x} * {k})"),
+    Operation(NUMBER, NUMBER, "adds {j} to it", "({x} + {j})"),
+    Operation(NUMBER, NUMBER, "subtracts {j} from it", "({x} - {j})"),
+    Operation(NUMBER, NUMBER, "multiplies it by {j}", "({x} * {j})"),
     Operation(NUMBER, NUMBER, "squares it", "({x} ** 2)"),
-    Operation(NUMBER, NUMBER, "takes its remainder modulo {k}", "({x} % {k})"),
-    Operation(NUMBER, NUMBER, "divides it by {k}, rounding down", "({x} // {k})"),
+    Operation(NUMBER, NUMBER, "takes its remainder modulo {j}", "({x} % {j})"),
+    Operation(NUMBER, NUMBER, "divides it by {j}, rounding down", "({x} // {j})"),
     Operation(NUMBER, TEXT, "turns it into a string", "str({x})"),
     *(
         Operation(
@@ -121,7 +122,8 @@ class Composition:
         for _ in range(count):
             step = stream.pick([step for step in OPERATIONS if step.takes == kind])
             one, other = stream.several("aeiourst", 2)
-            filled = {"k": stream.between(2, 5), "a": one, "b": other, "m": stream.pick("!?.#-")}
+            filled = {"k": stream.between(2, 5), "j": stream.between(2, 20), "a": one, "b": other}
+            filled["m"] = stream.pick("!?.#-")
             expression = step.expression.format(x="{x}", **filled)
             steps.append(step._replace(words=step.words.format(**filled), expression=expression))
             kind = step.gives
