@@ -52,7 +52,7 @@ from device.step import time_step
 from device.update import time_update
 from device.work import QUICK, Work
 
-from distflow_jax.config.attention_table import DECODE, ROWS, names
+from distflow_jax.config.implementation_table import DECODE, ROWS, names
 from distflow_jax.models.remat import REMATS
 from distflow_jax.planning.chips import Chip
 

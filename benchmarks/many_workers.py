@@ -50,6 +50,7 @@ from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.weight_client import pull_target, pull_weights
 from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.weight_wire import weight_methods
 from distflow_jax.stream.wire.calls import Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -234,7 +235,7 @@ def run_many(pipe: Connection, count: int) -> None:
             facts = {"attempt": queues.RUN, "after": "", "began": 0, "exact": False}
             border = Border(ResponseLimits(1 << 17, [queues.STOP]))
             service = BufferService(SampleRequests(tasks, lock), lock, {}, facts, border=border)
-            methods = service.methods() | store.methods()
+            methods = service.methods() | weight_methods(store)
             server = WireServer("127.0.0.1:0", queues.TOKEN, methods, quick=QUICK)
             stack.callback(server.close)
             addresses.append(f"127.0.0.1:{server.port}")
@@ -276,7 +277,7 @@ def files(count: int) -> tuple[float, str]:
         shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), np.float32) for i in range(16)}
         shardings = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
         target = pull_target(shapes, shardings, "float32")
-        pull_weights(links.clients, 0, target, 120.0, queues.RUN)
+        pull_weights(links.weights, 0, target, 120.0, queues.RUN)
         pulled = open_files()
         links.rest()
         rests = open_files()

@@ -49,6 +49,7 @@ import numpy as np
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.stream.weight_client import pull_weights
 from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.weight_wire import WireWeights, weight_methods
 from distflow_jax.stream.wire.calls import Method
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -401,7 +402,7 @@ def run_store(pipe: Connection, count: int) -> None:
     tensors = (draw.random(TENSOR, np.float32) for _ in range(count))
     cpu = jax.devices("cpu")[0]
     store.put(0, {f"t{i}": jax.device_put(x, cpu) for i, x in enumerate(tensors)})
-    methods = {**store.methods(), ECHO: lambda _, payload: payload}
+    methods = {**weight_methods(store), ECHO: lambda _, payload: payload}
     addresses: dict[str, Any] = {WIRE: WireServer("127.0.0.1:0", TOKEN, methods, quick=[ECHO])}
     addresses |= {GRPC: GrpcServer(methods), SOCKETS: SocketServer(methods)}
     pipe.send({name: one.port for name, one in addresses.items()})
@@ -423,7 +424,7 @@ def pull(transport: str, port: int, count: int) -> None:
     shape = jax.ShapeDtypeStruct(TENSOR, np.float32, sharding=here)
     target = {f"t{i}": shape for i in range(count)}
     with contextlib.closing(source(transport, port)) as one:
-        params = pull_weights([one], 0, target, WAIT_SECONDS)
+        params = pull_weights([WireWeights(one)], 0, target, WAIT_SECONDS)
     jax.tree.map(lambda x: x.delete(), params)
 
 

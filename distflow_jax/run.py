@@ -52,7 +52,7 @@ from distflow_jax.runtime.run_sampler import start_samplers
 from distflow_jax.runtime.run_state import first_or_restored_state
 from distflow_jax.runtime.samplers.make_source import make_source
 from distflow_jax.runtime.samplers.replays import open_recording
-from distflow_jax.runtime.settled_attention import settle_attention
+from distflow_jax.runtime.settled_implementations import settle_implementations
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import make_steps
 from distflow_jax.stream.links.buffer_addresses import forget_end
@@ -148,7 +148,7 @@ def open_run(
     `build` defaults to runtime/build.py's; benchmarks may substitute other parts.
     """
     with terminal.activity("trying attention"):
-        settle_attention(prepared, folder)
+        settle_implementations(prepared, folder)
     introduce(prepared, terminal)
     with contextlib.ExitStack() as record, contextlib.ExitStack() as files:
         instruments = open_instruments(prepared.config.observe, folder, watchdog, terminal.activity)

@@ -120,7 +120,7 @@ class _Pull:
         self._target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def __call__(self, links: Links, version: int) -> Any:
-        pull_weights(links.clients, version, self._target, 60.0, links.attempt)
+        pull_weights(links.weights, version, self._target, 60.0, links.attempt)
         return _weights()
 
 

@@ -22,7 +22,7 @@ from distflow_jax.planning.run_models import optimizer_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.runtime.build import make_meshes, trace
-from distflow_jax.runtime.settled_attention import settle_attention
+from distflow_jax.runtime.settled_implementations import settle_implementations
 from distflow_jax.training.state import init_state
 
 UPDATE = "actor_train"
@@ -37,7 +37,7 @@ def time_update(
     recomputation counts nothing. Raises ValueError if sizes do not fit together.
     """
     planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
-    settle_attention(planned)
+    settle_implementations(planned)
     config, decoder = planned.config, planned.source.config
     program = trace(planned)[UPDATE]
     started = time.perf_counter()

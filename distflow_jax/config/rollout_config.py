@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.config.attention_table import DECODE, PREFILL, names
 from distflow_jax.config.data_config import check_columns
+from distflow_jax.config.implementation_table import DECODE, PREFILL, names
 from distflow_jax.parsing.checked_fields import Kind, above, at_least, between, is_number, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -48,7 +48,7 @@ class RolloutConfig(Section, name="rollout"):
     speculative_tokens: int = setting(0, at_least(0))
     speculative_ngram: int = setting(2, at_least(1))  # repeated tokens that must precede a guess
     # attention of decode steps, or of prefill for a name that serves it, see
-    # [attention](attention.md)
+    # [attention](implementations.md)
     attention: str = setting("auto", one_of(names(DECODE, PREFILL)))
     # tokens per page of the key/value cache; 0: 64, on TPUs 128
     page_size: int = setting(0, at_least(0))

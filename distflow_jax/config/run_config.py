@@ -15,6 +15,7 @@ from distflow_jax.config.algorithm_config import (
     ValueConfig,
 )
 from distflow_jax.config.data_config import DataConfig, RewardConfig
+from distflow_jax.config.implementation_table import PRODUCTS, names
 from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.rollout_config import EvalConfig, RolloutConfig
 from distflow_jax.config.sandbox_config import SandboxConfig
@@ -26,7 +27,7 @@ from distflow_jax.config.upkeep_config import (
     HealthConfig,
     ObserveConfig,
 )
-from distflow_jax.parsing.checked_fields import MOST_INTEGER, at_least, between
+from distflow_jax.parsing.checked_fields import MOST_INTEGER, at_least, between, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
 
 _SEED = between(0, MOST_INTEGER)
@@ -48,6 +49,9 @@ class ModelSourceConfig(Section, name="model"):
     # a new tower with random weights for a text model: random:siglip?hidden=192&layers=6&patch=8;
     # "none" drops Gemma 3's; "": the tower of the model's own files, if any
     vision: str = ""
+    # grouped products of a mixture's experts, see [implementations](implementations.md). auto:
+    # blocks on a CPU; elsewhere the fastest of a short trial among those that agree with float32
+    grouped_product: str = setting("auto", one_of(names(PRODUCTS)))
 
     def __post_init__(self):
         super().__post_init__()

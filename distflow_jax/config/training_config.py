@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from distflow_jax.config.attention_table import ROWS, names
+from distflow_jax.config.implementation_table import ROWS, names
 from distflow_jax.parsing.checked_fields import above, at_least, between, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -59,9 +59,9 @@ class TrainingConfig(Section, name="training"):
     # type of activations and matrix products; auto: bfloat16 if the hardware supports it, float32
     # on CPU
     compute_dtype: str = setting("auto", one_of(("auto", "float32", "bfloat16")))
-    # attention of the trainer, see [attention](attention.md). auto: blocks on a CPU, masked if no
-    # tile fits the rows; elsewhere the fastest of a short trial among those that can do what the
-    # run needs and agree with float32
+    # attention of the trainer, see [implementations](implementations.md). auto: blocks on a CPU,
+    # masked if no tile fits the rows; elsewhere the fastest of a short trial among those that can
+    # do what the run needs and agree with float32
     attention: str = setting("auto", one_of(names(ROWS)))
     # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
     logp_chunk: int = setting(0, at_least(0))

@@ -170,6 +170,8 @@ class DecoderConfig(Section, name="model "):
     rope_interleaved: bool = dataclasses.field(default=False, repr=False)
     # the tower for images; None: text only. Not in the repr, of which fingerprints are made
     vision: VisionConfig | None = dataclasses.field(default=None, repr=False)
+    # implementation of the experts' products, of implementation_table.py; no part of the model
+    grouped_product: str = dataclasses.field(default="auto", repr=False)
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,14 +1,17 @@
 """Grouped matrix product: rows sorted by group, times one matrix per group.
 
-On TPUs `jax.lax.ragged_dot` computes it directly. Elsewhere XLA expands ragged_dot into a copy of
-all rows for each group, zero outside the group, times all matrices: E times the memory and work.
-There a loop visits blocks of rows, each of one group. Gale et al. 2022 (arxiv.org/abs/2211.15841,
-sec. 4) pad groups to whole blocks; here blocks overlap, and each writes its own group's rows only.
+On TPUs `jax.lax.ragged_dot_general` computes it directly, as does tokamax's on TPUs and GPUs.
+Elsewhere XLA may expand it into a copy of all rows for each group, zero outside the group, times
+all matrices: E times the memory and work. There a loop visits blocks of rows, each of one group.
+Gale et al. 2022 (arxiv.org/abs/2211.15841, sec. 4) pad groups to whole blocks; here blocks overlap,
+and each writes its own group's rows only.
 
 M rows, E groups, I inputs, O outputs, C rows of a block.
 """
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +29,7 @@ def grouped_product(
     weight: jax.Array | Int8,
     sizes: jax.Array,
     turned: bool = False,
-    ragged: bool = False,
+    by: str = "blocks",
 ) -> jax.Array:
     """Rows times the matrix of their group, [M, O] in the dtype of `x_MI`.
 
@@ -35,26 +38,26 @@ def grouped_product(
       weight: [E, I, O], or [E, O, I] if `turned`; in the dtype of `x_MI`, or int8.
       sizes: int32 [E], rows of each group; they sum to M.
       turned: whether outputs precede inputs in `weight`.
-      ragged: use `jax.lax.ragged_dot` instead of blocks.
+      by: "blocks", or a name of RAGGED_DOT.
     """
     if isinstance(weight, Int8):  # only samplers use int8, and they need no gradient
-        return _product(x_MI, weight, sizes, turned, ragged)
-    return _differentiable(x_MI, weight, sizes, turned, ragged)
+        return _product(x_MI, weight, sizes, turned, by)
+    return _differentiable(x_MI, weight, sizes, turned, by)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _differentiable(x, weight, sizes, turned, ragged):
-    return _product(x, weight, sizes, turned, ragged)
+def _differentiable(x, weight, sizes, turned, by):
+    return _product(x, weight, sizes, turned, by)
 
 
-def _forward(x, weight, sizes, turned, ragged):
-    return _product(x, weight, sizes, turned, ragged), (x, weight, sizes)
+def _forward(x, weight, sizes, turned, by):
+    return _product(x, weight, sizes, turned, by), (x, weight, sizes)
 
 
-def _backward(turned, ragged, residuals, cotangent):
+def _backward(turned, by, residuals, cotangent):
     x, weight, sizes = residuals
-    d_x = _product(cotangent, weight, sizes, not turned, ragged)
-    outer = _ragged_outer if ragged else _block_outer
+    d_x = _product(cotangent, weight, sizes, not turned, by)
+    outer = _block_outer if by == "blocks" else functools.partial(_ragged_outer, RAGGED_DOT[by])
     sides = (cotangent, x) if turned else (x, cotangent)
     return d_x, outer(*sides, sizes).astype(weight.dtype), None
 
@@ -62,20 +65,34 @@ def _backward(turned, ragged, residuals, cotangent):
 _differentiable.defvjp(_forward, _backward)
 
 
-def _product(x, weight, sizes, turned, ragged):
-    return (_ragged_product if ragged else _block_product)(x, weight, sizes, turned)
+def _product(x, weight, sizes, turned, by):
+    if by == "blocks":
+        return _block_product(x, weight, sizes, turned)
+    return _ragged_product(RAGGED_DOT[by], x, weight, sizes, turned)
 
 
 # -- by the instruction ----------------------------------------------------------------------------
 
 
+def _by_tokamax(*arguments, **options):
+    tokamax = importlib.import_module("tokamax")  # an optional package
+    return tokamax.ragged_dot_general(*arguments, **options)
+
+
+RAGGED_DOT = {"ragged_dot": jax.lax.ragged_dot_general, "tokamax": _by_tokamax}
+
+
 def _ragged_product(
-    x: jax.Array, weight: jax.Array | Int8, sizes: jax.Array, turned: bool
+    dot: Callable[..., jax.Array],
+    x: jax.Array,
+    weight: jax.Array | Int8,
+    sizes: jax.Array,
+    turned: bool,
 ) -> jax.Array:
     dims = jax.lax.RaggedDotDimensionNumbers((([1], [2 if turned else 1]), ([], [])), [0], [0])
 
     def product(x, matrices):
-        return jax.lax.ragged_dot_general(x, matrices, sizes, dims)
+        return dot(x, matrices, sizes, dims)
 
     if not isinstance(weight, Int8):
         return product(x, weight)
@@ -84,10 +101,12 @@ def _ragged_product(
     return (y.astype(jnp.float32) * weight.scale[group]).astype(x.dtype)
 
 
-def _ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+def _ragged_outer(
+    dot: Callable[..., jax.Array], x: jax.Array, y: jax.Array, sizes: jax.Array
+) -> jax.Array:
     """Sum over the rows of each group of x_m y_m^T, float32 [E, I, O]."""
     dims = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
-    return jax.lax.ragged_dot_general(x, y, sizes, dims, preferred_element_type=jnp.float32)
+    return dot(x, y, sizes, dims, preferred_element_type=jnp.float32)
 
 
 # -- by blocks -------------------------------------------------------------------------------------

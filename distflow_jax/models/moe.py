@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distflow_jax.config.implementation_table import PRODUCTS, Need, candidates
 from distflow_jax.models.grouped_matmul import grouped_product
 from distflow_jax.models.int8 import Int8
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
@@ -102,6 +103,7 @@ def mixture(
     turned: bool,
     route: Route | None = None,
     extra: Any = None,
+    product: str = "auto",
 ) -> tuple[jax.Array, Any]:
     """The mixture's output [B, T, D] in the dtype of `h_BTD`, and the layer output of `route`.
 
@@ -115,6 +117,7 @@ def mixture(
       route: chooses the experts of each token from the router's probabilities and `extra`, the
         layer input; default `best`, without a layer output. The router's probabilities weigh the
         chosen experts in any case.
+      product: DecoderConfig.grouped_product; auto: the one preferred on the mesh's platform.
     """
     across = mesh_axes("experts")
     # an undivided batch would be whole on each device, and its sum would count several times
@@ -139,8 +142,11 @@ def mixture(
         for name, dims in (("gate", into), ("up", into), ("down", out_of))
     ]
     matrices, axes = (ExpertMatrices(*each) for each in zip(*weights, strict=True))
+    if product == "auto":
+        need = Need(PRODUCTS, platform(), 0, h_BTD.dtype.name)
+        product = next(candidates(need)).name
     y = local(
-        functools.partial(expert_mlps, turned=turned, ragged=platform() == "tpu", across=across),
+        functools.partial(expert_mlps, turned=turned, product=product, across=across),
         (h_BTD, weight, expert, matrices),
         (_TOKENS, _TOKENS, _TOKENS, axes),
         _TOKENS,
@@ -176,7 +182,7 @@ def expert_mlps(
     matrices: ExpertMatrices,
     *,
     turned: bool,
-    ragged: bool,
+    product: str,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
     """Weighted sum of the chosen experts' outputs on one device, [B, T, D].
@@ -186,7 +192,7 @@ def expert_mlps(
       expert_BTK: indices of the chosen experts, int32.
       matrices: of all experts, or with `across` of this device's experts.
       turned: as in `mixture`.
-      ragged: use `jax.lax.ragged_dot` instead of blocks.
+      product: as in `grouped_product`.
       across: mesh axes over which experts are divided; the result sums over all experts.
     """
     gate, up, down = matrices
@@ -206,14 +212,14 @@ def expert_mlps(
     iota = jnp.arange(experts, dtype=jnp.int32)
     sizes = jnp.sum(expert_M[:, None] == iota[None], axis=0, dtype=jnp.int32)
     devices = width("experts") if across else 1
-    product = functools.partial(grouped_product, sizes=sizes, turned=turned, ragged=ragged)
+    times = functools.partial(grouped_product, sizes=sizes, turned=turned, by=product)
     once = h_BTD.reshape(-1, 1, size)
     x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
     x = _permuted(x, order, inverse)
     if across:  # the product leaves rows outside all groups undefined, and their gradients, too
         x = jnp.where((jnp.arange(len(x), dtype=jnp.int32) < sizes.sum())[:, None], x, 0)
     with share(devices):  # the arrays have room for all pairs of the group of devices
-        y = product(jax.nn.silu(product(x, gate)) * product(x, up), down)
+        y = times(jax.nn.silu(times(x, gate)) * times(x, up), down)
     y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
     if across:
         y = jnp.where(is_own[..., None], y, 0)

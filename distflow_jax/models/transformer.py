@@ -337,6 +337,7 @@ class _Layer:
                 turned=self.apart,
                 route=self.route,
                 extra=extra,
+                product=c.grouped_product,
             )
         else:
             h = self.mlp(h, w)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from distflow_jax.batch import TokenColumn
+from distflow_jax.config.implementation_table import PRODUCTS, Need, candidates, named
 from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.training_config import TrainingConfig
@@ -68,6 +69,8 @@ class Sizes:
     micro_rows: int  # rows of a micro-batch per data rank
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
     sampler_attention_why: str = ""  # of a trial
+    product: str = ""  # of a mixture's grouped products, the preferred one; "": no mixture
+    product_why: str = ""  # of a trial
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
     # of a partial batch, if steps are trained on in partial batches
     partial_batch: PackingPlan | None = None
@@ -113,7 +116,7 @@ def derive_sizes(
     meshes, training = (mesh, *roles.values()), config.training
     adapted(model, config.lora)  # raises ValueError for adapters that do not fit the model
     _check_lengths(config, model)
-    _check_mixture(config, model)
+    products = grouped_products(config, model, machine)
     _check_profile(config)
     mini_prompts = _divides(
         "data.prompts_per_step",
@@ -168,6 +171,7 @@ def derive_sizes(
         micro_rows=micro,
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
+        product=next(iter(products), ""),
         partial_batch=_partial_batch_packing(config, graph, (micro, together), mesh, roles),
     )
     return _with_images(sizes, config, model, machine.platform)
@@ -305,9 +309,21 @@ def features_together(model: DecoderConfig) -> int:
     return (model.vision.grid // model.vision.merge) ** 2
 
 
-def _check_mixture(config: Config, model: DecoderConfig) -> None:
-    """Raises ValueError for settings of a mixture of experts if the model has no experts."""
-    training = config.training
+def grouped_products(config: Config, model: DecoderConfig, machine: Machine) -> tuple[str, ...]:
+    """Implementations of a mixture's grouped products, the preferred first; () without a mixture.
+
+    Raises ValueError for settings of a mixture if the model has no experts, and for an
+    implementation that cannot be used here.
+    """
+    training, name = config.training, config.model.grouped_product
+    need = Need(PRODUCTS, machine.platform, 0, _compute_dtype(training, machine.platform))
+    if name != "auto" and not model.num_experts:
+        raise ValueError(
+            f"model.grouped_product={name!r} is for a mixture of experts, but "
+            f"{config.model.source} is none; use 'auto'"
+        )
+    if name != "auto":
+        return (named("model.grouped_product", name, need).name,)
     if training.balance_coef and not model.num_experts:
         raise ValueError(
             f"training.balance_coef={training.balance_coef} is for a mixture of experts, but "
@@ -318,6 +334,7 @@ def _check_mixture(config: Config, model: DecoderConfig) -> None:
             "training.router_replay=True is for a mixture of experts, but "
             f"{config.model.source} is none; use False"
         )
+    return tuple(one.name for one in candidates(need)) if model.num_experts else ()
 
 
 def _check_profile(config: Config) -> None:

@@ -50,6 +50,7 @@ def describe_sizes(
         ("attention in rows", sizes.attention.name, sizes.attention.why),
         *_tower_rows(sizes),
         ("attention of decode steps", sizes.engine.attention, _prefill(sizes)),
+        *[("grouped products", sizes.product, sizes.product_why)] * bool(sizes.product),
         ("rows", rows, "per optimizer step at most; empty ones cost nothing"),
         *_partial_batch_rows(sizes, config),
         ("micro-batch", sizes.micro_rows * sizes.mesh.ranks, "rows over all data ranks"),

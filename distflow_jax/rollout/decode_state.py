@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from distflow_jax.config.attention_table import DECODE, PREFILL, Need, candidates, named, names
+from distflow_jax.config.implementation_table import DECODE, PREFILL, Need, candidates, named, names
 from distflow_jax.config.rollout_config import DECODE_ATTENTION, STORED
 from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.models.decoder_config import DecoderConfig

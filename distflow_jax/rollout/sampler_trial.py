@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from distflow_jax.models.attention import masked_attention, within
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.kernels.attention_trial import Tried, tried
 from distflow_jax.models.kernels.decode_attention import IMPLEMENTATIONS, partial_attention
+from distflow_jax.models.kernels.implementation_trial import Tried, tried
 from distflow_jax.models.kernels.library_attention import BY_MASK
 from distflow_jax.rollout.decode_state import EngineConfig, pages_of
 

@@ -34,7 +34,7 @@ from distflow_jax.watchdog.supervision import StopSignal
 # that a run makes
 FOLDERS = "checkpoints groups launches profile recorded samples tensorboard trackers".split()
 FILES = (
-    "attention.json config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl "
+    "implementations.json config.json events.jsonl memory.json metrics.jsonl partial_batches.jsonl "
     "plan.json plan.svg plan.txt report.html run.lock stragglers.jsonl trace.json"
 ).split()
 

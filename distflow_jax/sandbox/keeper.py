@@ -209,7 +209,8 @@ class _Watch:
                 return False
         scratch = self._start.scratch
         deleted = descendants.deleted_bytes(processes, os.stat(scratch).st_dev)
-        return deleted + count_bytes(scratch) > self._limits.disk
+        most, deadline = self._limits.disk - deleted, self._begun + self._limits.seconds
+        return count_bytes(scratch, most, deadline) > most
 
     def _clear(self, code: int) -> str:
         """Removes the scratch folder; says whether its disk, not the program, was at its end."""

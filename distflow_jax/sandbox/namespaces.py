@@ -10,17 +10,11 @@ import os
 import struct
 from collections.abc import Iterable
 
-from distflow_jax.sandbox.system_calls import (
-    CLONE_NEWIPC,
-    CLONE_NEWNET,
-    CLONE_NEWNS,
-    CLONE_NEWPID,
-    CLONE_NEWUSER,
-    CLONE_NEWUTS,
-    call,
-)
+from distflow_jax.sandbox.system_calls import call
 
 SCRATCH = "/scratch"
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 _READ_ONLY, _ATTR_NOSUID, _RECURSIVE, _HERE = 1, 2, 0x8000, -100
 

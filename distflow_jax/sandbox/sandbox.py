@@ -42,16 +42,14 @@ class Sandbox:
         self._provider: RemoteProvider | None = None
         self.level = ""
         self.attempts: dict[str, str] = {}
-        self.limits = SandboxLimits(
-            seconds=settings.seconds,
-            cpu_seconds=settings.cpu_seconds,
-            memory=settings.memory_mib * MIB,
-            processes=settings.processes,
-            output=settings.output_kib << 10,
-            disk=settings.disk_mib * MIB,
-        )
+        self.limits = _limits(settings)
 
     def __enter__(self):
+        for name in ("scratch", "packages"):
+            if (folder := getattr(self._settings, name)) and not os.path.isdir(folder):
+                raise ValueError(
+                    f"sandbox.{name}={folder} is no folder; make it, or remove the key"
+                )
         if self._settings.level == "remote":
             self._provider = RemoteProvider.of(self._settings.url, self._settings.token_file)
             self.level = "remote"
@@ -116,9 +114,21 @@ class Sandbox:
         """Starts a level and attacks it. Raises SandboxError with what it lacks."""
         if why := unsupported():
             raise SandboxError(why)
-        self._zygote = ZygoteProcess(level, self._settings.scratch, self._settings.packages)
+        packages = self._settings.packages and os.path.abspath(self._settings.packages)
+        self._zygote = ZygoteProcess(level, self._settings.scratch, packages)
         found = attack(self.run, self.limits, self._settings.scratch)
         log.info("sandbox: level %s; attempts to leave it:\n%s", level, table(found))
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
         return found
+
+
+def _limits(settings: SandboxConfig) -> SandboxLimits:
+    return SandboxLimits(
+        seconds=settings.seconds,
+        cpu_seconds=settings.cpu_seconds,
+        memory=settings.memory_mib * MIB,
+        processes=settings.processes,
+        output=settings.output_kib << 10,
+        disk=settings.disk_mib * MIB,
+    )

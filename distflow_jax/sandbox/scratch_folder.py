@@ -3,24 +3,44 @@
 Folders may be nested beyond the longest path and closed to their owner.
 """
 
+import contextlib
 import os
+import stat
+import time
+from collections.abc import Iterator
 
 
-def count_bytes(folder: str) -> float:
-    """Bytes on disk below a folder, 4 KiB at least for each name; infinite if it cannot be read."""
-    count, folders = 0, [folder]
-    while folders:
-        try:
-            for entry in os.scandir(folders.pop()):
+def count_bytes(folder: str, most: float, deadline: float) -> float:
+    """Bytes on disk below a folder, 4 KiB at least for each name; infinite if it cannot be read.
+
+    Ends above `most`, and at a time by the monotonic clock. No link is followed, even if a folder
+    becomes one meanwhile.
+    """
+    count, folders = 0.0, []
+    try:
+        folders.append(_open(folder))
+        while folders and count <= most and time.monotonic() < deadline:
+            descriptor, entries = folders[-1]
+            if (entry := next(entries, None)) is None:
+                os.close(folders.pop()[0])
+                continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it has just changed
                 found = entry.stat(follow_symlinks=False)
                 count += max(4096, found.st_blocks * 512)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-        except FileNotFoundError:  # it has just been removed
-            continue
-        except OSError:  # too deep, or closed on purpose
-            return float("inf")
+                if stat.S_ISDIR(found.st_mode):
+                    folders.append(_open(entry.name, descriptor))
+    except OSError:  # too deep, or closed on purpose
+        return float("inf")
+    finally:
+        for descriptor, _ in folders:
+            os.close(descriptor)
     return count
+
+
+def _open(name: str, above: int | None = None) -> tuple[int, Iterator[os.DirEntry]]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, dir_fd=above)
+    return descriptor, os.scandir(descriptor)
 
 
 def remove_folder(folder: str) -> None:

@@ -47,6 +47,7 @@ _REASONS = {
     "ENOTDIR": "not there",
     "EROFS": "read-only",
     "EXDEV": "another file system",
+    "EINVAL": "no such user there",
     "EAGAIN": "limit of processes",
     "MemoryError": "limit of memory",
 }

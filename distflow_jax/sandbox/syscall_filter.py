@@ -22,7 +22,7 @@ sethostname setdomainname iopl ioperm vhangup kexec_load kexec_file_load init_mo
 delete_module personality modify_ldt uselib ustat sysfs lookup_dcookie nfsservctl bpf
 perf_event_open userfaultfd keyctl add_key request_key socket connect bind listen accept accept4
 inotify_init inotify_init1 inotify_add_watch fanotify_init fanotify_mark shmget shmat shmctl semget
-semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open mq_unlink
+semop semctl semtimedop msgget msgsnd msgrcv msgctl mq_open mq_unlink sync syncfs
 """.split()
 # ENOSYS, after which libraries take another way. A file in memory is on no disk and in no process
 ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret".split()

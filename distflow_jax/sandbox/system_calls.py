@@ -37,13 +37,12 @@ openat2:437:437 truncate:76:45 open:2:- openat:257:56 clone:56:220 socketpair:53
 prlimit64:302:261 sched_setaffinity:203:122 ioctl:16:29 fcntl:72:25 prctl:157:167 kill:62:129
 tkill:200:130 tgkill:234:131 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240
 pidfd_send_signal:424:424 seccomp:317:277 capset:126:91 close_range:436:436
+sync:162:81 syncfs:306:267
 landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
 """
 LAST_NUMBER = 462  # the newest that the filter knows (mseal, Linux 6.10); none above is let through
 MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 WAIT_ALL = 0x40000000  # __WALL of waitpid: children that clone(2) made as well
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 28, 36, 38, 47

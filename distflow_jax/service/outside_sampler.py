@@ -96,7 +96,7 @@ class OutsideSampler:
     def pull(self, version: int) -> Any:
         """The weights of a version, in the form of training. Refused where it is gone."""
         links = self._links
-        return pull_weights(links.clients, version, self._target, PULL_SECONDS, links.attempt)
+        return pull_weights(links.weights, version, self._target, PULL_SECONDS, links.attempt)
 
     def close(self) -> None:
         """Ends the connections; groups that are not complete are for others."""

@@ -21,16 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from distflow_jax.stream.weight_store import (
-    CHUNK,
-    MANIFEST,
-    NOT_YET,
-    ChunkSpec,
-    Manifest,
-    checksum,
-    read_manifest,
-    request,
-)
+from distflow_jax.stream.weight_store import ChunkSpec, Manifest, checksum
 from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 
 CHUNK_SECONDS = 10.0  # for one chunk; a process that stands still is given up after it
@@ -42,13 +33,20 @@ _ASKED_AT_ONCE = 16  # trainers, for their manifests
 log = logging.getLogger("distflow_jax")
 
 
-class Source(Protocol):
-    """A process that serves weights: a client of the wire."""
+class WeightSource(Protocol):
+    """A trainer process that serves weights: the transport, whatever moves the bytes.
 
-    address: str
+    WireWeights (weight_wire.py) is the one between jobs; a WeightStore is one in its own process.
+    """
 
-    def call(self, method: str, payload: bytes, seconds: float) -> Bytes:
-        """The answer to one call; raises Refused and Unreachable."""
+    address: str  # for messages
+
+    def manifest(self, version: int, seconds: float) -> Manifest | None:
+        """The chunks of a version that it holds; None: the version is still to come. Raises Refused
+        for one that it does not keep, and Unreachable after `seconds`."""
+
+    def chunk(self, version: int, path: str, start: Sequence[int], seconds: float) -> Bytes:
+        """The bytes of a chunk in C order, as its manifest lists it. Raises as `manifest`."""
 
 
 def pull_target(shapes: Any, shardings: Any, dtype: str) -> Any:
@@ -62,7 +60,7 @@ def pull_target(shapes: Any, shardings: Any, dtype: str) -> Any:
 
 
 def pull_weights(
-    sources: Sequence[Source], version: int, target: Any, seconds: float, attempt: str = ""
+    sources: Sequence[WeightSource], version: int, target: Any, seconds: float, attempt: str = ""
 ) -> Any:
     """The weights of a version, as `target` has them: ShapeDtypeStructs with shardings.
 
@@ -97,8 +95,8 @@ def pull_weights(
 
 
 def _offers(
-    sources: Sequence[Source], version: int, end: float, attempt: str
-) -> list[tuple[Source, Manifest]]:
+    sources: Sequence[WeightSource], version: int, end: float, attempt: str
+) -> list[tuple[WeightSource, Manifest]]:
     """The manifests of all trainers that answer."""
     with ThreadPoolExecutor(min(len(sources), _ASKED_AT_ONCE), "pull") as pool:
         asked = [pool.submit(_ask, source, version, end) for source in sources]
@@ -120,30 +118,26 @@ def _offers(
     return offers
 
 
-def _ask(source: Source, version: int, end: float) -> Manifest:
+def _ask(source: WeightSource, version: int, end: float) -> Manifest:
     """A trainer's manifest, waiting until it has the version."""
     while True:
         left = end - time.monotonic()
         seconds = max(0.001, min(left, CHUNK_SECONDS))
-        answer = source.call(MANIFEST, request(version=version), seconds)
-        if answer != NOT_YET:
+        found = source.manifest(version, seconds)
+        if found is not None:
             break
         if left <= LOOK_SECONDS:
             raise Unreachable(f"{source.address}: version {version} is not there in time")
         time.sleep(LOOK_SECONDS)
-    try:
-        manifest = read_manifest(answer, source.address)
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    if manifest.version != version:
-        raise Refused(f"{source.address}: version {manifest.version} in place of {version}")
-    return manifest
+    if found.version != version:
+        raise Refused(f"{source.address}: version {found.version} in place of {version}")
+    return found
 
 
 class _Served:
     """The chunks of one version, each assigned to a trainer that holds it, spread evenly."""
 
-    def __init__(self, version: int, end: float, offers: Sequence[tuple[Source, Manifest]]):
+    def __init__(self, version: int, end: float, offers: Sequence[tuple[WeightSource, Manifest]]):
         """Refused where two trainers have other weights."""
         self._version, self._end = version, end
         self._lock = threading.Lock()
@@ -151,7 +145,7 @@ class _Served:
         self._load: Counter[str] = Counter()  # elements that were asked for, by address
         self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}  # shape and dtype
         self._chunks: dict[str, dict[tuple[int, ...], ChunkSpec]] = {}
-        self._having: dict[tuple[str, tuple[int, ...]], list[Source]] = {}
+        self._having: dict[tuple[str, tuple[int, ...]], list[WeightSource]] = {}
         for source, manifest in offers:
             for path, tensor in manifest.tensors.items():
                 kind = tensor.shape, tensor.dtype
@@ -213,7 +207,7 @@ class _Served:
             text = "weights of version %d come no longer from %s: %s"
             log.warning(text, self._version, address, reason)
 
-    def _choose(self, path: str, chunk: ChunkSpec) -> Source | None:
+    def _choose(self, path: str, chunk: ChunkSpec) -> WeightSource | None:
         """The trainer that has been asked for the least."""
         with self._lock:
             having = [s for s in self._having[path, chunk.start] if s.address not in self._failed]
@@ -222,11 +216,10 @@ class _Served:
                 self._load[chosen.address] += chunk.size
             return chosen
 
-    def _from(self, source: Source, path: str, chunk: ChunkSpec) -> Bytes:
+    def _from(self, source: WeightSource, path: str, chunk: ChunkSpec) -> Bytes:
         seconds = max(0.001, min(self._end - time.monotonic(), CHUNK_SECONDS))
-        asked = request(version=self._version, path=path, start=chunk.start)
         with self._calls[source.address]:
-            data = source.call(CHUNK, asked, seconds)
+            data = source.chunk(self._version, path, chunk.start, seconds)
         if checksum(data) != chunk.checksum:
             raise Refused(f"a chunk of {path} has another checksum than the manifest says")
         return data

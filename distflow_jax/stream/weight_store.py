@@ -24,18 +24,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distflow_jax.models import lora
-from distflow_jax.parsing.checked_fields import INTEGERS, OBJECT, SIZE, TEXT, Kind, check_fields
+from distflow_jax.parsing.checked_fields import OBJECT, SIZE, TEXT, Kind, check_fields
 from distflow_jax.parsing.json_text import parse_json
 from distflow_jax.resharding.weight_sync import cast_weights
-from distflow_jax.stream.wire.calls import Bytes, Method, Refused
+from distflow_jax.stream.wire.calls import Bytes, Refused
 
-MANIFEST, CHUNK = "weights.manifest", "weights.chunk"
 CHUNK_BYTES = 4 << 20
-NOT_YET = b""  # the answer while a version is still to come
 # after its last chunk, in which a version that is to be forgotten counts as being pulled
 LINGER_SECONDS = 5.0
 _MOST_DIMS = 16
-_REQUEST_BYTES = 64 << 10
 
 # -- chunks ----------------------------------------------------------------------------------------
 
@@ -96,7 +93,7 @@ class Manifest:
 
 def read_manifest(data: Bytes, place: str) -> Manifest:
     """Inverse of Manifest.encode. ValueError, which begins with `place`, for what is none."""
-    raw = _object(data, {"attempt": TEXT, "version": SIZE, "tensors": OBJECT}, place)
+    raw = checked_object(data, {"attempt": TEXT, "version": SIZE, "tensors": OBJECT}, place)
     try:
         tensors = {path: _tensor(value) for path, value in raw["tensors"].items()}
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -123,12 +120,7 @@ def cut(
 checksum = zlib.crc32
 
 
-def request(**fields: Any) -> bytes:
-    """Asks for the MANIFEST of a `version`, or for the CHUNK of it at a `path` and a `start`."""
-    return json.dumps(fields).encode()
-
-
-def _object(data: Bytes, kinds: Mapping[str, Kind], place: str) -> Mapping[str, Any]:
+def checked_object(data: Bytes, kinds: Mapping[str, Kind], place: str) -> Mapping[str, Any]:
     """A JSON object with all of these fields. ValueError, which begins with `place`, otherwise."""
     raw = parse_json(data, place)
     if not isinstance(raw, Mapping):
@@ -180,6 +172,8 @@ class WeightStore:
       dtype: of the samplers' weights; None: the parameters' own.
       chunk_bytes: maximum size of a chunk.
     """
+
+    address = "this process"
 
     def __init__(
         self,
@@ -243,9 +237,21 @@ class WeightStore:
             if version < oldest and version not in evaluated:
                 self.forget(version)
 
-    def methods(self) -> Mapping[str, Method]:
-        """The methods of a server that hand out this weight store."""
-        return {MANIFEST: self._manifest, CHUNK: self._chunk}
+    def manifest(self, version: int, seconds: float = 0.0) -> Manifest | None:
+        """As WeightSource.manifest; it waits for nothing."""
+        with self._lock:
+            if not self._versions or version > max(self._versions):
+                return None
+            return Manifest(self.attempt, version, self._asked_for(version).tensors)
+
+    def chunk(self, version: int, path: str, start: Sequence[int], seconds: float = 0.0) -> bytes:
+        """As WeightSource.chunk; it waits for nothing."""
+        with self._lock:
+            self._sweep()
+            data = self._asked_for(version).chunks.get((path, tuple(start)))
+            if data is None:
+                raise Refused(f"there is no chunk of {path} at {list(start)}")
+            return data
 
     def _leaving(self, path: str, flat: Mapping[str, Any]) -> jax.Array:
         """A parameter as it is served, on its way to the host: in a buffer of its own and in the
@@ -285,23 +291,6 @@ class WeightStore:
             if idle or version != forgotten[-1]:
                 del self._versions[version]
 
-    def _manifest(self, peer: str, payload: Bytes) -> bytes:
-        version = _request(payload, {"version": SIZE})["version"]
-        with self._lock:
-            if not self._versions or version > max(self._versions):
-                return NOT_YET
-            return Manifest(self.attempt, version, self._asked_for(version).tensors).encode()
-
-    def _chunk(self, peer: str, payload: Bytes) -> bytes:
-        request = _request(payload, {"version": SIZE, "path": TEXT, "start": INTEGERS})
-        place = request["path"], tuple(request["start"])
-        with self._lock:
-            self._sweep()
-            data = self._asked_for(request["version"]).chunks.get(place)
-            if data is None:
-                raise Refused(f"there is no chunk of {place[0]} at {list(place[1])}")
-            return data
-
     def _asked_for(self, version: int) -> _Version:
         if version not in self._versions:
             raise Refused(f"version {version} is not kept; versions {sorted(self._versions)} are")
@@ -312,12 +301,3 @@ class WeightStore:
 def _blocks(x: jax.Array) -> list[Any]:
     """The shards of this process, each part of the tensor once."""
     return list({str(shard.index): shard for shard in x.addressable_shards}.values())
-
-
-def _request(payload: Bytes, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
-    if len(payload) > _REQUEST_BYTES:
-        raise Refused(f"request: {len(payload)} bytes, of {_REQUEST_BYTES} at most")
-    try:
-        return _object(payload, kinds, "request")
-    except ValueError as error:
-        raise Refused(str(error)) from error

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from distflow_jax.config.attention_table import (
-    ATTENTIONS,
+from distflow_jax.config.implementation_table import (
+    IMPLEMENTATIONS,
     ROWS,
     Need,
     candidates,
@@ -32,13 +32,13 @@ class AttentionSizes(NamedTuple):
     dtype: str
     row_chunks: int = 1  # chunks of a row on the mesh; a tile lies within one of them
     context_shards: int = 1  # shards of a row, one of them per device
-    features: frozenset[str] = frozenset()  # of attention_table.FEATURES, beside packed rows
+    features: frozenset[str] = frozenset()  # of implementation_table.FEATURES, beside packed rows
 
 
 class RowAttention(NamedTuple):
     """The attention of a run."""
 
-    name: str  # of attention_table.ATTENTIONS
+    name: str  # of implementation_table.IMPLEMENTATIONS
     block: int  # ForwardConfig.attention_block: tokens of a tile's side, 0: no tiles
     by: str  # ForwardConfig.attention_by
     why: str  # the reason, as text for the report
@@ -160,7 +160,7 @@ def block_size(row_tokens: int, best: int, *, row_chunks: int = 1) -> int:
 
 def _kernel_head_dim(platform: str, head_dim: int) -> int:
     """The least head dim of the platform's kernel to which heads can be padded; else `head_dim`."""
-    kernels = (x for x in ATTENTIONS if x.name == "kernel" and platform in x.platforms)
+    kernels = (x for x in IMPLEMENTATIONS if x.name == "kernel" and platform in x.platforms)
     return next((n for one in kernels for n in one.head_dims if n >= head_dim), head_dim)
 
 

@@ -116,7 +116,7 @@ def row_attention_of(rows: Rows, config: ForwardConfig, model: DecoderConfig) ->
         if sliding_window:
             near = tiles_of(segment, parent, block, in_row, Reach(*positions, sliding_window))
     elif config.attention_by in BY_SEGMENTS:
-        assert in_row is None, "segments are those of whole rows, see attention_table.py"
+        assert in_row is None, "segments are those of whole rows, see implementation_table.py"
         allowed, positions = Segments(segment, rows.position, rows.valid), None
     else:
         allowed = packed_mask(segment, parent, in_row)

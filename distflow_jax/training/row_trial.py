@@ -15,7 +15,7 @@ import numpy as np
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
 from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.kernels.attention_trial import Tried, tried
+from distflow_jax.models.kernels.implementation_trial import Tried, tried
 from distflow_jax.models.kernels.library_attention import SPLASH_UNIT
 from distflow_jax.training.attention_choice import RowAttention
 from distflow_jax.training.forward import ForwardConfig, row_attention_of

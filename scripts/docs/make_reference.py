@@ -3,9 +3,10 @@
     python scripts/docs/make_reference.py            writes them
     python scripts/docs/make_reference.py --check    exits with 1 and names the pages that are stale
 
-Config keys come from the dataclasses' comments, attention from config/attention_table.py, metrics
-from distflow_jax/report/metric_reference.toml, flags from the table of the subcommands and the
-launchers' parsers, both in distflow_jax/commands/. Nothing that is imported needs jax or a device.
+Config keys come from the dataclasses' comments, implementations from
+config/implementation_table.py, metrics from distflow_jax/report/metric_reference.toml, flags from
+the table of the subcommands and the launchers' parsers, both in distflow_jax/commands/. Nothing
+that is imported needs jax or a device.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the checkout that this file belongs to
 
-attention_table = importlib.import_module("distflow_jax.config.attention_table")
+implementation_table = importlib.import_module("distflow_jax.config.implementation_table")
 key_reference = importlib.import_module("distflow_jax.config.key_reference")
 subcommands = importlib.import_module("distflow_jax.commands.subcommands")
 metric_reference = importlib.import_module("distflow_jax.report.metric_reference")
@@ -75,44 +76,46 @@ def metrics_page() -> str:
 # -- attention --------------------------------------------------------------------------------
 
 
-def attention_page() -> str:
-    """The table of attention implementations."""
-    features = attention_table.FEATURES
+def implementations_page() -> str:
+    """The table of implementations."""
+    table, of_products = implementation_table.IMPLEMENTATIONS, implementation_table.PRODUCTS
     lines = [
-        "# Attention\n",
-        "Name an implementation with `training.attention` or `rollout.attention`. A name that "
-        "cannot do what a run needs is refused in one line that names what lacks.\n",
+        "# Attention and grouped products\n",
+        "Name an implementation with `training.attention`, `rollout.attention` or "
+        "`model.grouped_product`. A name that cannot do what a run needs is refused in one line "
+        "that names what lacks.\n",
         "`auto` considers those whose platform is in bold, that can do what the run needs and are "
         "installed. On a CPU it takes the first. On other platforms a run tries them before its "
         "programs are traced: on one device, on a small case of its own kind without images, each "
-        "is compared with float32 attention. One that differs, or raises an error, is left out; a "
+        "is compared with float32. One that differs, or raises an error, is left out; a "
         "named one ends the run. Of several the fastest on a row of `training.row_tokens` is "
         "taken. `masked` rows are for sizes that nothing else fits. Plans for other machines, "
         "servers and workers try nothing: they take the first, and `masked` for prefill. The "
         "choice and its reason stand in plan.txt.\n",
         "No implementation has been measured on a GPU or TPU yet; the last column says how far "
-        "each was checked. FLOPs of splash attention, Transformer Engine and cuDNN are not in the "
-        "costs of programs; [MFU](../metrics.md) does not depend on them.\n",
+        "each was checked. FLOPs of splash attention, Transformer Engine, cuDNN and grouped "
+        "products of tokamax are not in the costs of programs; [MFU](../metrics.md) does not "
+        "depend on them.\n",
     ]
-    for where, title in attention_table.PLACES.items():
+    for where, title in implementation_table.PLACES.items():
         rows = [
             (
                 f"`{one.name}`",
                 ", ".join(f"**{p}**" if p in one.auto else p for p in one.platforms),
                 one.by + (f" (`{one.install}`)" if one.install else ""),
                 ", ".join(one.dtypes),
-                attention_table.shown_dims(one),
+                "" if where == of_products else implementation_table.shown_dims(one),
                 one.checked,
             )
-            for one in attention_table.ATTENTIONS
+            for one in table
             if where in one.serves
         ]
         head = ("name", "platforms", "computed by", "dtypes", "head dims", "checked")
         lines += [f"## {title}\n", *_table(head, rows)]
-    known = [one for one in attention_table.ATTENTIONS if attention_table.ROWS in one.serves]
+    known = [one for one in table if implementation_table.ROWS in one.serves]
     shown = [
         (f"{name}: {meaning}", *("yes" if name in one.can else "" for one in known))
-        for name, meaning in features.items()
+        for name, meaning in implementation_table.FEATURES.items()
     ]
     named = tuple(f"`{one.name}` ({', '.join(one.platforms)})" for one in known)
     lines += ["## What each can do with rows\n", *_table(("a run with", *named), shown)]
@@ -215,7 +218,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 PAGES = {
-    "attention.md": attention_page,
+    "implementations.md": implementations_page,
     "config.md": config_page,
     "metrics.md": metrics_page,
     "scripts.md": flags_page,

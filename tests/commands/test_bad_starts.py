@@ -8,7 +8,8 @@ cannot show, the start of Python and the order of imports, is tried with real pr
 that is the same in every run in the nightly tests, 500 in the soak test.
 
 Nightly: some 1,600 bad inputs of `train.py`, and 900 names of files for all subcommands, end in one
-line with exit code 2, within 5 CPU-seconds; no process is left.
+line with exit code 2, within 5 CPU-seconds; no process is left. Each flag and key of a path refuses
+a bucket.
 """
 
 import json
@@ -81,6 +82,7 @@ def refused(how, cases, folder):
     assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_each_flag_and_key_of_a_path_refuses_a_bucket(tmp_path):
     """With the command that copies its files; and one case of each kind of place."""
     cases = cases_in(tmp_path, "support.named_places")

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "docs/quickstart.md": "tests/commands/test_scripts.py",
     "docs/tasks.md": "tests/commands/test_tasks.py",
     "docs/clusters.md": "tests/commands/test_launch_cluster.py",
+    "docs/sandbox.md": "tests/sandbox/test_sandbox.py",
 }
 # pages that are followed here; pages with none but commands of --help need no entry
 FOLLOWED = {

@@ -361,6 +361,7 @@ def test_serve_answers_until_it_is_told_to_end(place, first_run, command):
     assert finish(process) == "stopped\n"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("command", commands_of("scripts/launch_local.py"), ids=" ".join)
 def test_launch_local_trains_as_one_job(place, command):

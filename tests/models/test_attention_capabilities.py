@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.config.attention_table import ATTENTIONS, FEATURES, ROWS, Need, lacks
+from distflow_jax.config.implementation_table import FEATURES, IMPLEMENTATIONS, ROWS, Need, lacks
 from distflow_jax.models.attention import InRow, packed_mask, within
 from distflow_jax.models.block_attention import block_attention
 from distflow_jax.models.kernels import library_attention
@@ -162,7 +162,7 @@ def results(attend, case, g):
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
-OF_ROWS = [one for one in ATTENTIONS if ROWS in one.serves]
+OF_ROWS = [one for one in IMPLEMENTATIONS if ROWS in one.serves]
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def splash_interpreted(interpreted, monkeypatch):
 @pytest.mark.parametrize("one", OF_ROWS, ids=lambda one: f"{one.name}-{one.platforms[0]}")
 def test_it_can_what_it_declares(one, feature, splash_interpreted):
     if feature not in one.can:
-        pytest.skip("not declared, see test_attention_table.py for the refusal")
+        pytest.skip("not declared, see test_implementation_table.py for the refusal")
     for case in CASES[feature]:
         q, k, v, g = inputs(case)
         sinks = [case.sink_logits] if case.sinks else []

@@ -27,7 +27,7 @@ from distflow_jax.parallel.rules import use_mesh
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 
-WAYS = pytest.mark.parametrize("ragged", [False, True], ids=["blocks", "ragged"])
+WAYS = pytest.mark.parametrize("by", ["blocks", "ragged_dot"])
 SIZES = {
     "all": [5, 40, 0, 11, 1, 0],
     "one group": [0, 0, 57, 0, 0, 0],
@@ -47,7 +47,7 @@ def group_of_rows(sizes):
 @WAYS
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("case", SIZES)
-def test_rows_meet_the_matrix_of_their_group(case, turned, ragged):
+def test_rows_meet_the_matrix_of_their_group(case, turned, by):
     """Values and both gradients against float64."""
     sizes = SIZES[case]
     rng = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def test_rows_meet_the_matrix_of_their_group(case, turned, ragged):
     @jax.jit
     def run(x, weight, ct):
         product = functools.partial(
-            grouped_product, sizes=jnp.array(sizes, jnp.int32), turned=turned, ragged=ragged
+            grouped_product, sizes=jnp.array(sizes, jnp.int32), turned=turned, by=by
         )
         y, transpose = jax.vjp(product, x, weight)
         return y, *transpose(ct)
@@ -75,7 +75,7 @@ def test_rows_meet_the_matrix_of_their_group(case, turned, ragged):
 
 @WAYS
 @pytest.mark.parametrize("turned", [False, True])
-def test_int8_matrices(turned, ragged):
+def test_int8_matrices(turned, by):
     """The same as the matrices that they stand for."""
     sizes = SIZES["all"]
     rng = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_int8_matrices(turned, ragged):
     scale = jnp.expand_dims(weight.scale, 2 if turned else 1)
     whole = weight.values.astype(jnp.float32) * scale
     got, want = (
-        jax.jit(functools.partial(grouped_product, turned=turned, ragged=ragged))(
+        jax.jit(functools.partial(grouped_product, turned=turned, by=by))(
             x, w, jnp.array(sizes, jnp.int32)
         )
         for w in (weight, whole)
@@ -99,11 +99,11 @@ def test_a_tpu_has_an_instruction_for_it(turned):
     x, sizes = jnp.ones((32, 6), jnp.float32), jnp.array([20, 12], jnp.int32)
     weight = jnp.ones((2, 5, 6) if turned else (2, 6, 5), jnp.float32)
 
-    def loss(x, weight, ragged):
-        return jnp.square(grouped_product(x, weight, sizes, turned, ragged)).sum()
+    def loss(x, weight, by):
+        return jnp.square(grouped_product(x, weight, sizes, turned, by)).sum()
 
-    for ragged, count in ((True, 3), (False, 0)):
-        gradient = jax.jit(jax.grad(functools.partial(loss, ragged=ragged), argnums=(0, 1)))
+    for by, count in (("ragged_dot", 3), ("blocks", 0)):
+        gradient = jax.jit(jax.grad(functools.partial(loss, by=by), argnums=(0, 1)))
         lowered = gradient.trace(x, weight).lower(lowering_platforms=("tpu",))
         lines = lowered.as_text().splitlines()
         assert sum("ragged_dot" in line for line in lines) == count

@@ -1,7 +1,7 @@
 """Reports in a real browser: their layout, their charts, and the live page of growing runs.
 
-Nightly: a live page follows 200 steps of a run beside two others, with at most 1 % of a core (needs
-Chromium).
+Nightly: a live page compares runs and follows one that is resumed; it follows 200 steps of a run
+beside two others, with at most 1 % of a core (needs Chromium).
 """
 
 import json
@@ -265,6 +265,7 @@ def serve():
         server.server_close()
 
 
+@pytest.mark.slow
 def test_a_live_page_compares_runs_and_follows_one_that_is_resumed(browser, serve, tmp_path):
     for number, name in enumerate(("one", "two", "three")):
         write_run(tmp_path / name, 12, 0, phase=number, total=40)

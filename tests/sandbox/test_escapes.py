@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from support import escapes, greedy_programs
@@ -23,18 +24,16 @@ USERS = ["root", "user"] if os.geteuid() == 0 else ["user"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """{user: what its host has found}."""
-    folder = tmp_path_factory.mktemp("hosts")
-    for path in (folder, *folder.parents):
-        if path.stat().st_uid == os.geteuid() and path != path.parent:
-            path.chmod(path.stat().st_mode | 0o011)
-    folder.chmod(0o777)
-    hosts = {}
-    for user in USERS:
-        command = [sys.executable, str(TESTS / "support" / "sandbox_host.py"), user, str(folder)]
-        hosts[user] = subprocess.Popen(command, stdout=subprocess.PIPE)
-    return {user: json.loads(host.communicate(timeout=HANG)[0]) for user, host in hosts.items()}
+    # not below pytest's folders, which are closed to other users
+    with tempfile.TemporaryDirectory(prefix="distflow-hosts-") as folder:
+        os.chmod(folder, 0o777)
+        hosts = {}
+        for user in USERS:
+            command = [sys.executable, str(TESTS / "support" / "sandbox_host.py"), user, folder]
+            hosts[user] = subprocess.Popen(command, stdout=subprocess.PIPE)
+        return {user: json.loads(host.communicate(timeout=HANG)[0]) for user, host in hosts.items()}
 
 
 def levels(found):

@@ -1,8 +1,8 @@
 """Programs in their thousands: every outcome as expected, and nothing is left of them.
 
-Nightly: 10,000 random programs at each of two levels, four at a time, each right, wrong, hanging, crashing, flooding or
-forking, leave no process, folder or descriptor, and the memory of this process and of the zygote
-stays within 2 %.
+Nightly: 10,000 random programs at each of two levels, four at a time, each right, wrong, hanging,
+crashing, flooding or forking, leave no process, folder or descriptor, and the memory of this
+process and of the zygote stays within 2 %.
 """
 
 import concurrent.futures

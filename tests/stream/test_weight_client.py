@@ -31,8 +31,6 @@ from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream import weight_client, weight_store
 from distflow_jax.stream.weight_client import check_grid, pull_target, pull_weights
 from distflow_jax.stream.weight_store import (
-    CHUNK,
-    MANIFEST,
     ChunkSpec,
     Manifest,
     TensorSpec,
@@ -41,6 +39,7 @@ from distflow_jax.stream.weight_store import (
     cut,
     read_manifest,
 )
+from distflow_jax.stream.weight_wire import CHUNK, MANIFEST, WireWeights, weight_methods
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import WireServer
@@ -79,7 +78,7 @@ def served(*stores):
     with contextlib.ExitStack() as stack:
         clients = []
         for store in stores:
-            methods = store.methods() if isinstance(store, WeightStore) else store
+            methods = weight_methods(store) if isinstance(store, WeightStore) else store
             server = WireServer("127.0.0.1:0", TOKEN, methods)
             stack.callback(server.close)
             clients.append(Counting(server))
@@ -106,7 +105,8 @@ class Counting(WireClient):
 
 
 def pull(clients, version=0, target=None, attempt=""):
-    return pull_weights(clients, version, target or target_of(UNTIED), HANG, attempt)
+    sources = [WireWeights(client) for client in clients]
+    return pull_weights(sources, version, target or target_of(UNTIED), HANG, attempt)
 
 
 def on(target, params):
@@ -206,10 +206,10 @@ def corrupted(store, times=1 << 30):
     left = iter(range(times))
 
     def chunk(peer, payload):
-        data = store.methods()[CHUNK](peer, payload)
+        data = weight_methods(store)[CHUNK](peer, payload)
         return data if next(left, None) is None else bytes([data[0] ^ 1]) + data[1:]
 
-    return dict(store.methods()) | {CHUNK: chunk}
+    return dict(weight_methods(store)) | {CHUNK: chunk}
 
 
 def test_a_chunk_with_a_wrong_checksum_comes_from_another_process(given, caplog):
@@ -225,10 +225,10 @@ def test_a_chunk_with_a_wrong_checksum_comes_from_another_process(given, caplog)
 
 def other_manifest(store, change):
     def manifest(peer, payload):
-        found = read_manifest(store.methods()[MANIFEST](peer, payload), "")
+        found = read_manifest(weight_methods(store)[MANIFEST](peer, payload), "")
         return change(found).encode()
 
-    return dict(store.methods()) | {MANIFEST: manifest}
+    return dict(weight_methods(store)) | {MANIFEST: manifest}
 
 
 def with_tensor(path, **fields):
@@ -292,7 +292,7 @@ def test_requests_that_are_none_are_refused(given):
 def test_a_trainer_that_ends_is_replaced_by_another(given, caplog):
     store = store_of(given)
     with served(store, store) as clients:
-        served_before = store.methods()[CHUNK]
+        served_before = weight_methods(store)[CHUNK]
         count = iter(range(1 << 30))
 
         def chunk(peer, payload):
@@ -317,11 +317,11 @@ def test_a_pull_has_a_deadline(given, monkeypatch):
         if method == CHUNK:
             now[0] += 0.5
             raise Unreachable("a trainer: it is slow")
-        return store_of(given).methods()[method]("w", payload)
+        return weight_methods(store_of(given))[method]("w", payload)
 
     clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
     monkeypatch.setattr(weight_client, "time", clock)
-    trainer = types.SimpleNamespace(address="a trainer", call=call)
+    trainer = WireWeights(types.SimpleNamespace(address="a trainer", call=call))
     with pytest.raises(Unreachable, match="version 0 of the weights: nobody gives"):
         pull_weights([trainer], 0, target_of(UNTIED), 0.7)
     with pytest.raises(Unreachable, match="version 9 is not there in time"):
@@ -365,6 +365,12 @@ def test_a_pull_waits_for_a_version_to_come(given):
         time.sleep(0.2)
         store.put(2, given)
         assert_same_arrays(run.result(), on(target_of(UNTIED), given))
+
+
+def test_a_store_is_a_source_of_its_own_process(given):
+    store = store_of(given)
+    found = pull_weights([store], 0, target_of(UNTIED), HANG, "a run")
+    assert_same_arrays(found, on(target_of(UNTIED), given))
 
 
 def test_a_pull_ends_as_refused_when_trainers_have_another_token(given):

@@ -12,7 +12,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from distflow_jax.config.attention_table import DECODE, Need, candidates
+from distflow_jax.config.implementation_table import DECODE, Need, candidates
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 
 # of the shipped configs for accelerators: rows of 4096 tokens in bfloat16, heads of 64 or 128

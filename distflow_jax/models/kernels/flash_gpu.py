@@ -35,7 +35,7 @@ def check_flash_gpu(
     """Raises ValueError for sizes that the kernels do not support, with one that they do.
 
     Any `rows`, `blocks`, `key_blocks` and `heads` are supported; head dims and dtypes are those of
-    config/attention_table.py.
+    config/implementation_table.py.
     """
     if side not in SIDES:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Attention over packed rows by jax and by optional packages, on one device's rows and heads.
 
 B rows, T query tokens, S key tokens, N heads, K key/value heads, H head dim. What each can do:
-config/attention_table.py. Products and sums are those of the library: no implementation here is
-exact in float32.
+config/implementation_table.py. Products and sums are those of the library: no implementation here
+is exact in float32.
 """
 
 import functools

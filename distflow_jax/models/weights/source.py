@@ -151,6 +151,7 @@ def open_model(
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
     vision: str = "",
+    grouped_product: str = "auto",
 ) -> ModelSource:
     """Opens a model source: reads headers only, and downloads missing files.
 
@@ -161,8 +162,16 @@ def open_model(
       yarn_factor: extends the positions of a model without rope scaling, see YarnScaling.
       yarn_positions: the positions to extend, those of pretraining; 0: the model's max_position.
       vision: a new tower for a text model, random:siglip?...; "none" drops Gemma 3's.
+      grouped_product: DecoderConfig.grouped_product.
     """
-    return _stretched(_looking(_open(spec, cache_dir), vision), yarn_factor, yarn_positions)
+    source = _stretched(_looking(_open(spec, cache_dir), vision), yarn_factor, yarn_positions)
+    return multiplied_by(source, grouped_product)
+
+
+def multiplied_by(source: ModelSource, grouped_product: str) -> ModelSource:
+    """The source with another DecoderConfig.grouped_product."""
+    config = dataclasses.replace(source.config, grouped_product=grouped_product)
+    return dataclasses.replace(source, config=config)
 
 
 def _looking(source: ModelSource, vision: str) -> ModelSource:
@@ -284,6 +293,7 @@ def open_shapes(
     yarn_factor: float = 1.0,
     yarn_positions: int = 0,
     vision: str = "",
+    grouped_product: str = "auto",
 ) -> ModelSource:
     """Opens a model source without its weights, for planning; arguments and errors as open_model.
 
@@ -300,7 +310,8 @@ def open_shapes(
         source = _open_config(spec, path)
     else:
         source = _open(spec, cache_dir)
-    return _stretched(_looking(source, vision), yarn_factor, yarn_positions)
+    source = _stretched(_looking(source, vision), yarn_factor, yarn_positions)
+    return multiplied_by(source, grouped_product)
 
 
 def _open_config(spec: str, folder: Path) -> ModelSource:

@@ -37,6 +37,7 @@ from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.weight_wire import weight_methods
 from distflow_jax.stream.wire.wire_server import WireServer
 
 END_SECONDS = 3.0  # in which workers hear that the run is over
@@ -85,7 +86,7 @@ def deliver_to_workers(
     server = WireServer(
         own_address(config.stream.listen),
         make_run_token(workdir),
-        answers.methods() | weights.methods(),
+        answers.methods() | weight_methods(weights),
         quick=QUICK,
         limit_bytes=FRAME_BYTES,
         know=answers.know,

@@ -360,6 +360,6 @@ def _trained_pull(source: ModelSource, sizes: Sizes, mesh: Mesh) -> Pull:
     target = pull_target(abstract_params(source.config), shardings, sizes.engine.dtype)
 
     def pull(links: Links, version: int) -> Any:
-        return pull_weights(links.clients, version, target, PULL_SECONDS, links.attempt)
+        return pull_weights(links.weights, version, target, PULL_SECONDS, links.attempt)
 
     return pull

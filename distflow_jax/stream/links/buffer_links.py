@@ -21,6 +21,7 @@ from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame
 from distflow_jax.stream.links.buffer_addresses import addresses, read_addresses
 from distflow_jax.stream.links.run_token import find_run_token
 from distflow_jax.stream.links.worker_pool import MOST_PLACES, places_of
+from distflow_jax.stream.weight_wire import WireWeights
 from distflow_jax.stream.wire.calls import Bytes, Refused, Unreachable
 from distflow_jax.stream.wire.wire_client import WireClient
 
@@ -83,6 +84,11 @@ class Links:
     ranked: bool = False  # whether the roster says which these are
     # addresses of the hosts of the run's environments, by name; None: samplers run these
     hosts: Mapping[str, str] | None = None
+
+    @property
+    def weights(self) -> list[WireWeights]:
+        """The trainer processes, as sources of weights."""
+        return [WireWeights(client) for client in self.clients]
 
     def kept_of(self, attempt: str) -> int:
         """The newest version that this start has in common with an earlier one; -1: none is known.

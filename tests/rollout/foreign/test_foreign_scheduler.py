@@ -1,6 +1,7 @@
 """Schedulers over engines that are not ours: answers, swaps, and everything that goes wrong.
 
-Nightly: a server of scripts/serve.py samples as our own engine does.
+Nightly: a server of scripts/serve.py samples as our own engine does; an answer that drips costs one
+try.
 """
 
 import dataclasses
@@ -197,7 +198,10 @@ def test_a_response_goes_on_at_a_server_by_the_noise_of_its_places(tmp_path):
 # -- faults -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x == "slow bytes")) for x in FAULTS],
+)
 def test_fault_costs_one_try(server, tmp_path, caplog, fault):
     caplog.set_level(logging.WARNING, "distflow_jax")
     # what hangs is waited for so long, and nothing else is near it

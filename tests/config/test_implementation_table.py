@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from distflow_jax.config.attention_table import (
-    ATTENTIONS,
+from distflow_jax.config.implementation_table import (
     DECODE,
     FEATURES,
+    IMPLEMENTATIONS,
     PREFILL,
     ROWS,
     Need,
@@ -33,7 +33,7 @@ def need(where, one, *features, **changes):
     return found._replace(**changes)
 
 
-OF_ALL = [(one, where) for one in ATTENTIONS for where in one.serves]
+OF_ALL = [(one, where) for one in IMPLEMENTATIONS for where in one.serves]
 
 
 @pytest.mark.parametrize(("one", "where"), OF_ALL, ids=lambda x: getattr(x, "name", x))
@@ -76,7 +76,7 @@ def test_what_auto_may_take_for_shared_prompts(where, platform, dtype, expected,
 
 
 def test_deprecated_triton_kernels_are_taken_by_name_alone():
-    for one in ATTENTIONS:
+    for one in IMPLEMENTATIONS:
         assert ("Triton" in one.by) == (not one.auto)
 
 

@@ -3,21 +3,24 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from support.tiny_model import WINDOWED
 
 from distflow_jax.config.run_config import Config
 from distflow_jax.models.attention import masked_attention
+from distflow_jax.models.grouped_matmul import RAGGED_DOT
+from distflow_jax.models.grouped_trial import try_products
 from distflow_jax.models.kernels import library_attention
-from distflow_jax.models.kernels.attention_trial import Tried, fastest
+from distflow_jax.models.kernels.implementation_trial import Tried, fastest
 from distflow_jax.models.kernels.library_attention import BY_MASK, BY_SEGMENTS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
-from distflow_jax.runtime import settled_attention
-from distflow_jax.runtime.settled_attention import settle_attention
+from distflow_jax.runtime import settled_implementations
+from distflow_jax.runtime.settled_implementations import settle_implementations
 from distflow_jax.training.attention_choice import RowAttention
 from distflow_jax.training.forward import ForwardConfig
 from distflow_jax.training.row_trial import try_rows
@@ -81,13 +84,29 @@ def test_the_fastest_of_those_that_no_process_finds_wrong():
         "agrees with float32 here; fastest of a trial: a 2 ms, b 3 ms; not c: it differs"
     )
     wrong = dict.fromkeys("ab", Tried(0.0, "too old"))
-    with pytest.raises(ValueError, match="x: no attention serves these devices; not a: too old"):
+    with pytest.raises(ValueError, match="x: nothing serves these devices; not a: too old"):
         fastest("x", [one | wrong, {k: one[k] for k in "ab"} | {"c": Tried(0.0, "no")}])
 
 
-def planned(platform):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_products_tell_right_from_wrong(dtype, monkeypatch):
+    def of_whole_groups(x, weight, sizes, dims, **options):  # as if rows were spread evenly
+        even = jnp.full_like(sizes, len(x) // len(sizes))
+        return jax.lax.ragged_dot_general(x, weight, even, dims, **options)
+
+    monkeypatch.setitem(RAGGED_DOT, "tokamax", of_whole_groups)
+    found = try_products(("ragged_dot", "blocks", "tokamax"), 64, (4, 16, 8), dtype)
+    for name in ("ragged_dot", "blocks"):
+        assert found[name].seconds > 0 and not found[name].failure
+    assert "it differs from float32" in found["tokamax"].failure
+
+
+LLAMA = "random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300&max_position=512"
+MIXTURE = LLAMA.replace("llama", "qwen3_moe") + "&experts=4&active=2"
+
+
+def planned(platform, model=LLAMA):
     config = Config()
-    model = "random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=300&max_position=512"
     model = dataclasses.replace(config.model, source=model)
     run = plan_run(dataclasses.replace(config, model=model), Machine.current())
     run.machine = dataclasses.replace(run.machine, platform=platform)
@@ -105,23 +124,36 @@ def test_a_run_takes_the_best_says_why_and_keeps_it_when_it_resumes(
 ):
     run = planned("gpu")
     planned_sizes = run.sizes = with_cudnn_first(run)
-    settle_attention(run, tmp_path)
+    settle_implementations(run, tmp_path)
     assert (run.sizes.forward.attention_by, run.sizes.forward.attention_block) == ("loops", 32)
     table = {name: (value, why) for name, value, why in run.table()}
     value, why = table["attention in rows"]
     assert value == "blocks" and "of 32 tokens; agrees with float32" in why and "not cudnn" in why
     chosen, run.sizes = run.sizes, planned_sizes
     with monkeypatch.context() as patch:
-        patch.setattr(settled_attention, "try_rows", None)  # a second trial would fail
-        settle_attention(run, tmp_path)
+        patch.setattr(settled_implementations, "try_rows", None)  # a second trial would fail
+        settle_implementations(run, tmp_path)
     assert run.sizes == chosen
     run.sizes = dataclasses.replace(planned_sizes, other_attentions=(MASKED,))
-    settle_attention(run, tmp_path)
+    settle_implementations(run, tmp_path)
     assert run.sizes.attention.name == "masked"
+
+
+def test_a_mixture_multiplies_by_the_best_products(monkeypatch):
+    def wrong(*arguments, **options):
+        raise NotImplementedError("no instruction")
+
+    monkeypatch.setitem(RAGGED_DOT, "ragged_dot", wrong)
+    run = planned("gpu", MIXTURE)
+    settle_implementations(run)
+    assert run.source.config.grouped_product == run.sizes.product == "blocks"
+    table = {name: (value, why) for name, value, why in run.table()}
+    value, why = table["grouped products"]
+    assert value == "blocks" and "not ragged_dot: NotImplementedError: no instruction" in why
 
 
 def test_a_cpu_tries_nothing():
     run = planned("cpu")
     before = run.sizes
-    settle_attention(run)
+    settle_implementations(run)
     assert run.sizes is before

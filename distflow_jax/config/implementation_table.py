@@ -1,8 +1,8 @@
-"""The implementations of attention: where each runs, what it serves, and what it can do.
+"""Implementations of attention and of grouped products: where each runs, serves, and can do.
 
-training.attention and rollout.attention name one, and `auto` takes the first that can do what a run
-needs. The functions themselves: models/block_attention.py and models/kernels/. docs/reference/
-attention.md is made from this table.
+training.attention, rollout.attention and model.grouped_product name one, and `auto` takes the first
+that can do what a run needs. The functions themselves: models/block_attention.py, models/kernels/
+and models/grouped_matmul.py. docs/reference/implementations.md is made from this table.
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from distflow_jax.parsing.setting_checks import listed
 
-ROWS, PREFILL, DECODE = "rows", "prefill", "decode"
+ROWS, PREFILL, DECODE, PRODUCTS = "rows", "prefill", "decode", "grouped products"
 PLACES = {
     ROWS: "Rows of the trainer (training.attention)",
     PREFILL: "Prefill (rollout.attention)",
     DECODE: "Decode steps (rollout.attention)",
+    PRODUCTS: "Grouped products of a mixture's experts (model.grouped_product)",
 }
 # what a run may need of attention -> what makes it need that
 FEATURES = {
@@ -32,6 +33,7 @@ _ALL = frozenset(FEATURES)
 _TILES = _ALL - {"soft caps"}
 _MASK = _ALL - {"sinks", "soft caps"}
 _CACHE = frozenset({"shared prompts", "windows"})
+_NOTHING: frozenset[str] = frozenset()  # grouped products are needed as they are
 _EXACT = ("float32", "bfloat16")
 _CPU, _GPU, _TPU = "cpu", "gpu", "tpu"
 _EVERYWHERE = (_CPU, _GPU, _TPU)
@@ -43,11 +45,11 @@ _BY_TRITON = "interpreted; compiled by Triton and ptxas"
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Implementation:
     """An implementation, as far as the choice needs it."""
 
     name: str
-    serves: tuple[str, ...]  # ROWS of the trainer, PREFILL, DECODE
+    serves: tuple[str, ...]  # of PLACES
     platforms: tuple[str, ...]
     by: str  # what computes it
     can: frozenset[str]  # of FEATURES
@@ -60,74 +62,85 @@ class Attention:
 
 
 class Need(NamedTuple):
-    """A place for attention, and the needs of a run there."""
+    """A place for an implementation, and the needs of a run there."""
 
-    where: str  # ROWS, PREFILL or DECODE
+    where: str  # of PLACES
     platform: str  # of jax.Device
-    head_dim: int
+    head_dim: int  # of attention
     dtype: str
     features: frozenset[str] = frozenset()
 
     @property
     def on(self) -> str:
-        """The platform, by its name in ATTENTIONS; XLA alone serves unknown ones, as a CPU."""
+        """The platform, by its name in IMPLEMENTATIONS; XLA alone serves unknown ones, as a CPU."""
         known = {"cuda": _GPU, "rocm": _GPU} | dict(zip(_EVERYWHERE, _EVERYWHERE, strict=True))
         return known.get(self.platform, _CPU)
 
 
 # fmt: off
-ATTENTIONS = (  # auto takes an earlier one first
-    Attention("kernel", (ROWS,), (_TPU,), "our Pallas kernels over tiles, Mosaic", _TILES,
+IMPLEMENTATIONS = (  # auto takes an earlier one first
+    Implementation("kernel", (ROWS,), (_TPU,), "our Pallas kernels over tiles, Mosaic", _TILES,
               auto=(_TPU,), head_dims=range(16, 513, 16), checked=_COMPILED),
-    Attention("cudnn", (ROWS, PREFILL), (_GPU,),
+    Implementation("cudnn", (ROWS, PREFILL), (_GPU,),
               "`jax.nn.dot_product_attention`, which adds the mask as a bias", _MASK,
               auto=(_GPU,), dtypes=_BFLOAT16, head_dims=_CUDNN_DIMS,
               packages=("jax_cuda13_plugin", "jax_cuda12_plugin"),
               install="pip install jax[cuda13]",
               checked="its arguments, by XLA; lowered for CUDA"),
-    Attention("splash", (ROWS,), (_TPU,),
+    Implementation("splash", (ROWS,), (_TPU,),
               "splash attention of `jax.experimental.pallas`, by segment ids",
               frozenset({"packed rows", "windows", "sinks", "soft caps"}),
               auto=(_TPU,), dtypes=_BFLOAT16, checked=_COMPILED),
-    Attention("transformer_engine", (ROWS,), (_GPU,),
+    Implementation("transformer_engine", (ROWS,), (_GPU,),
               "`transformer_engine.jax`, cuDNN over packed segments",
               frozenset({"packed rows", "windows", "sinks"}),
               auto=(_GPU,), dtypes=_BFLOAT16, head_dims=_CUDNN_DIMS,
               packages=("transformer_engine",),
               install="pip install --no-build-isolation transformer_engine[jax]",
               checked="not run: written against release 2.20.2"),
-    Attention("tokamax", (ROWS,), (_GPU, _TPU), "`tokamax.dot_product_attention`, by a mask",
+    Implementation("tokamax", (ROWS,), (_GPU, _TPU), "`tokamax.dot_product_attention`, by a mask",
               _MASK | {"soft caps"}, auto=(_GPU, _TPU), dtypes=_BFLOAT16, packages=("tokamax",),
               install="pip install tokamax", checked="its XLA form on a CPU, release 0.0.12"),
-    Attention("blocks", (ROWS,), _EVERYWHERE, "tiles in loops of XLA", _TILES,
+    Implementation("blocks", (ROWS,), _EVERYWHERE, "tiles in loops of XLA", _TILES,
               auto=(_CPU, _GPU), checked="on CPUs"),
-    Attention("masked", (ROWS, PREFILL), _EVERYWHERE, "all scores of a row at once", _ALL,
+    Implementation("masked", (ROWS, PREFILL), _EVERYWHERE, "all scores of a row at once", _ALL,
               auto=_EVERYWHERE, checked="on CPUs"),
-    Attention("kernel", (ROWS,), (_GPU,),
+    Implementation("kernel", (ROWS,), (_GPU,),
               "our Pallas kernels over tiles, Triton, a backend that jax deprecates", _TILES,
               dtypes=_BFLOAT16, head_dims=_TRITON_DIMS, checked=_BY_TRITON),
-    Attention("tpu", (DECODE,), (_TPU,), "our Pallas kernel over KV pages, Mosaic", _CACHE,
+    Implementation("tpu", (DECODE,), (_TPU,), "our Pallas kernel over KV pages, Mosaic", _CACHE,
               auto=(_TPU,), head_dims=range(16, 513, 16), checked=_COMPILED),
-    Attention("pages", (DECODE,), _EVERYWHERE,
+    Implementation("pages", (DECODE,), _EVERYWHERE,
               "a walk over KV pages in the order of memory, in XLA", _CACHE, auto=(_CPU,),
               checked="on CPUs"),
-    Attention("reference", (DECODE,), _EVERYWHERE,
+    Implementation("reference", (DECODE,), _EVERYWHERE,
               "a loop over the pages of every sequence, in XLA", _CACHE, auto=(_GPU, _TPU),
               checked="on CPUs"),
-    Attention("gpu", (DECODE,), (_GPU,),
+    Implementation("gpu", (DECODE,), (_GPU,),
               "our Pallas kernel over KV pages, Triton, a backend that jax deprecates", _CACHE,
               head_dims=_TRITON_DIMS, checked=_BY_TRITON),
+    Implementation("ragged_dot", (PRODUCTS,), (_TPU,), "`jax.lax.ragged_dot_general`", _NOTHING,
+              auto=(_TPU,), checked="compiled by libtpu"),
+    Implementation("blocks", (PRODUCTS,), _EVERYWHERE,
+              "blocks of rows of one group, in a loop of XLA", _NOTHING, auto=(_CPU, _GPU),
+              checked="on CPUs"),
+    Implementation("ragged_dot", (PRODUCTS,), (_CPU, _GPU),
+              "`jax.lax.ragged_dot_general`; XLA may copy all rows for each expert", _NOTHING,
+              auto=(_GPU,), checked="on CPUs"),
+    Implementation("tokamax", (PRODUCTS,), (_GPU, _TPU), "`tokamax.ragged_dot_general`", _NOTHING,
+              auto=(_GPU, _TPU), dtypes=_BFLOAT16, packages=("tokamax",),
+              install="pip install tokamax", checked="its XLA form on a CPU, release 0.0.12"),
 )
 # fmt: on
 
 
 def names(*where: str) -> tuple[str, ...]:
-    """The names that a setting may have whose attention serves any of `where`, auto first."""
-    found = (one.name for one in ATTENTIONS if set(where) & set(one.serves))
+    """The names that a setting may have whose implementation serves any of `where`, auto first."""
+    found = (one.name for one in IMPLEMENTATIONS if set(where) & set(one.serves))
     return ("auto", *dict.fromkeys(found))
 
 
-def lacks(one: Attention, need: Need) -> str:
+def lacks(one: Implementation, need: Need) -> str:
     """A reason, in words, for which an implementation cannot serve a need; "" if it can."""
     missing = [name for name in FEATURES if name in need.features - one.can]
     if need.where not in one.serves:
@@ -145,31 +158,31 @@ def lacks(one: Attention, need: Need) -> str:
     return ""
 
 
-def candidates(need: Need) -> Iterator[Attention]:
+def candidates(need: Need) -> Iterator[Implementation]:
     """The implementations that auto may choose for a need, the preferred one first."""
-    return (one for one in ATTENTIONS if need.on in one.auto and not lacks(one, need))
+    return (one for one in IMPLEMENTATIONS if need.on in one.auto and not lacks(one, need))
 
 
 def preferred_lacks(need: Need) -> str:
     """The reason for which the implementation that auto prefers is no candidate; "" if it is."""
-    first = next(x for x in ATTENTIONS if need.on in x.auto and need.where in x.serves)
+    first = next(x for x in IMPLEMENTATIONS if need.on in x.auto and need.where in x.serves)
     lack = lacks(first, need)
     return lack and f"not {first.name}: {lack}"
 
 
-def named(setting: str, name: str, need: Need) -> Attention:
+def named(setting: str, name: str, need: Need) -> Implementation:
     """The implementation that `setting`=`name` forces.
 
     Raises ValueError, in one line with what it lacks and the names that can be used, if it cannot
     do what is needed.
     """
-    found = [one for one in ATTENTIONS if one.name == name and need.where in one.serves]
+    found = [one for one in IMPLEMENTATIONS if one.name == name and need.where in one.serves]
     fits = [one for one in found if not lacks(one, need)]
     if fits:
         return fits[0]
     here = [lacks(one, need) for one in found if need.on in one.platforms]
     lack = here[0] if here else _elsewhere([p for one in found for p in one.platforms], need)
-    others = (one.name for one in ATTENTIONS if not lacks(one, need))
+    others = (one.name for one in IMPLEMENTATIONS if not lacks(one, need))
     use = listed(map(repr, ("auto", *dict.fromkeys(others))))
     raise ValueError(f"{setting}={name!r}: {lack}; use {use}")
 
@@ -179,7 +192,7 @@ def _elsewhere(platforms: Collection[str], need: Need) -> str:
     return f"it runs on {runs}, and the devices here are of platform {need.platform!r}"
 
 
-def shown_dims(one: Attention) -> str:
+def shown_dims(one: Implementation) -> str:
     """The head dims of an implementation, in words."""
     if isinstance(one.head_dims, range):
         return f"divisible by {one.head_dims.step} up to {one.head_dims[-1]}"

@@ -1,4 +1,4 @@
-"""Self-check and trial of attention on a device: agreement with float32, and seconds."""
+"""Self-check and trial of an implementation on a device: agreement with float32, and seconds."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ def fastest(setting: str, found: Sequence[Mapping[str, Tried]]) -> tuple[str, st
     right = [name for name in names if not wrong[name]]
     reasons = [f"not {name}: {why}" for name, why in wrong.items() if why]
     if not right:
-        raise ValueError(f"{setting}: no attention serves these devices; {'; '.join(reasons)}")
+        raise ValueError(f"{setting}: nothing serves these devices; {'; '.join(reasons)}")
     seconds = {name: max(f[name].seconds for f in found) for name in right}
     best = min(right, key=lambda name: seconds[name])
     if len(right) > 1:
