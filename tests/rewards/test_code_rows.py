@@ -49,6 +49,8 @@ def test_faulty_rows_are_named_and_counted(tmp_path, column, value, problem):
 def test_rows_without_programs_of_their_own_are_fine(tmp_path):
     row = {key: value for key, value in GOOD.items() if key != "reference"}
     prepared(tmp_path, [row] * 8)
+    begun = [{"role": "user", "content": "f(n)"}, {"role": "assistant", "content": "```python\nd"}]
+    prepared(tmp_path, [GOOD | {"prompt": begun}] * 8)
     wrong = GOOD | {"code": "def f(n):\n    return 0"}
     prepared(tmp_path, [wrong] * 8)
     with pytest.raises(ValueError, match=r"the program in column 'code' fails .*\(8 of 8 rows"):
