@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
-from distflow_jax.data.drawn.hash_stream import is_held_out
+from distflow_jax.data.drawn.drawn_task import is_held_out
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction

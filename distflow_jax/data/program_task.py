@@ -5,7 +5,8 @@ import hashlib
 import re
 from typing import Any
 
-from distflow_jax.data.drawn.hash_stream import HashStream, is_held_out
+from distflow_jax.data.drawn.drawn_task import is_held_out
+from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example, instruction
 from distflow_jax.data.operations import MOST_DRAWS, STARTS, Composition
 from distflow_jax.parsing.checked_fields import at_least, one_of

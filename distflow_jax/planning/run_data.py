@@ -31,6 +31,7 @@ from distflow_jax.stages.evaluate import FIRST_COUNTER
 
 SAMPLED_ROWS = 32  # whose own programs are run before step 1
 
+
 def open_loader(
     config: Config,
     source: ModelSource,

@@ -114,21 +114,7 @@ class RewardPool:
         self._function = None
         if not num_workers:
             self._function = load_reward(config.function, config.kwargs, config.weights)
-        kwargs, on_error = dict(config.kwargs), config.on_error
-        if config.function in SANDBOXED:
-            seconds = PROGRAM_SHARE * config.timeout_seconds
-            parallel = max(1, _num_cores() // num_workers)
-            kwargs["limits"] = ProgramLimits(sandbox or SandboxConfig(), seconds, parallel)
-            on_error = math.nan
-        job = WorkerSettings(
-            function=config.function,
-            kwargs=kwargs,
-            timeout_seconds=config.timeout_seconds,
-            start_seconds=config.start_seconds,
-            on_error=on_error,
-            conversational=config.conversational,
-            weights=tuple(config.weights),
-        )
+        job = _worker_settings(config, sandbox, num_workers)
         self._looked = False  # at a step's answers, whether there are any
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
         self._jobs = JobQueue()
@@ -139,7 +125,7 @@ class RewardPool:
             threading.Thread(
                 target=_serve,
                 args=(worker, self._jobs, self._kind, self._closing),
-                kwargs={"on_error": on_error, "first": i == 0},
+                kwargs={"on_error": job.on_error, "first": i == 0},
                 daemon=True,
                 name=f"reward-{i}",
             )
@@ -286,6 +272,26 @@ class RewardPool:
             for future, result in zip(futures, results, strict=True):
                 future.set_result(result)
         return futures
+
+
+def _worker_settings(
+    config: RewardConfig, sandbox: SandboxConfig | None, num_workers: int
+) -> WorkerSettings:
+    kwargs, on_error = dict(config.kwargs), config.on_error
+    if config.function in SANDBOXED:
+        seconds = PROGRAM_SHARE * config.timeout_seconds
+        parallel = max(1, _num_cores() // num_workers)
+        kwargs["limits"] = ProgramLimits(sandbox or SandboxConfig(), seconds, parallel)
+        on_error = math.nan
+    return WorkerSettings(
+        function=config.function,
+        kwargs=kwargs,
+        timeout_seconds=config.timeout_seconds,
+        start_seconds=config.start_seconds,
+        on_error=on_error,
+        conversational=config.conversational,
+        weights=tuple(config.weights),
+    )
 
 
 def most_workers() -> int:

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _BLOCK = 64  # words of one hash
-_HELD_OUT_ONE_IN = 10
 
 
 class HashStream:
@@ -43,9 +42,3 @@ class HashStream:
         """`count` different choices in random order."""
         left = list(choices)
         return [left.pop(self.below(len(left))) for _ in range(count)]
-
-
-def is_held_out(problem: str) -> bool:
-    """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
-    digest = hashlib.sha256(problem.encode()).digest()
-    return int.from_bytes(digest[:8], "little") % _HELD_OUT_ONE_IN == 0

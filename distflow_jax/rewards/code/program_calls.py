@@ -96,7 +96,7 @@ def serve(path: str) -> None:
         try:
             value = (_OPERATIONS | {"name": named})[operation](*args, **kwargs)
             answer = {"value": encode(value, number_of)}
-        except BaseException as error:  # a program may raise anything, and calls may follow
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # calls may follow
             answer = {"raised": type(error).__name__}
         _send(answer)
 
