@@ -220,7 +220,7 @@ def try_reward(config: RunConfig, examples: Iterable[Mapping[str, Any]]) -> Tabl
     """
     examples = [dict(example) for example in examples]
     requests = [_request(number, example) for number, example in enumerate(examples)]
-    with RewardPool(config.config.reward) as pool:
+    with RewardPool(config.config.reward, config.config.sandbox) as pool:
         results = pool.score(requests)
     rows = [
         {"score": result.score, **result.logged, "error": result.error or "", **example}

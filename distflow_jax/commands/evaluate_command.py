@@ -47,7 +47,7 @@ def main(options: SimpleNamespace) -> int:
     sizes = derive_sizes(config, source.config, machine)
     hosts = sizes.sampler_hosts
     prompts = load_eval_prompts(config, source, sizes, machine)
-    with RewardPool(config.reward) as rewards, contextlib.ExitStack() as files:
+    with RewardPool(config.reward, config.sandbox) as rewards, contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         rewards.check(trial_request(prompts[0]))
         environments = open_environments(config, source, prompts[0], files)

@@ -63,7 +63,7 @@ class RewardConfig(Section, name="reward"):
     """The reward function, its worker processes, and the handling of its errors."""
 
     # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
-    # format, pattern, reasoning_gym, zero (all rewards come from rollout.environment),
+    # format, pattern, reasoning_gym, code, zero (all rewards come from rollout.environment),
     # my_module:my_function or file.py:function; file.py:format,accuracy adds the scores of several,
     # and so does the name of a list of functions or of a Rubric of verifiers
     function: str = "gsm8k"
@@ -74,13 +74,15 @@ class RewardConfig(Section, name="reward"):
     # whether a function of batches gets prompts and completions as lists of messages, TRL's form
     # for chat prompts; otherwise they are text
     conversational: bool = False
-    timeout_seconds: float = setting(10.0, above(0))  # deadline of one call of the function
+    # deadline of one call of the function; with code, 80 % of it are for the cases of a program
+    timeout_seconds: float = setting(10.0, above(0))
     # deadline for starting a worker and importing the function
     start_seconds: float = setting(60.0, above(0))
     # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
     # quick built-in functions, one per core up to 8 for others
     num_workers: int = setting(-1, at_least(-1))
-    on_error: float = 0.0  # score of a response whose call raises, hangs or crashes
+    # score of a response whose call raises, hangs or crashes; code does not score it then
+    on_error: float = 0.0
     # above this share of a step's responses, errors end the run
     max_error_rate: float = setting(0.1, between(0, 1))
     # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of

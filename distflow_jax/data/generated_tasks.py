@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 
 from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
+from distflow_jax.data.drawn.drawn_task import is_held_out
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example, instruction
+from distflow_jax.data.program_task import Programs
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.checked_fields import at_least
 from distflow_jax.parsing.setting_checks import Section, setting
 
-HELD_OUT_ONE_IN = 10  # one in so many problems belongs to the held-out split
 MAX_DRAWS = 10_000  # a split without a problem in so many draws counts as empty
 
 
@@ -122,12 +123,6 @@ class Arithmetic(Section, name="task:arithmetic "):
         return (0 if fewest == 1 else 10 ** (fewest - 1)), 10**most
 
 
-def is_held_out(problem: str) -> bool:
-    """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
-    digest = hashlib.sha256(problem.encode()).digest()
-    return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
-
-
 def value_of(problem: str) -> int:
     """Value of `a + b * c - d`: products first, then sums, from the left."""
     terms = re.split(r" ([+-]) ", problem)
@@ -150,6 +145,7 @@ TASKS: dict[str, Callable[..., Dataset]] = {
     "digits": Digits,
     "charts": BarCharts,
     "walk": Walk,
+    "programs": Programs,
 }
 
 

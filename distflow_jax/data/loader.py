@@ -148,6 +148,10 @@ class Loader:
         """Row of the data set that this counter issues."""
         return int(self.rows[self._order[counter]])
 
+    def place(self, row: int) -> str:
+        """The place of a row of the data set in messages."""
+        return self._dataset.place(row)
+
     def epoch(self, counter: int) -> float:
         """Passes over the data before this counter."""
         return counter / len(self.rows)

@@ -55,6 +55,7 @@ from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
 from distflow_jax.planning.run_data import (
     calls_rewards,
+    check_references,
     load_eval_prompts,
     open_loader,
     prompt_encoder,
@@ -449,11 +450,13 @@ def prepare(
             environments = open_environments(
                 config, source, loader.prompt(0), on_failure, tried=tried
             )
-            rewards = RewardPool(config.reward)
+            rewards = RewardPool(config.reward, config.sandbox)
             on_failure.callback(rewards.close)
             scored = [loader.prompt(0)] if calls_rewards(run.graph) else eval_prompts
             for prompt in scored[:1]:
                 rewards.check(trial_request(prompt))
+            if calls_rewards(run.graph):
+                check_references(config, loader, rewards)
             processes.check_agreement(
                 {
                     "config": config_table(config),

@@ -24,8 +24,12 @@ from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parsing.paths import cache_folder
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
-from distflow_jax.rewards.registry import NEED_TRUTH
+from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.prompt_requests import reference_request
+from distflow_jax.rewards.registry import NEED_TRUTH, SANDBOXED
 from distflow_jax.stages.evaluate import FIRST_COUNTER
+
+SAMPLED_ROWS = 32  # whose own programs are run before step 1
 
 
 def open_loader(
@@ -97,6 +101,32 @@ def _check_truths(config: Config, dataset: Dataset) -> None:
             f"reward.function={config.reward.function!r} compares with it ({len(missing)} of "
             f"{len(dataset)} rows have none): fill it in, leave the rows out, or name its column "
             "in data.columns"
+        )
+
+
+def check_references(config: Config, loader: Loader, rewards: RewardPool) -> None:
+    """Scores the programs that rows of a sample bring with them, for a reward that runs programs.
+
+    Raises ValueError if a row has no cases or bad ones, or if its program fails them.
+    """
+    if config.reward.function not in SANDBOXED:
+        return
+    column = config.reward.kwargs.get("reference", "reference")
+    prompts = [loader.prompt(counter) for counter in range(min(SAMPLED_ROWS, len(loader.rows)))]
+    results = rewards.score([reference_request(prompt, column) for prompt in prompts])
+    found: dict[str, list[int]] = {}
+    for prompt, result in zip(prompts, results, strict=True):
+        if result.error:
+            problem = result.error.removeprefix("exception: ").split("\n")[0]
+            found.setdefault(problem, []).append(prompt.row)
+        elif prompt.extra_info.get(column) and result.score < 1:
+            problem = f"the program in column {column!r} fails the row's own cases"
+            found.setdefault(problem, []).append(prompt.row)
+    for problem, rows in found.items():
+        others = f", and so are rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
+        raise ValueError(
+            f"{loader.place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows looked at"
+            f"{others if rows[1:] else ''}): mend these rows, or leave them out"
         )
 
 

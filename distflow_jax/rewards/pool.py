@@ -12,9 +12,10 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from distflow_jax.config.data_config import QUICK, RewardConfig
+from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.rewards.function_calls import score_requests
-from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
-from distflow_jax.rewards.registry import MATHEMATICAL, same_answers
+from distflow_jax.rewards.records import ProgramLimits, RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.registry import MATHEMATICAL, SANDBOXED, same_answers
 from distflow_jax.rewards.reward_function import load_reward
 from distflow_jax.rewards.worker_process import (
     CallTimeout,
@@ -26,6 +27,7 @@ from distflow_jax.rewards.worker_process import (
 log = logging.getLogger("distflow_jax")
 
 MAX_WORKERS = 8  # at most, with num_workers=-1
+PROGRAM_SHARE = 0.8  # of a call's deadline, for programs; the rest is for failures of the sandbox
 WORKER_BYTES = 32 << 20  # of memory that a worker takes at least
 WORKER_FILES = 4  # open files of a worker in its parent: a socket, and three while it starts
 _MOST_FILES = 1 << 20  # where there is no limit
@@ -97,7 +99,8 @@ class RewardPool:
     One thread of the pool waits for each worker; these threads use neither JAX nor NumPy.
     """
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None):
+        """`sandbox`: the run's section, for functions that run programs; None: its defaults."""
         self._config = config
         num_workers = config.num_workers
         if num_workers == -1:
@@ -111,15 +114,7 @@ class RewardPool:
         self._function = None
         if not num_workers:
             self._function = load_reward(config.function, config.kwargs, config.weights)
-        job = WorkerSettings(
-            function=config.function,
-            kwargs=dict(config.kwargs),
-            timeout_seconds=config.timeout_seconds,
-            start_seconds=config.start_seconds,
-            on_error=config.on_error,
-            conversational=config.conversational,
-            weights=tuple(config.weights),
-        )
+        job = _worker_settings(config, sandbox, num_workers)
         self._looked = False  # at a step's answers, whether there are any
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
         self._jobs = JobQueue()
@@ -130,7 +125,7 @@ class RewardPool:
             threading.Thread(
                 target=_serve,
                 args=(worker, self._jobs, self._kind, self._closing),
-                kwargs={"on_error": config.on_error, "first": i == 0},
+                kwargs={"on_error": job.on_error, "first": i == 0},
                 daemon=True,
                 name=f"reward-{i}",
             )
@@ -277,6 +272,26 @@ class RewardPool:
             for future, result in zip(futures, results, strict=True):
                 future.set_result(result)
         return futures
+
+
+def _worker_settings(
+    config: RewardConfig, sandbox: SandboxConfig | None, num_workers: int
+) -> WorkerSettings:
+    kwargs, on_error = dict(config.kwargs), config.on_error
+    if config.function in SANDBOXED:
+        seconds = PROGRAM_SHARE * config.timeout_seconds
+        parallel = max(1, _num_cores() // num_workers)
+        kwargs["limits"] = ProgramLimits(sandbox or SandboxConfig(), seconds, parallel)
+        on_error = math.nan
+    return WorkerSettings(
+        function=config.function,
+        kwargs=kwargs,
+        timeout_seconds=config.timeout_seconds,
+        start_seconds=config.start_seconds,
+        on_error=on_error,
+        conversational=config.conversational,
+        weights=tuple(config.weights),
+    )
 
 
 def most_workers() -> int:

@@ -4,6 +4,7 @@ Not in records.py, which the workers import: `Prompt` would import JAX there.
 """
 
 import array
+import dataclasses
 
 import numpy as np
 
@@ -33,3 +34,10 @@ def request_for(
 def trial_request(prompt: Prompt) -> RewardRequest:
     """The request that checks a reward function before step 1."""
     return request_for(prompt, str(prompt.ground_truth), [0])
+
+
+def reference_request(prompt: Prompt, column: str) -> RewardRequest:
+    """The request that scores a row's own program, text of a column; without one, no program."""
+    reference = prompt.extra_info.get(column)
+    request = request_for(prompt, f"```python\n{reference}\n```" if reference else "", [0])
+    return dataclasses.replace(request, prompt="")  # it is whole, whatever the prompt begins

@@ -4,6 +4,8 @@ import array
 import dataclasses
 from typing import Any
 
+from distflow_jax.config.sandbox_config import SandboxConfig
+
 MOST_SCORE = 1e18  # either sign; float32 has no squares of larger ones, and no variance then
 
 
@@ -24,6 +26,15 @@ class RewardRequest:
     def response_length(self) -> int:
         """T, tokens of the response, the end token included."""
         return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramLimits:
+    """Limits of programs that a reward function runs."""
+
+    sandbox: SandboxConfig = SandboxConfig()  # the run's section; its limits are those of a case
+    seconds: float = 8.0  # of all cases of a program, added up; later cases fail
+    parallel: int = 1  # cases of a program that run at once
 
 
 @dataclasses.dataclass(frozen=True)

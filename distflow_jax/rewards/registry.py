@@ -1,13 +1,15 @@
 """The built-in reward functions by name, and how each of them knows an answer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distflow_jax.rewards import math_answer, reasoning_gym
 from distflow_jax.rewards.answers.equality import Equality
 from distflow_jax.rewards.answers.equality import load as load_math_verify
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
+from distflow_jax.rewards.code_reward import code
+from distflow_jax.rewards.code_reward import load as load_sandbox
 from distflow_jax.rewards.geo3k import geo3k
 from distflow_jax.rewards.text_rules import (
     exact,
@@ -29,16 +31,25 @@ REWARDS = {
     "format": tagged_format,
     "pattern": pattern_format,
     "reasoning_gym": reasoning_gym.reasoning_gym,
+    "code": code,
     "zero": zero,
 }
 
 MATHEMATICAL = frozenset({"math", "math_verify", "math_verify_anchored", "geo3k"})
 
 # They compare with a ground truth, which every row must have.
-NEED_TRUTH = frozenset({"gsm8k", "exact", "boxed_only"}) | MATHEMATICAL
+NEED_TRUTH = frozenset({"gsm8k", "exact", "boxed_only", "code"}) | MATHEMATICAL
 
-# Packages that a function imports at its first call; workers import them before any deadline runs.
-LOAD = dict.fromkeys(MATHEMATICAL, load_math_verify) | {"reasoning_gym": reasoning_gym.load}
+# They run programs, of which they get the `limits`. Failed calls are failures of the sandbox, never
+# of a response, which is not scored then.
+SANDBOXED = frozenset({"code"})
+
+# f(kwargs of the function): imports packages and opens the sandbox, before any deadline runs
+LOAD: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(MATHEMATICAL, lambda kwargs: load_math_verify()),
+    "reasoning_gym": lambda kwargs: reasoning_gym.load(),
+    "code": lambda kwargs: load_sandbox(kwargs["limits"].sandbox),
+}
 
 
 def _number(response: str, prompt: str, *, method: str = "flexible", **_: Any) -> str:

@@ -27,7 +27,8 @@ def main(connection: Connection) -> None:
     """
     named, options = connection.recv()
     try:
-        LOAD.get(named[0], lambda: None)()
+        if named[0] in LOAD:
+            LOAD[named[0]](named[1])
         reward = load_reward(*named)
     except (ValueError, FileNotFoundError) as error:
         connection.send(("error", type(error)(str(error))))

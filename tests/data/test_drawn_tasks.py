@@ -144,7 +144,10 @@ def islands(mask):
         ("task:charts?size=0", "task:charts: size must be at least 1, got 0"),
         ("task:charts?bars=3", "unknown option 'bars'"),
         ("task:walk?cells=9", "task:walk cells must be from 2 to 5, a sixth of the least side"),
-        ("task:photos", "unknown task 'photos' .* known: arithmetic, charts, digits, shapes"),
+        (
+            "task:photos",
+            "unknown task 'photos' .* known: arithmetic, charts, digits, programs",
+        ),
     ],
 )
 def test_bad_options_name_the_option(spec, message):

@@ -30,7 +30,7 @@ COLOURS = {
 }
 MOST_SIDE = 2048
 MOST_DRAWS = 10_000  # a split without a scene in so many draws counts as empty
-ONE_IN = 10  # one in so many scenes belongs to the held-out split
+ONE_IN = 10  # one in so many problems belongs to the held-out split
 
 Paint = Callable[[Any], None]  # draws on an ImageDraw
 
@@ -148,7 +148,7 @@ class DrawnTask:
             red, green, blue = (stream.between(self.BRIGHT, 255) for _ in range(3))
             scene = self._scene(stream, height, width)
             content = f"{height} {width} {red} {green} {blue} {scene.objects}"
-            if is_held_out_scene(content) == self.held_out:
+            if is_held_out(content) == self.held_out:
                 return scene, height, width, (red, green, blue)
         raise ValueError(f"{self.name} has no scene of this split; allow more sizes in 'sides'")
 
@@ -163,9 +163,9 @@ class DrawnTask:
         return low, high
 
 
-def is_held_out_scene(content: str) -> bool:
-    """Whether a picture belongs to the held-out split: one in ten, by a hash of its content."""
-    digest = hashlib.sha256(content.encode()).digest()
+def is_held_out(problem: str) -> bool:
+    """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
+    digest = hashlib.sha256(problem.encode()).digest()
     return int.from_bytes(digest[:8], "little") % ONE_IN == 0
 
 

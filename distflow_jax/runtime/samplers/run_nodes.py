@@ -70,7 +70,8 @@ class WorkerNodes:
         if not self.units:
             return NodeRunner({}, beside)
         tasks = [task for unit in self.units for task in unit.tasks]
-        rewards = files.enter_context(RewardPool(self.run.config.reward))
+        config = self.run.config
+        rewards = files.enter_context(RewardPool(config.reward, config.sandbox))
         rewards.one_by_one  # noqa: B018 - its processes have found the function then
         stages, _ = ContextFactory(self.run, {}, rewards=rewards).stages(tasks)
         runners = {unit.name: make_runner(unit, stages) for unit in self.units}
