@@ -16,7 +16,9 @@ from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
-    ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=8),
+    ("v5p", "8k"): Division(
+        fsdp=16, tensor=4, rollout_tensor=8, remat="dots", cache_fraction=0.4, offload="idle"
+    ),
     ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
     ("h200", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=8, offload="idle"),
 }

@@ -16,11 +16,13 @@ from distflow_jax.config.config_dict import to_config_dict
 from distflow_jax.pods.preset import Division, grpo
 
 DIVISIONS = {
-    ("v5e", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4, offload="idle"),
-    ("v5p", "8k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
-    ("v5p", "32k"): Division(fsdp=16, tensor=4, rollout_tensor=4),
-    ("h100", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
-    ("h200", "8k"): Division(fsdp=8, tensor=1, rollout_tensor=1),
+    ("v5e", "8k"): Division(
+        fsdp=32, tensor=2, rollout_tensor=4, remat="attention", cache_fraction=0.4, offload="idle"
+    ),
+    ("v5p", "8k"): Division(fsdp=16, rollout_tensor=4, remat="dots", cache_fraction=0.1),
+    ("v5p", "32k"): Division(fsdp=16, rollout_tensor=4, remat="attention", cache_fraction=0.1),
+    ("h100", "8k"): Division(fsdp=4, tensor=2, rollout_tensor=4, remat="dots", cache_fraction=0.1),
+    ("h200", "8k"): Division(fsdp=4, tensor=2, rollout_tensor=4, remat="none", cache_fraction=0.1),
 }
 
 
