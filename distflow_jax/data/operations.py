@@ -183,6 +183,6 @@ class Composition:
 
 def _same(other: Composition, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     try:
-        return other.results(inputs) == outputs
+        return list(map(str, other.results(inputs))) == list(map(str, outputs))  # as printed
     except (AttributeError, IndexError, TypeError, ValueError):  # operations of other kinds
         return False
