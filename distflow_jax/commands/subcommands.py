@@ -253,9 +253,7 @@ EXPORT = Subcommand(
         string("max_shard_size", "5GB", "Largest file size: 5GB, 500MB, 2GiB."),
         switch("overwrite", False, "Replace an existing folder."),
         switch("adapter", False, "Write only the adapters, in PEFT's format."),
-        switch(
-            "untie", False, "Write tied embeddings as a head of its own, for vLLM."
-        ),
+        switch("untie", False, "Write tied embeddings as a head of its own, for vLLM."),
     ),
     (
         "--workdir=runs/first --out=exports/first",
