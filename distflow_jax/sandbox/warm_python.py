@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import types
+from _sitebuiltins import Quitter
 from collections.abc import Sequence
 
 
@@ -51,6 +52,8 @@ def run(argv: Sequence[str], environment: dict[str, str], path: Sequence[str]) -
     sys.stderr = sys.__stderr__ = open(
         2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
     )
+    for name in ("exit", "quit"):  # programs expect them, and the zygote runs without site
+        setattr(builtins, name, Quitter(name, "Ctrl-D"))
     module = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = argv[1], builtins
     sys.modules["__main__"] = module

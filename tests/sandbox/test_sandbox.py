@@ -101,6 +101,8 @@ raise ValueError("the end")
         ("import sys; sys.exit('why')", 1, b"why\n"),
         ("import os; os._exit(300)", 44, b""),
         ("raise SystemExit(True)", 1, b""),
+        ("exit(3)", 3, b""),
+        ("quit()", 0, b""),
         ("def f(:", 1, None),
     ],
 )
