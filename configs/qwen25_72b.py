@@ -32,7 +32,9 @@ DIVISIONS = {
     ("v5p", "32k"): Division(
         fsdp=64, rollout_tensor=8, context=2, cache_fraction=0.6, offload="idle"
     ),
-    ("v5p", "64k"): Division(fsdp=16, tensor=4, context=4, rollout_tensor=8),
+    ("v5p", "64k"): Division(
+        fsdp=32, tensor=2, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
+    ),
     ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
     ("h100", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
     ("h200", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=8, offload="idle"),
