@@ -35,10 +35,18 @@ DIVISIONS = {
     ("v5p", "64k"): Division(
         fsdp=32, tensor=2, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
     ),
-    ("h100", "8k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
-    ("h100", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
-    ("h200", "8k"): Division(fsdp=4, tensor=8, rollout_tensor=8, offload="idle"),
-    ("h200", "32k"): Division(fsdp=8, tensor=8, rollout_tensor=8, offload="idle"),
+    ("h100", "8k"): Division(
+        fsdp=32, tensor=2, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
+    ),
+    ("h100", "32k"): Division(
+        fsdp=8, tensor=8, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
+    ),
+    ("h200", "8k"): Division(
+        fsdp=8, tensor=4, rollout_tensor=4, remat="dots", cache_fraction=0.4, offload="idle"
+    ),
+    ("h200", "32k"): Division(
+        fsdp=16, tensor=4, rollout_tensor=4, remat="attention", cache_fraction=0.4, offload="idle"
+    ),
 }
 
 
