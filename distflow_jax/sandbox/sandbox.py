@@ -5,10 +5,12 @@ and processes of the machine, `cgroup` bounds the memory of all processes of a p
 docs/sandbox.md says what each stops. At its start the sandbox attacks itself at each level.
 """
 
+import dataclasses
 import logging
 import os
 
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig
+from distflow_jax.parsing.paths import checked_path
 from distflow_jax.sandbox.keeper_messages import read_outcome
 from distflow_jax.sandbox.remote_provider import RemoteProvider
 from distflow_jax.sandbox.sandbox_records import (
@@ -46,10 +48,9 @@ class Sandbox:
 
     def __enter__(self):
         for name in ("scratch", "packages"):
-            if (folder := getattr(self._settings, name)) and not os.path.isdir(folder):
-                raise ValueError(
-                    f"sandbox.{name}={folder} is no folder; make it, or remove the key"
-                )
+            if folder := getattr(self._settings, name):
+                found = str(checked_path("folder", f"sandbox.{name}", folder))
+                self._settings = dataclasses.replace(self._settings, **{name: found})
         if self._settings.level == "remote":
             self._provider = RemoteProvider.of(self._settings.url, self._settings.token_file)
             self.level = "remote"

@@ -50,6 +50,7 @@ FOLLOWED = {
 NOT_RUN = {
     "CONTRIBUTING.md": "they run these tests",
     "docs/benchmarks.md": "measurements of hours, some beside packages that tests do not install",
+    "docs/tools.md": "dozens of steps; tests/environments/test_interpreters.py runs the tools",
     "docs/peers.md": "measurements beside packages that tests do not install",
     "docs/machines.md": "TPUs and data of the hub; tests/planning/test_machine_names.py plans",
     "docs/scaling.md": "plans for pods of minutes to hours; tests/pods plans smaller ones",

@@ -369,8 +369,8 @@ def test_level_that_lets_something_through_is_not_taken(monkeypatch):
         ({"url": "http://a:1"}, "has no effect with sandbox.level='auto'"),
         ({"memory_mib": 1}, "sandbox.memory_mib must be at least 64"),
         ({"seconds": 0.0}, "sandbox.seconds must be positive"),
-        ({"scratch": "/nowhere"}, "sandbox.scratch=/nowhere is no folder"),
-        ({"packages": "/nowhere"}, "sandbox.packages=/nowhere is no folder"),
+        ({"scratch": "/nowhere"}, "sandbox.scratch=/nowhere does not exist"),
+        ({"packages": "/nowhere"}, "sandbox.packages=/nowhere does not exist"),
     ],
 )
 def test_settings_are_checked(settings, words):

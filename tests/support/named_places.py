@@ -145,6 +145,8 @@ HELD = {
 _DATA = REFUSED["file"] - {"blank"} | CONTENT
 _CODE = _DATA | {"file"}
 _SOURCE = REFUSED["file"] - {"blank"} | CONTENT | {"file"}
+_PROGRAMS = ["reward.function=code", "reward.kwargs={}"]
+_PROVIDER = ["sandbox.level=remote", "sandbox.url=http://127.0.0.1:9/"]
 # key -> [(ending, value, further assignments, kinds that are refused)]
 KEYS = {
     "dag": [(".yaml", "{}", [], _CODE), (".py", "{}:f", [], _CODE)],
@@ -164,6 +166,9 @@ KEYS = {
     "reward.function": [(".py", "{}:f", ["reward.num_workers=1"], _CODE)],
     "rollout.environment": [(".py", "{}:f", [], _CODE)],
     "observe.trackers": [(".py", "('{}:f',)", [], _CODE)],
+    "sandbox.scratch": [("", "{}", _PROGRAMS, REFUSED["folder"])],
+    "sandbox.packages": [("", "{}", _PROGRAMS, REFUSED["folder"])],
+    "sandbox.token_file": [("", "{}", [*_PROGRAMS, *_PROVIDER], REFUSED["file"] - {"blank"})],
 }
 # keys that are text, or hold some, and no path; those with choices are none either
 NO_PATHS = {
@@ -177,7 +182,7 @@ NO_PATHS = {
         "model.vision",
         "observe.profile_steps",
     ),
-    *("observe.tracker_project", "reward.kwargs", "rollout.environment_kwargs"),
+    *("observe.tracker_project", "reward.kwargs", "rollout.environment_kwargs", "sandbox.url"),
 }
 
 
