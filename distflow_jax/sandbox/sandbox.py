@@ -47,10 +47,7 @@ class Sandbox:
         self.limits = _limits(settings)
 
     def __enter__(self):
-        for name in ("scratch", "packages"):
-            if folder := getattr(self._settings, name):
-                found = str(checked_path("folder", f"sandbox.{name}", folder))
-                self._settings = dataclasses.replace(self._settings, **{name: found})
+        self._settings = _with_folders(self._settings)
         if self._settings.level == "remote":
             self._provider = RemoteProvider.of(self._settings.url, self._settings.token_file)
             self.level = "remote"
@@ -122,6 +119,12 @@ class Sandbox:
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
         return found
+
+
+def _with_folders(settings: SandboxConfig) -> SandboxConfig:
+    named = {name: getattr(settings, name) for name in ("scratch", "packages")}
+    found = {n: str(checked_path("folder", f"sandbox.{n}", f)) for n, f in named.items() if f}
+    return dataclasses.replace(settings, **found)
 
 
 def _limits(settings: SandboxConfig) -> SandboxLimits:

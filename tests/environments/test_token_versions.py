@@ -164,7 +164,7 @@ def test_log_probs_where_pages_are_short_or_tokens_guessed(changes, cache):
         ({}, "keep"),
         pytest.param({}, "recompute", marks=pytest.mark.slow),
         pytest.param({"slots": 16, "lanes": 4}, "keep", marks=pytest.mark.slow),
-        ({"slots": 16, "lanes": 4}, "recompute"),
+        pytest.param({"slots": 16, "lanes": 4}, "recompute", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ def roomy():
 @pytest.mark.parametrize(
     ("changes", "counted"),
     [
-        (dict(slots=16, lanes=4), "parked"),  # by chance alone
+        pytest.param(dict(slots=16, lanes=4), "parked", marks=SLOW),  # by chance alone
         (dict(slots=16, lanes=4, cache_tokens=16 * 14), "parked"),  # pages of one
         (dict(slots=16, lanes=4, cache_tokens=16 * 24, prefix_tokens=64), "prefix_hits"),
         pytest.param(dict(slots=8, lanes=2, max_read=0), "tokens", marks=SLOW),

@@ -1,7 +1,8 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps.
 
 Nightly: the score of a run is the reward function's plus the environment's, in training and in
-evaluation; turns of two nodes that sample ahead are kept apart.
+evaluation; turns of two nodes that sample ahead are kept apart. A synchronous run whose calls fail
+ends with the cause, too.
 """
 
 import contextlib
@@ -232,7 +233,11 @@ def shaky(folder, rate, *assignments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
+    "ahead",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["stream.max_staleness=1", "algorithm.correction=token_tis"],
+    ],
 )
 def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahead):
     assert run.train_here(shaky(tmp_path, 0.2, *ahead), tmp_path / "run") == run.EXIT_DONE
@@ -246,7 +251,11 @@ def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahe
 
 
 @pytest.mark.parametrize(
-    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
+    "ahead",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["stream.max_staleness=1", "algorithm.correction=token_tis"],
+    ],
 )
 def test_a_run_ends_with_the_cause_if_most_calls_fail(tmp_path, monkeypatch, ahead):
     monkeypatch.setattr(handle, "PAUSE", 0.0)

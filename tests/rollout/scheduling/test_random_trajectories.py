@@ -157,6 +157,7 @@ def assert_same(found, wanted):
     assert whole > 0.8 * found.count
 
 
+@pytest.mark.slow
 def test_40_at_a_time_are_those_that_never_wait(crowded):
     """With pages for some of 8 lanes, and more responses than slots. What is held is parked before
     any other is preempted; loads of weights with recompute preempt all that run."""

@@ -129,6 +129,7 @@ def test_guessed_tokens_change_no_log_prob(name):
     assert 0 < sampler.stats.accepted < sampler.stats.proposed
 
 
+@pytest.mark.slow
 def test_images_decide_which_prefix_is_shared():
     """The same ids with other pictures share nothing; a swap of weights encodes again."""
     model = MODELS["smolvlm"]
