@@ -36,7 +36,7 @@ if any("worker_main" in argument for argument in sys.orig_argv):
 SMALL = [
     *("data.prompts_per_step=4", "rollout.num_samples=4", "training.steps=2", "eval.dataset="),
 ]
-TIMES = ("perf/", "timing_s/", "memory/", "system/")
+TIMES = ("perf/", "timing_s/", "timing_per_token_ms/", "memory/", "system/")
 
 
 def steps(folder, env):
