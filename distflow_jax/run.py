@@ -147,7 +147,7 @@ def open_run(
 
     `build` defaults to runtime/build.py's; benchmarks may substitute other parts.
     """
-    with terminal.activity("trying attention"):
+    with terminal.activity("trying attention and products"):
         settle_implementations(prepared, folder)
     introduce(prepared, terminal)
     with contextlib.ExitStack() as record, contextlib.ExitStack() as files:

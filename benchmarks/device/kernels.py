@@ -109,7 +109,10 @@ def _plain(model: DecoderConfig, dtype: str, length: int, platform: str) -> Trie
 
 
 def _shown(timed: Mapping[str, Tried], lacking: Mapping[str, str]) -> dict[str, Any]:
-    """What was tried, and what could not be; 0 seconds: compared with float32, and not timed."""
+    """The results by name, with the reasons for those that could not be tried.
+
+    0 seconds: compared with float32, and not timed.
+    """
     found = {
         name: {"error": one.failure} if one.failure else {"seconds": one.seconds}
         for name, one in timed.items()

@@ -80,8 +80,9 @@ class BufferThread(SamplingSide):
             heard = [self._buffer.workers[name] for name in self._buffer.at_work()]
         if not heard:
             return "no worker is at work"
-        workers = "1 worker" if len(heard) == 1 else f"{len(heard)} workers"
-        return f"{workers} at work, last heard {time.monotonic() - max(heard):.0f} s ago"
+        return (
+            f"workers at work: {len(heard)}, last heard {time.monotonic() - max(heard):.0f} s ago"
+        )
 
     def stop_waiting(self) -> None:
         """As SamplingSide.stop_waiting."""

@@ -164,7 +164,7 @@ def test_a_trainer_that_is_told_to_end_waits_for_a_missing_worker_a_few_seconds(
     buffer, thread, after = waiting
     buffer.heartbeat("w", after.clock.now)
     after(3.0)
-    assert thread.status() == "1 worker at work, last heard 3 s ago"
+    assert thread.status() == "workers at work: 1, last heard 3 s ago"
     thread.stop_waiting()
     after(4.0)
     assert thread.missing_workers == []  # it still counts

@@ -8,6 +8,7 @@ scratch folder of its own: no call knows of another one.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -58,14 +59,15 @@ class Judge:
                 if seconds <= 0:
                     break
                 limits = dataclasses.replace(self.sandbox.limits, seconds=seconds)
-                found = list(threads.map(lambda case: self._tried(main, case, limits), batch))  # noqa: B023
+                tried = functools.partial(self._tried, main, limits)
+                found = list(threads.map(tried, batch))
                 count += sum(passed for passed, _ in found)
                 taken += sum(seconds for _, seconds in found)
                 if all_needed and not all(passed for passed, _ in found):
                     break
         return count
 
-    def _tried(self, main: bytes, case: Case, limits: SandboxLimits) -> tuple[bool, float]:
+    def _tried(self, main: bytes, limits: SandboxLimits, case: Case) -> tuple[bool, float]:
         """The verdict on a case and its seconds, in as many tries as the sandbox needs."""
         for attempt in itertools.count(1):
             start = time.monotonic()
