@@ -11,12 +11,15 @@ from support.waiting import HANG
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
-import hashlib, signal, sys, threading
+import hashlib, os, signal, sys, threading
 from distflow_jax.watchdog import supervision
 from distflow_jax.watchdog.supervision import stop_on_signals
 
 def hang():
     threading.Event().wait()
+
+def ready():
+    os.write(1, b"ready\\n")  # whole, also where Python's streams have no buffer
 
 with stop_on_signals({signals}) as stop:
     stop.before_leaving += [lambda: print("last", flush=True), lambda: print("first", flush=True)]
@@ -26,8 +29,8 @@ print("in order", flush=True)
 # what is done before the end may take as long as a busy machine needs
 PATIENT = f"supervision.LEAVE_SECONDS = {HANG}; "
 # C code without a return to the interpreter, as a compilation is; for longer than a test may hang
-BUSY = "print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
-WAIT = "print('ready', flush=True); stop.wait()"
+BUSY = "ready(); hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+WAIT = "ready(); stop.wait()"
 
 
 BOTH = "signal.SIGTERM, signal.SIGINT"
