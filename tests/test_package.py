@@ -1,6 +1,7 @@
 """The package as it is installed: dependencies, versions, the wheel away from the repository.
 
-Nightly: the wheel alone trains in an empty environment, without JetStream and TensorFlow.
+Nightly: the wheel trains from another folder, and alone in an empty environment, without JetStream
+and TensorFlow.
 """
 
 import ast
@@ -202,6 +203,7 @@ def installed(built, tmp_path_factory):
     return python
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_from_another_folder(installed, tmp_path):
     """With a graph and a config that it brings."""
     output = train(installed, tmp_path / "empty")

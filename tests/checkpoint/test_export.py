@@ -1,7 +1,7 @@
 """A run's models and a model source go out as Hugging Face folders and come back bit for bit.
 
-Nightly: the default model and a trained checkpoint leave as Hugging Face folders and come back bit
-for bit.
+Nightly: the default model and a trained checkpoint leave as Hugging Face folders, come back bit for
+bit, and train on.
 """
 
 import json
@@ -129,6 +129,7 @@ def test_an_untied_export_has_the_head_and_the_log_probs_of_the_tied_model(tmp_p
         untied(source_export(str(tmp_path / "out")))
 
 
+@pytest.mark.slow
 def test_what_training_leaves_can_be_exported_and_trained_on(tmp_path):
     small = [f"model.source={SPEC}", "training.steps=2", "checkpoint.every=1", "dag=ppo"]
     small += ["rollout.max_response_length=8", "eval.dataset=", "data.max_prompt_length=96"]

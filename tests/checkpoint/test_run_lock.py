@@ -1,4 +1,7 @@
-"""A folder has one run at a time, whatever its file system and however the one before ended."""
+"""A folder has one run at a time, whatever its file system and however the one before ended.
+
+Nightly: eight processes that start together are one run.
+"""
 
 import errno
 import json
@@ -141,7 +144,7 @@ def together(folder, count):
     return locks, errors
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_without_flock_one_of_several_that_start_together(tmp_path, without_flock, count):
     locks, errors = together(tmp_path, count)
     assert len(locks) == 1 and len(errors) == count - 1

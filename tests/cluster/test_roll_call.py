@@ -110,6 +110,7 @@ def test_whoever_has_met_the_others_may_end(job):
     assert first.reasons == a.reasons == b.reasons == []
 
 
+@pytest.mark.slow
 def test_who_gives_no_sign_is_named_and_then_ends_the_job(job, monkeypatch, caplog):
     monkeypatch.setattr(startup, "SILENT_SECONDS", 6.0)  # and none of the others is near it
     monkeypatch.setattr(startup, "LOST_SECONDS", 8.0)

@@ -1,4 +1,7 @@
-"""Processes of a local launch: the first failure ends all, gives the exit code, leaves nothing."""
+"""Processes of a local launch: the first failure ends all, gives the exit code, leaves nothing.
+
+Nightly: a child that is stopped is named at once.
+"""
 
 import os
 import queue
@@ -97,6 +100,7 @@ def test_a_kill_is_named_though_the_others_abort():
     assert re.findall(r"process (\d)", said[0]) == ["2"] and len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_child_is_named_at_once_and_ends_the_job(tmp_path):
     code = ME + "print(os.getpid(), flush=True)\ntime.sleep(3600)\n"
     process = start(tmp_path, code, "--processes=3", "--stopped_seconds=1")

@@ -193,6 +193,7 @@ def test_a_finished_run_says_so(place, first_run):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_redraws_one_line_of_progress(place, first_run):
     """In 80 columns: what the log file of `first_run` has, without the time, and nothing else."""
     flags = [*FLAGS, "--config.training.steps=3", "--config.training.optimizer.lr=2e-6"]
@@ -287,6 +288,7 @@ def test_generate_answers(place, first_run, command):
         assert output and "---" not in output
 
 
+@pytest.mark.slow
 def test_generate_samples_repeat_themselves_and_differ(place, first_run):
     flags = ["--config=configs/tiny.py", *FLAGS, "--prompt=x", "--samples=4", "--temperature=1.5"]
     first, again = (start(place, "scripts/generate.py", *flags) for _ in range(2))

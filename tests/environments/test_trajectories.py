@@ -1,7 +1,7 @@
 """More trajectories than lanes: what waits for the outside is not decoded, and loses nothing.
 
 Nightly: trajectories that wait lose no token: one lane, small reads, guesses, pages that go at
-random, an int8 cache.
+random, shared prefixes, an int8 cache.
 """
 
 import numpy as np
@@ -30,7 +30,11 @@ def roomy():
     [
         pytest.param(dict(slots=16, lanes=4), "parked", marks=SLOW),  # by chance alone
         (dict(slots=16, lanes=4, cache_tokens=16 * 14), "parked"),  # pages of one
-        (dict(slots=16, lanes=4, cache_tokens=16 * 24, prefix_tokens=64), "prefix_hits"),
+        pytest.param(
+            dict(slots=16, lanes=4, cache_tokens=16 * 24, prefix_tokens=64),
+            "prefix_hits",
+            marks=SLOW,
+        ),
         pytest.param(dict(slots=8, lanes=2, max_read=0), "tokens", marks=SLOW),
         pytest.param(dict(slots=16, lanes=1), "parked", marks=SLOW),
         pytest.param(dict(slots=16), "parked", marks=SLOW),

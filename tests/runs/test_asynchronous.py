@@ -1,7 +1,7 @@
 """Runs whose samplers run ahead: every prompt trains once, in its step, and no token is too old.
 
 Nightly: samplers that run ahead, on two processes, in every graph and placement: no token too old,
-no prompt twice.
+no prompt twice; an error of a host node ends the run.
 """
 
 import collections
@@ -248,6 +248,7 @@ def test_newest_weights_at_once(tmp_path, monkeypatch):
     assert not unexplained_metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     """It reaches the step that needs the group, with its own message."""
 

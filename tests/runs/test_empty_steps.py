@@ -1,7 +1,7 @@
 """Steps that change nothing: without a group worth training on, or wholly rejected.
 
 Nightly: steps without any group worth training on change no weights, and the run continues; wholly
-rejected ones end it.
+rejected ones end it; data that end early end the run after a whole step.
 """
 
 import json
@@ -49,6 +49,7 @@ def test_a_run_whose_reward_is_constant(tmp_path, caplog):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_data_that_end_before_the_last_step_end_the_run_after_a_whole_one(tmp_path, caplog):
     """Each step takes two rounds of two prompts; the third finds one more, and the fourth none."""
     (tmp_path / "graph.yaml").write_text(GRAPH)

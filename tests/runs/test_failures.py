@@ -3,7 +3,7 @@
 Every job trains a model of 40,000 parameters, so that its time is that of starting JAX processes.
 
 Nightly: a run killed again and again, ended in every way, or continued in another layout ends as
-the undisturbed one.
+the undisturbed one; a process that is stopped is named.
 """
 
 import contextlib
@@ -487,6 +487,7 @@ def test_asked_to_end_at_any_moment(undisturbed, tmp_path, seed):
     check_finishes(tmp_path, tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_stopped_process_is_named(tmp_path):
     # no other process is silent for so long, the run does not end before, and the launcher waits

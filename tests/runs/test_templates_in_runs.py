@@ -1,4 +1,7 @@
-"""Runs whose model has a chat template with a date, with marks, with variables, or with tools."""
+"""Runs whose model has a chat template with a date, with marks, with variables, or with tools.
+
+Nightly: marks around the answer change nothing of what is learned.
+"""
 
 import dataclasses
 import json
@@ -41,6 +44,7 @@ def config_of(tmp_path):
 SFT = ("dag=sft", "data.prompts_per_step=8", "training.steps=2", "training.row_tokens=256")
 
 
+@pytest.mark.slow
 def test_marks_around_the_answer_learn_what_the_answer_learns(config_of, tmp_path):
     """A conversation of one turn has the same tokens and loss either way, to the bit."""
     metrics = []

@@ -1,4 +1,7 @@
-"""Images in messages: data URIs alone, and answers to them over real gRPC."""
+"""Images in messages: data URIs alone, and answers to them over real gRPC.
+
+Nightly: an answer over gRPC is that of the sampler.
+"""
 
 import base64
 import dataclasses
@@ -144,6 +147,7 @@ def test_a_model_without_a_tower_says_so():
     blind.close()
 
 
+@pytest.mark.slow
 def test_an_answer_to_a_picture_is_that_of_the_sampler(seeing):
     """Over gRPC, with a request above 4 MiB; a second picture compiles nothing."""
     source = open_model(SOURCE)

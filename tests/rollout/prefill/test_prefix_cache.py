@@ -1,4 +1,7 @@
-"""Shared prefixes of prompts are read once, and nothing that is sampled shows it."""
+"""Shared prefixes of prompts are read once, and nothing that is sampled shows it.
+
+Nightly: where little is in common, prompts are read again.
+"""
 
 import dataclasses
 
@@ -151,6 +154,7 @@ def test_the_beginning_that_saves_most_is_read():
     assert 0 in chosen and len(chosen) > 10
 
 
+@pytest.mark.slow
 def test_little_in_common_is_read_again(scheduler, sampler, plain):
     requests = make_requests(SYSTEM[:15], (20, 20, 20))  # less than a page
     submit_all(scheduler, requests)

@@ -1,7 +1,7 @@
 """Thousands of responses in turns, with tools of every kind: nothing is lost or left behind.
 
 Nightly: 10,000 trajectories that answer, wait, fail or are given up leave no page, no slot and no
-memory.
+memory; a second run schedules them alike.
 """
 
 import gc
@@ -170,6 +170,7 @@ def test_40_at_a_time_are_those_that_never_wait(crowded):
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_second_run_schedules_alike(crowded):
     """Parking and prefill depend on submitted requests and sampled tokens, not on time."""
     runs = []
