@@ -1,4 +1,4 @@
-"""GRPO on SmolLM2-135M-Instruct: small programs that are run, in about 20 minutes on 2 cores.
+"""GRPO on SmolLM2-135M-Instruct: small programs that are run, in about 10 minutes on 2 cores.
 
     python scripts/train.py --config=configs/programs_smollm2.py --workdir=runs/programs_smollm2
 
