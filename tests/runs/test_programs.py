@@ -1,7 +1,8 @@
 """Runs whose reward runs programs in a sandbox that fails now and then.
 
 Nightly: with a fifth of the sandbox's calls failing at random, steps are those of a run without
-failures, and no response is left out.
+failures, and no response is left out; with workers, programs run in the sandbox of the host that
+rewards, and nowhere else.
 """
 
 import json
@@ -11,6 +12,9 @@ import pytest
 from support import haste
 from support.paths import ROOT
 from support.programs import finished
+from support.worker_runs import STEPS, check_trained, trainers, worker
+
+from distflow_jax.report.run_writer import read_metrics
 
 FAILING = """
 import os, random, sys
@@ -61,3 +65,32 @@ def test_failures_of_the_sandbox_change_no_step(tmp_path):
     failing = steps(tmp_path / "failing", env | {"PYTHONPATH": path, "FAILURES": str(count)})
     assert len(count.read_text()) > 10
     assert failing == whole and any(one.get("critic/score/mean", 0) > 0 for one in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_programs_run_on_the_host_that_rewards(tmp_path, started):
+    flags = (
+        "data.train=task:programs?hints=1&shown=0&kinds=numbers",
+        "data.max_prompt_length=512",
+        "training.row_tokens=600",
+        "rollout.environment=python",
+        "rollout.max_turns=2",
+        "rollout.turn_length=8",
+        "reward.function=code",
+        "reward.kwargs={}",
+        "stream.worker_nodes=('reward','environment')",
+    )
+    folder = tmp_path / "run"
+    job = trainers(started, folder, flags)
+    sampler = worker(started, folder, flags)
+    host = worker(started, folder, flags, own=("--nodes=reward,environment",))
+    assert job.end() == 0, job.output() + sampler.output() + host.output()
+    assert sampler.end() == 0 and host.end() == 0, sampler.output() + host.output()
+    assert "sandbox: level" in host.output()
+    assert "sandbox: level" not in job.output() + sampler.output()
+    check_trained(folder, exact=False)
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["environment/tool_calls"] >= 0 and not row.get("reward/not_scored")
