@@ -1,8 +1,8 @@
 """The program of the tools `python` and `bash`, which runs in the sandbox: `main.py python|bash`.
 
-It reads frames at descriptor 3, pieces of code, and answers each at descriptor 4 with "+" or "-"
-(the code has succeeded or not) and what was printed. That goes to a file of the scratch folder that
-has no name, by the code's processes too, and is read from there once the code has ended.
+It receives frames, pieces of code, and answers each with "+" or "-" (the code has succeeded or not)
+and what was printed. That goes to a file of the scratch folder that has no name, by the code's
+processes too, and is read from there once the code has ended.
 """
 
 import ast
@@ -12,10 +12,13 @@ import linecache
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+
+from distflow_jax.sandbox.byte_frames import Frames
 
 MOST = 1 << 15  # bytes of output that are read, from its beginning and from its end
 
@@ -69,55 +72,41 @@ class BashSession:
     def run(self, command: str) -> bool:
         """Runs a command; whether its exit code is 0, which is printed otherwise."""
         if self._shell is None:
-            self._codes, given = os.pipe()
+            codes, self._given = os.pipe()
+            self._codes = open(codes, "rb")
             self._shell = subprocess.Popen(
-                ["bash", "--noprofile", "--norc"], stdin=subprocess.PIPE, pass_fds=(given,)
+                ["bash", "--noprofile", "--norc"], stdin=subprocess.PIPE, pass_fds=(self._given,)
             )
-            self._given = given
-            os.close(given)
+            os.close(self._given)
         quoted, told = shlex.quote(command), self._given
         line = f"eval {quoted} </dev/null {told}>&-\nprintf '%d\\n' $? >&{told}\n"
-        try:
+        code = b""
+        with contextlib.suppress(BrokenPipeError):
             self._shell.stdin.write(line.encode())  # type: ignore[union-attr]
             self._shell.stdin.flush()  # type: ignore[union-attr]
-            code = b""
-            while not code.endswith(b"\n") and (part := os.read(self._codes, 16)):
-                code += part
-        except BrokenPipeError:
-            code = b""
+            code = self._codes.readline()
         if code:
             os.write(1, b"" if code == b"0\n" else b"(exit code %d)\n" % int(code))
             return code == b"0\n"
-        os.close(self._codes)
+        self._codes.close()
         os.write(1, b"(the shell ended with exit code %d)\n" % self._shell.wait())
         self._shell = None
         return False
 
 
 def main(run: Callable[[str], bool]) -> None:
-    """Answers frames until the end of the input."""
-    here = os.getpid()
+    """Answers frames until there are no more."""
+    here, frames = os.getpid(), Frames(3, 4)
     with tempfile.TemporaryFile(dir=".") as printed, open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-        while size := _read(4):
-            source = _read(int.from_bytes(size, "little")).decode()
+        while True:
+            source = frames.receive().decode()
             for stream in (1, 2):
                 os.dup2(printed.fileno(), stream)
             succeeded = run(source)
             if os.getpid() != here:  # the code has forked, and this is the child
                 os._exit(0)
-            reply = (b"+" if succeeded else b"-") + _taken(printed.fileno())
-            reply = len(reply).to_bytes(4, "little") + reply
-            while reply:
-                reply = reply[os.write(4, reply) :]
-
-
-def _read(count: int) -> bytes:
-    """So many bytes of the input; b"" at its end."""
-    found = b""
-    while len(found) < count and (part := os.read(3, count - len(found))):
-        found += part
-    return found
+            frames.send((b"+" if succeeded else b"-") + _taken(printed.fileno()))
 
 
 def _taken(file: int) -> bytes:
@@ -133,4 +122,5 @@ def _taken(file: int) -> bytes:
 
 if __name__ == "__main__":
     os.unlink(sys.argv[0])  # the scratch folder is empty
+    shutil.rmtree("distflow_jax")
     main({"python": PythonSession, "bash": BashSession}[sys.argv[1]]().run)

@@ -1,23 +1,21 @@
 """The tools `python` and `bash`: interpreters in the sandbox that live as long as a response."""
 
-import contextlib
+import asyncio
 import dataclasses
-import functools
 import pathlib
-import threading
 
 from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.environments.event_loop import in_thread, seconds_left
 from distflow_jax.environments.tool_functions import Unsuccessful
-from distflow_jax.sandbox.sandbox import Sandbox
-from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
-from distflow_jax.sandbox.sandbox_session import SandboxSession, SessionEnded
+from distflow_jax.sandbox.byte_frames import FramesEnded
+from distflow_jax.sandbox.sandbox import shared_sandbox
+from distflow_jax.sandbox.sandbox_records import SandboxProgram
+from distflow_jax.sandbox.sandbox_session import FRAMES_FILE, SandboxSession
 
 _LONGEST = 60.0  # seconds of a call, where an environment's has no deadline
 _LIFE = 24 * 3600.0  # seconds of an interpreter, whose calls have deadlines of their own
 _MOST_BYTES = 1 << 17  # of an answer, which interpreter_loop.py bounds
-_LOOP = pathlib.Path(__file__).with_name("interpreter_loop.py")
-_OPENING = threading.Lock()
+_LOOP = pathlib.Path(__file__).with_name("interpreter_loop.py").read_bytes()
 
 
 class Interpreter:
@@ -26,20 +24,31 @@ class Interpreter:
     Raises ValueError if the machine has no sandbox as `sandbox` asks for.
     """
 
-    def __init__(self, language: str, sandbox: SandboxConfig):
-        with _OPENING:
-            self._sandbox = _opened(sandbox)
-        self._language = language
+    language = ""
+
+    def __init__(self, sandbox: SandboxConfig):
+        if sandbox.level == "remote":
+            raise ValueError(
+                "the tools python and bash keep programs alive, which sandbox.level=remote cannot: "
+                "use another level"
+            )
+        self._sandbox = shared_sandbox(sandbox)
         self._session: SandboxSession | None = None
+        self._cancelled = False
 
     async def run(self, code: str) -> str:
         """Runs code, and returns what it prints. It gets half of the time that the environment's
         call has left, so that all calls of a turn end within that.
 
         Raises Unsuccessful with the answer for code that failed, took too long or ended the
-        interpreter; SandboxError.
+        interpreter; SandboxError. One that is cancelled ends the program at once.
         """
-        return await in_thread(self._run, code, min(_LONGEST, seconds_left() / 2))
+        try:
+            return await in_thread(self._run, code, min(_LONGEST, seconds_left() / 2))
+        except asyncio.CancelledError:
+            self._cancelled = True
+            self._end_cancelled()
+            raise
 
     def close(self) -> None:
         """Ends the program. Raises SandboxError."""
@@ -47,13 +56,22 @@ class Interpreter:
         if session is not None:
             session.close()
 
+    def _end_cancelled(self) -> None:
+        session = self._session
+        if self._cancelled and session is not None:
+            session.end()
+
     def _run(self, code: str, seconds: float) -> str:
         if self._session is None:
-            self._session = self._sandbox.open(_program(self._language, self._sandbox.limits))
+            # limits of processor time are those of a call, and it has many
+            limits = dataclasses.replace(self._sandbox.limits, seconds=_LIFE, cpu_seconds=_LIFE)
+            files = {"main.py": _LOOP} | FRAMES_FILE
+            argv = ("python3", "main.py", self.language)
+            self._session = self._sandbox.open(SandboxProgram(argv, files, limits=limits))
+            self._end_cancelled()
         try:
-            self._session.send(code.encode("utf-8", "replace"), seconds)
-            answer = self._session.receive(_MOST_BYTES, seconds)
-        except (TimeoutError, SessionEnded) as error:
+            answer = self._session.ask(code.encode("utf-8", "replace"), _MOST_BYTES, seconds)
+        except (TimeoutError, FramesEnded) as error:
             self.close()
             # no seconds and no cause: another interpreter that is given the code must answer alike
             what = "gave no result in time" if isinstance(error, TimeoutError) else "has ended"
@@ -65,12 +83,10 @@ class Interpreter:
         return text
 
 
-class Python:
+class Python(Interpreter):
     """An interpreter of Python."""
 
-    def __init__(self, sandbox: SandboxConfig):
-        self._interpreter = Interpreter("python", sandbox)
-        self.close = self._interpreter.close
+    language = "python"
 
     async def __call__(self, code: str) -> str:
         """Runs Python code, and returns what it prints and the value of its last expression. Its
@@ -79,15 +95,13 @@ class Python:
         Args:
           code: the code.
         """
-        return await self._interpreter.run(code)
+        return await self.run(code)
 
 
-class Bash:
+class Bash(Interpreter):
     """A shell."""
 
-    def __init__(self, sandbox: SandboxConfig):
-        self._interpreter = Interpreter("bash", sandbox)
-        self.close = self._interpreter.close
+    language = "bash"
 
     async def __call__(self, command: str) -> str:
         """Runs a command in a shell of bash, and returns what it prints. Its folder, files and
@@ -96,23 +110,4 @@ class Bash:
         Args:
           command: the command.
         """
-        return await self._interpreter.run(command)
-
-
-@functools.lru_cache(maxsize=1)
-def _opened(settings: SandboxConfig) -> Sandbox:
-    """This process's sandbox, which ends with it."""
-    if settings.level == "remote":
-        raise ValueError(
-            "the tools python and bash keep programs alive, which sandbox.level=remote cannot: use "
-            "another level"
-        )
-    return contextlib.ExitStack().enter_context(Sandbox(settings))
-
-
-def _program(language: str, limits: SandboxLimits) -> SandboxProgram:
-    """The loop of a language; `limits` of processor time are those of a call, and it has many."""
-    limits = dataclasses.replace(limits, seconds=_LIFE, cpu_seconds=_LIFE)
-    return SandboxProgram(
-        ("python3", "main.py", language), {"main.py": _LOOP.read_bytes()}, limits=limits
-    )
+        return await self.run(command)

@@ -1,10 +1,11 @@
 """The reward `code`: the hidden cases of a row that the program in a response passes."""
 
-import functools
 import importlib
 from typing import Any
 
 from distflow_jax.config.sandbox_config import SandboxConfig
+from distflow_jax.rewards.code.hidden_cases import hidden_cases
+from distflow_jax.rewards.code.program_text import program_of
 from distflow_jax.rewards.records import ProgramLimits
 
 DEFAULTS = ProgramLimits()
@@ -34,23 +35,17 @@ def code(
       ValueError: the row has no cases, or not one output for each input.
       SandboxError: the sandbox failed again and again, which says nothing about the program.
     """
-    cases = _module("hidden_cases").hidden_cases(ground_truth)
-    program = _module("program_text").program_of(solution_str, prompt)
-    judge = _module("case_verdicts").Judge(load(limits.sandbox), limits.seconds, limits.parallel)
+    cases, program = hidden_cases(ground_truth), program_of(solution_str, prompt)
+    verdicts = importlib.import_module("distflow_jax.rewards.code.case_verdicts")
+    judge = verdicts.Judge(load(limits.sandbox), limits.seconds, limits.parallel)
     passed = judge.count_passed(program, cases, all_needed=not partial) if program else 0
     score = passed / len(cases) if partial else float(passed == len(cases))
     return {"score": score, "answer": program}
 
 
-@functools.cache
 def load(sandbox: SandboxConfig) -> Any:
     """Opens this process's sandbox. Runs without this reward import nothing of it.
 
     Raises ValueError if the machine allows none from `sandbox.minimum` on.
     """
-    opened = importlib.import_module("distflow_jax.sandbox.sandbox").Sandbox(sandbox)
-    return opened.__enter__()
-
-
-def _module(name: str) -> Any:
-    return importlib.import_module(f"distflow_jax.rewards.code.{name}")
+    return importlib.import_module("distflow_jax.sandbox.sandbox").shared_sandbox(sandbox)

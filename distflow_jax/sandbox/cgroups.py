@@ -15,6 +15,7 @@ from distflow_jax.sandbox.sandbox_records import SandboxLimits
 _ROOT = pathlib.Path("/sys/fs/cgroup")
 _NEEDED = {"memory", "pids"}
 _OWN_PROCESSES = 2  # of the sandbox in a program's group
+_LIMITS_OF_VERSION_1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 
 
 def find(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
@@ -42,8 +43,14 @@ def clear(parents: tuple[str, ...], zygote: int) -> None:
         for folder in pathlib.Path(parent).glob("distflow-*-*"):
             process = folder.name.split("-")[1]
             if process == str(zygote) or not os.path.exists(f"/proc/{process}"):
-                with contextlib.suppress(OSError):  # something runs in it
-                    folder.rmdir()
+                _remove(folder)
+
+
+def _remove(folder: pathlib.Path) -> bool:
+    """Removes a group, unless something runs in it; whether none is left."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +65,16 @@ class Cgroup:
         name = f"distflow-{os.getppid()}-{slot}"  # the parent is the zygote
         group = cls(tuple(pathlib.Path(parent) / name for parent in parents))
         for folder in group.folders:
-            with contextlib.suppress(OSError):  # of a keeper that was killed, with its counts
-                folder.rmdir()
+            _remove(folder)  # of a keeper that was killed, with its counts
             folder.mkdir()
         memory, pids = group.folders[0], group.folders[-1]
         if len(parents) > 1:
-            sizes = ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
+            sizes = dict.fromkeys(_LIMITS_OF_VERSION_1, limits.memory)
         else:
-            sizes = ["memory.max", "memory.swap.max"]
-        for size, most in zip(
-            sizes, (limits.memory, (len(parents) - 1) * limits.memory), strict=True
-        ):
-            if (memory / size).exists():  # the second only with swap
-                (memory / size).write_text(str(most))
+            sizes = {"memory.max": limits.memory, "memory.swap.max": 0}
+        for name, size in sizes.items():
+            if (memory / name).exists():  # the second only with swap
+                (memory / name).write_text(str(size))
         (pids / "pids.max").write_text(str(limits.processes + _OWN_PROCESSES))
         return group
 
@@ -93,12 +97,7 @@ class Cgroup:
 
     def remove(self) -> None:
         """Removes the group, all of whose processes have ended."""
-        for folder in self.folders:
-            for _ in range(100):
-                try:
-                    folder.rmdir()
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError:  # the kernel is not done with the last process
-                    time.sleep(0.002)
+        for _ in range(100):
+            if all([_remove(folder) for folder in self.folders]):
+                break
+            time.sleep(0.002)  # the kernel is not done with the last process

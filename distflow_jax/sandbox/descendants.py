@@ -21,9 +21,14 @@ def children(process: int) -> list[int]:
     found = []
     with contextlib.suppress(*_GONE):
         for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
+            found += map(int, _fields(process, f"task/{thread}/children"))
     return found
+
+
+def _fields(process: int, name: str) -> list[bytes]:
+    """Fields of a file of /proc, those of `stat` behind the process's name."""
+    with open(f"/proc/{process}/{name}", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def descendants() -> list[int]:
@@ -41,13 +46,11 @@ def usage(process: int) -> tuple[int, float]:
     The latter include those of its children that have ended.
     """
     try:
-        with open(f"/proc/{process}/statm", "rb") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-        with open(f"/proc/{process}/stat", "rb") as file:
-            times = file.read().rpartition(b")")[2].split()[11:15]
+        _, resident, shared, *_ = map(int, _fields(process, "statm"))
+        ticks = sum(map(int, _fields(process, "stat")[11:15]))
     except _GONE:
         return 0, 0.0
-    return (resident - shared) * _PAGE, sum(map(int, times)) / _TICK
+    return (resident - shared) * _PAGE, ticks / _TICK
 
 
 def deleted_bytes(processes: Iterable[int], device: int) -> int:
@@ -85,11 +88,9 @@ def end_all() -> None:
 
 
 def _is_living(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except _GONE:
-        return False
+    with contextlib.suppress(*_GONE):
+        return _fields(process, "stat")[0] not in (b"Z", b"X")
+    return False
 
 
 def count_tasks(user: int) -> int:

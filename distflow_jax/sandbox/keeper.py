@@ -4,6 +4,7 @@ It is forked from the zygote and ends with its answer. The program is a child of
 it is a child of their init, which ends with it, and all other processes with init.
 """
 
+import contextlib
 import marshal
 import os
 import resource
@@ -15,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distflow_jax.sandbox import descendants, namespaces
+from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.cgroups import Cgroup
 from distflow_jax.sandbox.confinement import Confinement
-from distflow_jax.sandbox.keeper_messages import read_message, write_message
 from distflow_jax.sandbox.program_start import Start, enter
-from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxProgram
+from distflow_jax.sandbox.sandbox_records import SandboxLimits, SandboxOutcome, SandboxProgram
 from distflow_jax.sandbox.scratch_folder import count_bytes, remove_folder
-from distflow_jax.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, call
+from distflow_jax.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, call, prctl
 
 CHECK_SECONDS = 0.05  # between two looks at memory, CPU and disk
 _CHECK_SHARE = 20  # a look that takes long comes at most in one of so many seconds
@@ -29,59 +30,53 @@ _CHUNK = 1 << 16
 
 
 def keep(
-    plan: Confinement,
-    control: socket.socket,
-    ends: Sequence[int],
-    slot: int,
-    others: int,
-    path: Sequence[str],
+    plan: Confinement, slot: int, control: socket.socket, ends: Sequence[int]
 ) -> Callable[[], None]:
     """Returns in the program's process alone, with what it has to run then; else never.
 
+    slot: a number that no other running program has.
     control: brings the program, and takes its outcome.
     ends: of pipes that the program has as descriptors 3 and 4.
-    slot: a number that no other running program has.
-    others, path: as of Start.
     """
+    caller = Frames(control.fileno(), control.fileno())
     try:
-        told = read_message(control)
-    except EOFError:  # the one that asked has gone
+        told = marshal.loads(caller.receive())
+    except FramesEnded:
         os._exit(0)
     program = SandboxProgram(**told | {"limits": SandboxLimits(**told["limits"])})
-    scratch, uid = f"{plan.scratch}/{slot}", plan.first_uid and plan.first_uid + slot
+    folder, uid = f"{plan.scratch}/{slot}", plan.first_uid and plan.first_uid + slot
     try:
-        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        if plan.has_namespaces:
-            namespaces.new_processes()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        if plan.root:
+            call("unshare", namespaces.CLONE_NEWPID)  # of children, of which the first is init
         else:
-            os.mkdir(scratch, 0o700)
+            os.mkdir(folder, 0o700)
             if uid:
-                os.chown(scratch, uid, uid)
+                os.chown(folder, uid, uid)
         group = Cgroup.make(plan.groups, slot, program.limits) if plan.groups else None
-        start = Start(plan, program, scratch, uid, others, group, path)
-        pipes = [os.pipe() for _ in range(4)]  # input, output, errors, report
-        begun = time.monotonic()
+        start = Start(plan, program, folder, uid, group)
+        (stdin, to_stdin), *reads = (os.pipe() for _ in range(4))  # of output, errors, the report
         child = os.fork()
     except OSError as error:
-        _answer(control, {"error": str(error)})
-    (stdin, to_stdin), *reads = pipes
+        _answer(caller, {"error": str(error)})
     theirs = [stdin, *(end for _, end in reads)]
     if not child:
         control.detach()  # its number will be a descriptor of the program
         return enter(start, [*theirs[:3], *ends], theirs[3])
     for end in (*theirs, *ends):
         os.close(end)
-    watch = _Watch(start, child, to_stdin, [end for end, _ in reads], begun)
+    watch = _Watch(start, child, to_stdin, [end for end, _ in reads])
     watch.follow(control)
-    _answer(control, watch.end())
+    _answer(caller, watch.end())
 
 
 class _Watch:
     """A running program, and what it has used and written so far."""
 
-    def __init__(self, start: Start, child: int, stdin: int, reads: list[int], begun: float):
+    def __init__(self, start: Start, child: int, stdin: int, reads: list[int]):
         self._start, self._limits, self._child = start, start.program.limits, child
-        self._begun, self._stdin, self._input = begun, stdin, memoryview(start.program.stdin)
+        self._stdin, self._input = stdin, memoryview(start.program.stdin)
+        self._begun = time.monotonic()
         *streams, self._report = reads
         self._streams = {end: bytearray() for end in streams}
         self._cause, self._is_cut, self._memory, self._cpu = "", False, 0, 0.0
@@ -116,8 +111,8 @@ class _Watch:
                     self._cause = self._cause or ("ended" if end == exited else "closed")
 
     def end(self) -> dict[str, Any]:
-        """Ends all processes, and gives the fields of the outcome."""
-        status, failure = self._stop()
+        """Ends all processes, and gives the fields of the outcome, or an "error"."""
+        code, failure = self._stop()
         for end in self._streams:
             while self._read(end):
                 pass
@@ -125,7 +120,6 @@ class _Watch:
         # those that end with their namespace are in no sum of the kernel
         cpu = max(self._cpu, used.ru_utime + used.ru_stime)
         memory = max(self._memory, used.ru_maxrss << 10)
-        code = os.waitstatus_to_exitcode(status)
         if self._cause == "ended" and code < 0:
             by_kernel = code in (-signal.SIGKILL, -signal.SIGXCPU)
             self._cause = "cpu" if by_kernel and cpu >= self._limits.cpu_seconds else "signal"
@@ -137,21 +131,13 @@ class _Watch:
         failure = self._clear(code) or failure
         if failure and self._cause != "memory":  # the kernel may have ended init instead
             return {"error": failure}
-        stdout, stderr = (bytes(text[: self._limits.output]) for text in self._streams.values())
-        return {
-            "cause": self._cause,
-            "exit_code": code,
-            "stdout": stdout,
-            "stderr": stderr,
-            "is_cut": self._is_cut,
-            "seconds": seconds,
-            "cpu_seconds": cpu,
-            "memory": memory,
-        }
+        texts = (bytes(text[: self._limits.output]) for text in self._streams.values())
+        outcome = SandboxOutcome(self._cause, code, *texts, self._is_cut, seconds, cpu, memory)
+        return vars(outcome)
 
     def _stop(self) -> tuple[int, str]:
-        """Ends all processes; the program's wait status, and a failure of the sandbox, if any."""
-        if self._start.plan.has_namespaces:
+        """Ends all processes; the program's exit code, and a failure of the sandbox, if any."""
+        if self._start.plan.root:
             os.kill(self._child, signal.SIGKILL)
         else:
             descendants.kill_all()
@@ -159,10 +145,11 @@ class _Watch:
         descendants.end_all()
         report = os.read(self._report, _CHUNK)
         told = marshal.loads(report) if report else {}
-        if self._start.plan.has_namespaces:
-            lost = "" if told or self._cause != "ended" else "the init of a program has ended"
-            return told.get("status", signal.SIGKILL), told.get("error", lost)
-        return status, told.get("error", "")
+        if self._start.plan.root:  # the child was init
+            status = told.get("status", signal.SIGKILL)
+            if not told and self._cause == "ended":
+                told["error"] = "the init of a program has ended"
+        return os.waitstatus_to_exitcode(status), told.get("error", "")
 
     def _feed(self, poll: select.poll) -> None:
         try:
@@ -202,30 +189,27 @@ class _Watch:
         return "disk" if self._is_full(processes) else ""
 
     def _is_full(self, processes: Sequence[int]) -> bool:
-        if self._start.plan.has_namespaces:
+        if self._start.plan.root:
             try:
                 return not os.statvfs(f"/proc/{self._child}/root{namespaces.SCRATCH}").f_bavail
             except OSError:  # it is about to end, or to begin
                 return False
-        scratch = self._start.scratch
-        deleted = descendants.deleted_bytes(processes, os.stat(scratch).st_dev)
+        deleted = descendants.deleted_bytes(processes, os.stat(self._start.folder).st_dev)
         most, deadline = self._limits.disk - deleted, self._begun + self._limits.seconds
-        return count_bytes(scratch, most, deadline) > most
+        return count_bytes(self._start.folder, most, deadline) > most
 
     def _clear(self, code: int) -> str:
         """Removes the scratch folder; says whether its disk, not the program, was at its end."""
-        if self._start.plan.has_namespaces:
+        if self._start.plan.root:
             return ""
-        space = os.statvfs(self._start.scratch)
-        remove_folder(self._start.scratch)
+        space = os.statvfs(self._start.folder)
+        remove_folder(self._start.folder)
         where = os.path.dirname(self._start.plan.scratch)
         return f"the disk of {where} is full" if code and not space.f_bavail else ""
 
 
-def _answer(control: socket.socket, message: dict[str, Any]) -> None:
+def _answer(caller: Frames, message: dict[str, Any]) -> None:
     """Sends the answer, and ends this process."""
-    try:
-        write_message(control, message)
-    except OSError:  # the one that asked has gone
-        pass
+    with contextlib.suppress(FramesEnded):
+        caller.send(marshal.dumps(message))
     os._exit(0)

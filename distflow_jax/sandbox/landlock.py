@@ -4,7 +4,6 @@ Documentation/userspace-api/landlock.rst and include/uapi/linux/landlock.h of Li
 the rights of its ABI only.
 """
 
-import ctypes
 import os
 import struct
 from collections.abc import Mapping
@@ -18,10 +17,6 @@ _RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15  # what a rule on a file may give
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "network", "scoped")]
-
-
 def abi() -> int:
     """The version that this kernel has; 0 without Landlock."""
     try:
@@ -30,30 +25,25 @@ def abi() -> int:
         return 0
 
 
-def rights(version: int) -> int:
-    """All rights of files that an ABI knows."""
-    return max(mask for first, mask in _RIGHTS.items() if first <= version)
-
-
 def restrict(version: int, allowed: Mapping[str, int], scratch: str) -> None:
     """Allows nothing but these rights below these paths, and all but devices in `scratch`.
 
     Bind, connect over TCP, abstract sockets and signals to processes outside end too, as far as the
     ABI has them. Needs no_new_privs.
     """
-    every = rights(version)
-    rules = _Ruleset(every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = call("landlock_create_ruleset", rules, size, 0)
-    for path, mask in [*allowed.items(), (scratch, every & ~_MAKE_DEVICES)]:
+    every = max(mask for first, mask in _RIGHTS.items() if first <= version)
+    handled = [every]  # rights of files; of the network from ABI 4 on; scopes, from ABI 6 on
+    handled += [3] * (version >= 4) + [3] * (version >= 6)
+    rules = struct.pack(f"={len(handled)}Q", *handled)
+    ruleset = call("landlock_create_ruleset", rules, len(rules), 0)
+    for path, mask in {**allowed, scratch: every & ~_MAKE_DEVICES}.items():
         try:
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         if not os.path.isdir(path):
             mask &= _OF_FILES
-        rule = struct.pack("=Qi", mask & every, folder)
-        call("landlock_add_rule", ruleset, 1, rule, 0)
+        call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", mask & every, folder), 0)
         os.close(folder)
     call("landlock_restrict_self", ruleset, 0)
     os.close(ruleset)

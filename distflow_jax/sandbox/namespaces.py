@@ -20,14 +20,13 @@ _READ_ONLY, _ATTR_NOSUID, _RECURSIVE, _HERE = 1, 2, 0x8000, -100
 
 
 def make_root(root: str, paths: Iterable[str]) -> None:
-    """Enters the zygote's namespaces and fills the folder `root` with views of `paths`."""
+    """Enters the zygote's namespaces and makes the folder `root` with views of `paths`."""
+    os.mkdir(root)
     flags = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    uid, gid = os.geteuid(), os.getegid()
-    call("unshare", flags | (CLONE_NEWUSER if uid else 0))
-    if uid:
-        proc = os.open("/proc", os.O_PATH)
-        _map_user(proc, uid, gid)
-        os.close(proc)
+    if os.geteuid():
+        enter_user(flags, os.open("/proc", os.O_PATH))
+    else:
+        call("unshare", flags)
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir(root + SCRATCH)
@@ -54,7 +53,7 @@ def _show(path: str, view: str) -> None:
 def enter_root(root: str, disk: int, uid: int) -> int:
     """Leaves all mounts but those of `root`, with a scratch folder of `disk` bytes for a user.
 
-    Returns a descriptor of /proc, for `leave_user_namespace`.
+    Returns a descriptor of /proc, for `enter_user`.
     """
     call("unshare", CLONE_NEWNS)
     proc = os.open("/proc", os.O_PATH)
@@ -63,34 +62,29 @@ def enter_root(root: str, disk: int, uid: int) -> int:
     _mount("tmpfs", root + SCRATCH, "tmpfs", _NOSUID | _NODEV, settings)
     os.chdir(root)
     call("pivot_root", b".", b".")
-    call("umount2", b".", _DETACH)
+    drop(".")
     os.chdir("/")
     return proc
 
 
-def drop_root(root: str) -> None:
-    """Leaves of `root` an empty folder."""
+def drop(root: str) -> None:
+    """Takes a mount away; of the zygote's root an empty folder is left."""
     call("umount2", root.encode(), _DETACH)
 
 
-def new_processes() -> None:
-    """Gives the children of this process a namespace of processes; the first is its init."""
-    call("unshare", CLONE_NEWPID)
+def enter_user(flags: int, proc: int) -> None:
+    """Enters a user namespace in which this user has the same number, and no other exists.
 
-
-def own_user(proc: int) -> None:
-    """Enters a user namespace in which this user has the same number, and no other exists."""
+    flags: of other namespaces to enter with it. proc: a descriptor of /proc, which is closed.
+    """
     uid, gid = os.geteuid(), os.getegid()
-    call("unshare", CLONE_NEWUSER)
-    _map_user(proc, uid, gid)
-
-
-def _map_user(proc: int, uid: int, gid: int) -> None:
+    call("unshare", CLONE_NEWUSER | flags)
     ids = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
     for name, text in ids.items():
         file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
         os.write(file, text.encode())
         os.close(file)
+    os.close(proc)
 
 
 def _mount(source: str, target: str, kind: str, flags: int, settings: str = "") -> None:

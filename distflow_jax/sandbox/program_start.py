@@ -1,20 +1,33 @@
-"""The start of a program: the child's side of its keeper, up to the program itself."""
+"""The start of a program: the child's side of its keeper, up to the program itself.
+
+By these steps a fresh process gives up all that it could reach, before a program has it.
+"""
 
 import dataclasses
 import fcntl
 import functools
 import marshal
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from distflow_jax.sandbox import namespaces, warm_python
+from distflow_jax.sandbox import landlock, namespaces, syscall_filter, warm_python
 from distflow_jax.sandbox.cgroups import Cgroup
-from distflow_jax.sandbox.confinement import Confinement, confine, environment
+from distflow_jax.sandbox.confinement import Confinement
 from distflow_jax.sandbox.sandbox_records import SandboxProgram
-from distflow_jax.sandbox.system_calls import WAIT_ALL, call
+from distflow_jax.sandbox.system_calls import (
+    PR_SET_KEEPCAPS,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    WAIT_ALL,
+    call,
+    drop_capabilities,
+    prctl,
+)
 
+OPEN_FILES = 256
 _FIRST_FREE = 10  # descriptors of this process, above all that a program has
 _LAST = 0xFFFFFFFF
 
@@ -23,19 +36,16 @@ _LAST = 0xFFFFFFFF
 class Start:
     """A program, and what it starts with.
 
-    scratch: its folder; in namespaces it has another one, in memory.
-    uid: its user; 0: that of this process, which has `others` processes and threads.
+    folder: its scratch folder; in namespaces it has another one, in memory.
+    uid: its user; 0: that of this process.
     group: its control group, if it has one.
-    path: folders of the interpreter's own modules.
     """
 
     plan: Confinement
     program: SandboxProgram
-    scratch: str
+    folder: str
     uid: int
-    others: int
     group: Cgroup | None
-    path: Sequence[str]
 
 
 def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
@@ -47,17 +57,17 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
     report, *given = (
         fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for end in (report, *ends)
     )
-    plan, program, scratch, proc = start.plan, start.program, start.scratch, None
+    plan, program, scratch, proc = start.plan, start.program, start.folder, None
     try:
         if start.group:
             start.group.join()
-        if plan.has_namespaces:
+        if plan.root:
             proc = namespaces.enter_root(plan.root, program.limits.disk, start.uid)
             scratch = namespaces.SCRATCH
             if child := os.fork():
                 _be_init(child, report)
         os.setsid()
-        confine(plan, program, scratch, uid=start.uid, others=start.others, proc=proc)
+        _confine(start, scratch, proc)
     except (OSError, ValueError, MemoryError) as error:
         os.write(report, marshal.dumps({"error": str(error) or type(error).__name__}))
         os._exit(1)
@@ -67,10 +77,9 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
     name, *arguments = program.argv
     is_python = name in ("python", "python3")
     if is_python and arguments and not arguments[0].startswith("-"):
-        path = [*start.path, *([plan.packages] if plan.packages else [])]
-        return functools.partial(warm_python.run, program.argv, environment(scratch), path)
+        return functools.partial(warm_python.run, program.argv, _variables(scratch), plan.path)
     argv = [sys._base_executable if is_python else name, *arguments]
-    return functools.partial(_execute, argv, environment(scratch))
+    return functools.partial(_execute, argv, _variables(scratch))
 
 
 def _be_init(child: int, report: int) -> None:
@@ -82,6 +91,58 @@ def _be_init(child: int, report: int) -> None:
         ended, status = os.waitpid(-1, WAIT_ALL)
     os.write(report, marshal.dumps({"status": status}))
     os._exit(0)
+
+
+def _confine(start: Start, scratch: str, proc: int | None) -> None:
+    """Confines this process for good, and writes the program's files as its user.
+
+    proc: a descriptor of /proc if the program has namespaces. Raises OSError if a step fails.
+    """
+    plan, limits, uid = start.plan, start.program.limits, start.uid
+    for kind, most in {
+        resource.RLIMIT_AS: limits.memory,
+        resource.RLIMIT_CPU: int(limits.cpu_seconds) + 1,
+        resource.RLIMIT_FSIZE: limits.disk,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 1,  # 0 would still start a handler of core files; core(5)
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }.items():
+        resource.setrlimit(kind, (most, most))
+    if uid:
+        prctl(PR_SET_KEEPCAPS, int(bool(plan.kept)))
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    elif proc is not None:
+        namespaces.enter_user(0, proc)
+    # after the user namespace: its own count would bound that of the namespace above, too
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes + plan.others,) * 2)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities(plan.kept)
+    os.chdir(scratch)
+    for name, content in start.program.files.items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(content)
+    if plan.landlock:
+        landlock.restrict(plan.landlock, plan.readable(), scratch)
+    alone = bool(uid or plan.root)
+    rules = syscall_filter.make_filter(plan.landlock, alone=alone, process=os.getpid())
+    syscall_filter.install(rules)
+
+
+def _variables(scratch: str) -> dict[str, str]:
+    """All variables of the environment that a program has."""
+    return {
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "LANG": "C.UTF-8",
+        "MALLOC_ARENA_MAX": "2",  # each has 64 MiB of address space
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _execute(argv: Sequence[str], variables: dict[str, str]) -> None:

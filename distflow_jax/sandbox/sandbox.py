@@ -5,14 +5,14 @@ and processes of the machine, `cgroup` bounds the memory of all processes of a p
 docs/sandbox.md says what each stops. At its start the sandbox attacks itself at each level.
 """
 
-import dataclasses
 import logging
 import os
+import threading
+from collections.abc import Callable
 
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig
 from distflow_jax.parsing.paths import checked_path
-from distflow_jax.sandbox.keeper_messages import read_outcome
-from distflow_jax.sandbox.remote_provider import RemoteProvider
+from distflow_jax.sandbox.remote_provider import find_provider
 from distflow_jax.sandbox.sandbox_records import (
     MIB,
     SandboxError,
@@ -26,6 +26,19 @@ from distflow_jax.sandbox.system_calls import unsupported
 from distflow_jax.sandbox.zygote_process import ZygoteProcess
 
 log = logging.getLogger("distflow_jax")
+_SHARED: dict[SandboxConfig, "Sandbox"] = {}
+_OPENING = threading.Lock()
+
+
+def shared_sandbox(settings: SandboxConfig) -> "Sandbox":
+    """This process's sandbox of these settings, which ends with it. Raises ValueError as Sandbox.
+
+    Several threads may call this.
+    """
+    with _OPENING:
+        if settings not in _SHARED:
+            _SHARED[settings] = Sandbox(settings).__enter__()
+        return _SHARED[settings]
 
 
 class Sandbox:
@@ -41,19 +54,31 @@ class Sandbox:
     def __init__(self, settings: SandboxConfig):
         self._settings = settings
         self._zygote: ZygoteProcess | None = None
-        self._provider: RemoteProvider | None = None
+        self._provider: Callable[[SandboxProgram], SandboxOutcome] | None = None
         self.level = ""
         self.attempts: dict[str, str] = {}
         self.limits = _limits(settings)
 
     def __enter__(self):
-        self._settings = _with_folders(self._settings)
-        if self._settings.level == "remote":
-            self._provider = RemoteProvider.of(self._settings.url, self._settings.token_file)
+        settings, lacks = self._settings, []
+        scratch, packages = _folder("scratch", settings), _folder("packages", settings)
+        if settings.level == "remote":
+            self._provider = find_provider(settings.url, settings.token_file)
             self.level = "remote"
-        else:
-            self._choose_level()
-        return self
+            return self
+        levels = LEVELS[LEVELS.index(settings.minimum) :]
+        for level in reversed(levels) if settings.level == "auto" else [settings.level]:
+            try:
+                self.attempts = self._try(level, scratch, packages)
+                self.level = level
+                return self
+            except SandboxError as error:
+                lacks.append(f"{level}: {error}")
+                self.close()
+        raise ValueError(
+            f"sandbox.minimum={settings.minimum}: this machine has no such sandbox "
+            f"({'; '.join(lacks)}); run on a machine that has one, or set sandbox.level=remote"
+        )
 
     def __exit__(self, *_):
         self.close()
@@ -61,8 +86,8 @@ class Sandbox:
     def run(self, program: SandboxProgram) -> SandboxOutcome:
         """Runs a program to its end. Raises SandboxError."""
         if self._provider:
-            return self._provider.run(program)
-        return read_outcome(self._zygote.begin(program, []))
+            return self._provider(program)
+        return self._zygote.begin(program, has_frames=False).wait()
 
     def open(self, program: SandboxProgram) -> SandboxSession:
         """Starts a program that reads and writes frames. Raises SandboxError.
@@ -73,18 +98,7 @@ class Sandbox:
             raise ValueError(
                 "sandbox.level=remote runs no program that lives on; use another level"
             )
-        theirs_in, ours_out = os.pipe()
-        ours_in, theirs_out = os.pipe()
-        try:
-            control = self._zygote.begin(program, [theirs_in, theirs_out])
-        except SandboxError:
-            os.close(ours_in)
-            os.close(ours_out)
-            raise
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
-        return SandboxSession(control, ours_out, ours_in)
+        return self._zygote.begin(program, has_frames=True)
 
     def close(self) -> None:
         """Ends the zygote, and all programs that still run."""
@@ -92,39 +106,22 @@ class Sandbox:
             self._zygote.close()
         self._zygote = None
 
-    def _choose_level(self) -> None:
-        """Takes the strongest level that works, or the one that is set."""
-        settings, lacks = self._settings, []
-        wanted = reversed(LEVELS[LEVELS.index(settings.minimum) :])
-        for level in wanted if settings.level == "auto" else [settings.level]:
-            try:
-                self.attempts, self.level = self._try(level), level
-                return
-            except SandboxError as error:
-                lacks.append(f"{level}: {error}")
-                self.close()
-        raise ValueError(
-            f"sandbox.minimum={settings.minimum}: this machine has no such sandbox "
-            f"({'; '.join(lacks)}); run on a machine that has one, or set sandbox.level=remote"
-        )
-
-    def _try(self, level: str) -> dict[str, str]:
+    def _try(self, level: str, scratch: str, packages: str) -> dict[str, str]:
         """Starts a level and attacks it. Raises SandboxError with what it lacks."""
         if why := unsupported():
             raise SandboxError(why)
-        packages = self._settings.packages and os.path.abspath(self._settings.packages)
-        self._zygote = ZygoteProcess(level, self._settings.scratch, packages)
-        found = attack(self.run, self.limits, self._settings.scratch)
+        self._zygote = ZygoteProcess(level, scratch, packages)
+        found = attack(self.run, self.limits, scratch)
         log.info("sandbox: level %s; attempts to leave it:\n%s", level, table(found))
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
         return found
 
 
-def _with_folders(settings: SandboxConfig) -> SandboxConfig:
-    named = {name: getattr(settings, name) for name in ("scratch", "packages")}
-    found = {n: str(checked_path("folder", f"sandbox.{n}", f)) for n, f in named.items() if f}
-    return dataclasses.replace(settings, **found)
+def _folder(name: str, settings: SandboxConfig) -> str:
+    """The path of a folder that the settings name; "": none."""
+    given = getattr(settings, name)
+    return given and os.path.abspath(checked_path("folder", f"sandbox.{name}", given))
 
 
 def _limits(settings: SandboxConfig) -> SandboxLimits:

@@ -1,33 +1,40 @@
-"""A program that lives on, and frames of bytes to and from it."""
+"""A running program: its caller's handle, which waits for its outcome and exchanges frames."""
 
 import contextlib
+import marshal
 import os
-import select
+import pathlib
 import socket
-import time
+from collections.abc import Sequence
 
-from distflow_jax.sandbox.keeper_messages import read_outcome
-from distflow_jax.sandbox.sandbox_records import SandboxOutcome
+from distflow_jax.sandbox import byte_frames
+from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
+from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxOutcome, SandboxProgram
 
-_HEADER = 4  # bytes of a frame's size, little-endian
-_CHUNK = 1 << 16
+GRACE_SECONDS = 30.0  # for a keeper after its program's deadline
+# beside a program that imports it
+FRAMES_FILE = {
+    "distflow_jax/sandbox/byte_frames.py": pathlib.Path(byte_frames.__file__).read_bytes()
+}
 
 
-class SessionEnded(Exception):
-    """The program closed its end, or sent no frame: `close` says how it ended."""
+class SandboxSession(Frames):
+    """A program under its keeper; one thread at a time, but for `end`.
 
-
-class SandboxSession:
-    """The caller's handle on a running program; one thread at a time.
-
-    The program reads frames at descriptor 3 and writes frames to descriptor 4. A frame is its size
-    in 4 bytes, little-endian, and so many bytes. Its limits count from its start to its end.
+    One that `Sandbox.open` has started reads frames at descriptor 3 and writes frames to descriptor
+    4. Its limits count from its start to its end.
     """
 
-    def __init__(self, control: socket.socket, to_program: int, from_program: int):
-        self._control, self._to, self._from = control, to_program, from_program
-        os.set_blocking(to_program, False)
+    def __init__(self, control: socket.socket, ends: Sequence[int], program: SandboxProgram):
+        """Hands the program to its keeper at `control`; `ends`: of frames from it and to it."""
+        super().__init__(*ends or (-1, -1))
+        self._control, self._ends = control, list(ends)
+        self._keeper = Frames(control.fileno(), control.fileno())
+        self._seconds = program.limits.seconds + GRACE_SECONDS
         self._outcome: SandboxOutcome | None = None
+        told = vars(program) | {"files": dict(program.files), "limits": vars(program.limits)}
+        with contextlib.suppress(FramesEnded, TimeoutError):  # then there is no outcome, either
+            self._keeper.send(marshal.dumps(told), self._seconds)
 
     def __enter__(self):
         return self
@@ -36,54 +43,29 @@ class SandboxSession:
         if self._control.fileno() >= 0:
             self.close()
 
-    def send(self, content: bytes, seconds: float) -> None:
-        """Sends a frame. Raises TimeoutError, SessionEnded."""
-        left = memoryview(len(content).to_bytes(_HEADER, "little") + content)
-        deadline = time.monotonic() + seconds
-        while left:
-            self._wait(self._to, select.POLLOUT, deadline)
-            try:
-                left = left[os.write(self._to, left[:_CHUNK]) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise SessionEnded("the program does not read") from None
-
-    def receive(self, most: int, seconds: float) -> bytes:
-        """The next frame, of at most so many bytes. Raises TimeoutError, SessionEnded.
-
-        After a TimeoutError the rest of the frame is lost: close the session.
-        """
-        deadline = time.monotonic() + seconds
-        size = int.from_bytes(self._read(_HEADER, deadline), "little")
-        if size > most:
-            raise SessionEnded(f"the program sends {size} bytes, {most} are allowed")
-        return self._read(size, deadline)
+    def end(self) -> None:
+        """Ends the program, if it has not ended. Of any thread; frames end for the one that waits
+        for them."""
+        with contextlib.suppress(OSError):  # the keeper has gone
+            self._control.shutdown(socket.SHUT_WR)
 
     def close(self) -> SandboxOutcome:
         """Ends the program, if it has not ended, and gives its outcome. Raises SandboxError."""
+        self.end()
+        return self.wait()
+
+    def wait(self) -> SandboxOutcome:
+        """Waits for the end of the program, and gives its outcome. Raises SandboxError."""
         if self._outcome is None:
             try:
-                with contextlib.suppress(OSError):  # the keeper has gone
-                    self._control.shutdown(socket.SHUT_WR)
-                self._outcome = read_outcome(self._control)
-            finally:  # afterwards: a program that meets the end of its pipe would end by itself
-                os.close(self._to)
-                os.close(self._from)
+                told = marshal.loads(self._keeper.receive(seconds=self._seconds))
+            except (FramesEnded, TimeoutError) as error:
+                raise SandboxError(f"a program's keeper has ended: {error}") from None
+            finally:  # not before: a program that meets the end of its pipe would end by itself
+                self._control.close()
+                while self._ends:
+                    os.close(self._ends.pop())
+            if "error" in told:
+                raise SandboxError(told["error"])
+            self._outcome = SandboxOutcome(**told)
         return self._outcome
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        content = bytearray()
-        while len(content) < size:
-            self._wait(self._from, select.POLLIN, deadline)
-            chunk = os.read(self._from, min(size - len(content), _CHUNK))
-            if not chunk:
-                raise SessionEnded("the program sends no more")
-            content += chunk
-        return bytes(content)
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()  # select(2) takes no descriptor above 1023
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("the program does not answer in time")

@@ -42,9 +42,7 @@ _REASONS = {
     "EACCES": "Landlock",
     "EPERM": "the filter of system calls, or the user's rights",
     "ENOSYS": "the filter of system calls",
-    "ENOENT": "not there",
-    "ESRCH": "not there",
-    "ENOTDIR": "not there",
+    **dict.fromkeys(("ENOENT", "ESRCH", "ENOTDIR"), "not there"),
     "EROFS": "read-only",
     "EXDEV": "another file system",
     "EINVAL": "no such user there",
@@ -85,9 +83,7 @@ print(json.dumps(found))
 
 
 def attack(
-    run: Callable[[SandboxProgram], SandboxOutcome],
-    limits: SandboxLimits,
-    scratch: str,
+    run: Callable[[SandboxProgram], SandboxOutcome], limits: SandboxLimits, scratch: str
 ) -> dict[str, str]:
     """{attempt: the error that stopped it, "" if nothing did}. Raises SandboxError.
 

@@ -10,31 +10,6 @@ from _sitebuiltins import Quitter
 from collections.abc import Sequence
 
 
-class _Ending:
-    """Ends the process as the interpreter does at the end of a program, without taking it down."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        code: object = 0
-        if isinstance(error, SystemExit):
-            code = 0 if error.code is None else error.code
-        elif error is not None:
-            trace = trace.tb_next  # without our own frame
-            sys.excepthook(kind, error.with_traceback(trace), trace)
-            code = 1
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-        threading._shutdown()  # waits for threads, as the interpreter does
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-        os._exit(code & 0xFF)
-
-
 def run(argv: Sequence[str], environment: dict[str, str], path: Sequence[str]) -> None:
     """Runs `argv[1]` as the main program of this process; never returns.
 
@@ -57,7 +32,29 @@ def run(argv: Sequence[str], environment: dict[str, str], path: Sequence[str]) -
     module = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = argv[1], builtins
     sys.modules["__main__"] = module
-    with _Ending():
+    try:
         with open(argv[1], "rb") as file:
             source = file.read()
         exec(compile(source, argv[1], "exec", dont_inherit=True), vars(module))
+    finally:
+        _end(sys.exception())
+
+
+def _end(error: BaseException | None) -> None:
+    """Ends the process as the interpreter does at the end of a program, without taking it down."""
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+    elif error is not None:
+        trace = error.__traceback__.tb_next  # without our own frame
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)

@@ -4,27 +4,23 @@ It starts without packages, environment or descriptors of the run, and never get
 the memory of a program, a copy of the zygote's, has nothing to find. It ends when the run does.
 """
 
+import contextlib
+import dataclasses
 import gc
 import importlib
 import json
-import marshal
 import os
 import select
 import signal
 import socket
-import sys
 import time
+from collections.abc import Callable
 
-from distflow_jax.sandbox import cgroups, descendants, landlock, namespaces
-from distflow_jax.sandbox.confinement import (
-    CAP_DAC_READ_SEARCH,
-    Confinement,
-    can_enter,
-    unused_uid,
-)
+from distflow_jax.sandbox import cgroups, descendants, namespaces
+from distflow_jax.sandbox.confinement import Confinement
 from distflow_jax.sandbox.keeper import keep
 from distflow_jax.sandbox.scratch_folder import remove_folder
-from distflow_jax.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, call
+from distflow_jax.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, prctl
 
 # of the standard library; those that programs import often, which then takes no time
 WARM = (
@@ -37,46 +33,26 @@ COUNT_SECONDS = 1.0  # between two counts of the user's processes
 def main(descriptor: str, settings: str) -> None:
     """Serves programs at a socket until its other end closes.
 
-    settings: a JSON object with the fields level, scratch and packages.
+    settings: a JSON object with the arguments of Confinement.prepare. The first answer is what the
+    level lacks here, in JSON; "": nothing.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # of the thread that started this process
     os.umask(0o022)
-    path = sys.path[1:]  # the first is this package's
     server = socket.socket(fileno=int(descriptor))
     try:
-        plan = _prepare(**json.loads(settings))
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        plan = Confinement.prepare(**json.loads(settings))
     except OSError as error:
-        server.send(marshal.dumps({"error": str(error)}))
+        server.send(json.dumps(str(error)).encode())
         return
-    server.send(marshal.dumps({"landlock": plan.landlock}))
+    server.send(json.dumps("").encode())
     for name in WARM:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # collections in programs write to no page of these
-    if begun := _Zygote(server, plan).serve():
-        start = keep(plan, *begun, path)
-        del begun, plan, server
-        start()
-
-
-def _prepare(*, level: str, scratch: str, packages: str) -> Confinement:
-    has_namespaces = level != "kernel"
-    groups = cgroups.find() if level == "cgroup" else ()
-    cgroups.clear(groups, os.getpid())
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    version = landlock.abi()
-    if not version and not has_namespaces:
-        raise OSError("this kernel has no Landlock (Linux 5.13, and lsm=landlock at boot)")
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        raise OSError("/proc is not mounted, or this kernel has no CONFIG_PROC_CHILDREN")
-    uid = unused_uid()
-    enters = has_namespaces or can_enter(os.path.realpath(sys.base_prefix))
-    kept = 0 if enters or not uid else CAP_DAC_READ_SEARCH
-    plan = Confinement(version, has_namespaces, scratch, packages, uid, groups, kept)
-    if has_namespaces:
-        os.mkdir(plan.root)
-        namespaces.make_root(plan.root, plan.readable())
-    return plan
+    start = _Zygote(server, plan).serve()
+    del plan, server
+    start()
 
 
 class _Zygote:
@@ -85,10 +61,11 @@ class _Zygote:
     def __init__(self, server: socket.socket, plan: Confinement):
         self._server, self._plan = server, plan
         self._keepers: dict[int, tuple[int, int]] = {}  # {descriptor: (process, slot)}
-        self._others, self._counted = 0, -COUNT_SECONDS
+        self._counted = -COUNT_SECONDS
 
-    def serve(self) -> tuple[socket.socket, list[int], int, int] | None:
-        """Arguments of `keep` in a keeper; None in the zygote, at the end."""
+    def serve(self) -> Callable[[], None]:
+        """Answers requests to their end; gives what is to run then, in the process of a program
+        the program."""
         while True:
             ready, _, _ = select.select([self._server, *self._keepers], [], [])
             for ended in ready:
@@ -97,31 +74,32 @@ class _Zygote:
             if self._server in ready:
                 message, given, _, _ = socket.recv_fds(self._server, 16, 3)
                 if not message:
-                    break
-                if begun := self._begin(given):
-                    return begun
+                    return self._end
+                if start := self._begin(given):
+                    return start
+
+    def _end(self) -> None:
         for ended in list(self._keepers):  # they have lost their callers, too
             self._reap(ended)
-        if self._plan.has_namespaces:
-            namespaces.drop_root(self._plan.root)
+        if self._plan.root:
+            namespaces.drop(self._plan.root)
         cgroups.clear(self._plan.groups, os.getpid())
         remove_folder(self._plan.scratch)
-        return None
 
-    def _begin(self, given: list[int]) -> tuple[socket.socket, list[int], int, int] | None:
+    def _begin(self, given: list[int]) -> Callable[[], None] | None:
+        """Forks a keeper, which gives the program's process what that has to run."""
         taken = {slot for _, slot in self._keepers.values()}
         slot = min(set(range(len(taken) + 1)) - taken)
         self._count_others()
-        try:
-            process = os.fork()
-            if not process:
-                self._server.close()
-                for descriptor in self._keepers:
-                    os.close(descriptor)
-                return socket.socket(fileno=given[0]), given[1:], slot, self._others
-            self._keepers[os.pidfd_open(process)] = process, slot
-        except OSError:  # no process left: the caller's socket closes without an answer
-            pass
+        process = -1
+        with contextlib.suppress(OSError):  # none is left: the caller's socket ends without answer
+            if process := os.fork():
+                self._keepers[os.pidfd_open(process)] = process, slot
+        if not process:
+            self._server.close()
+            for descriptor in self._keepers:
+                os.close(descriptor)
+            return keep(self._plan, slot, socket.socket(fileno=given[0]), given[1:])
         for descriptor in given:
             os.close(descriptor)
         return None
@@ -140,8 +118,9 @@ class _Zygote:
 
     def _count_others(self) -> None:
         """Counts processes and threads of this user, where programs share their limit."""
-        if self._plan.first_uid or self._plan.has_namespaces:
+        if self._plan.first_uid or self._plan.root:
             return
         if time.monotonic() >= self._counted + COUNT_SECONDS:
-            self._others = descendants.count_tasks(os.getuid())
+            others = descendants.count_tasks(os.getuid())
+            self._plan = dataclasses.replace(self._plan, others=others)
             self._counted = time.monotonic()

@@ -1,7 +1,7 @@
 """The run's handle on its zygote: start, requests, end."""
 
+import contextlib
 import json
-import marshal
 import os
 import pathlib
 import shutil
@@ -10,12 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
 
-from distflow_jax.sandbox.keeper_messages import write_message
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxProgram
+from distflow_jax.sandbox.sandbox_session import GRACE_SECONDS, SandboxSession
 
-GRACE_SECONDS = 30.0  # for a zygote's start, and for a keeper after its program's deadline
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1])\n"
     "from distflow_jax.sandbox.zygote import main; main(*sys.argv[2:])"
@@ -44,28 +42,22 @@ class ZygoteProcess:
         """The folder of the programs' scratch folders."""
         return pathlib.Path(self._folders[-1])
 
-    def begin(self, program: SandboxProgram, ends: Sequence[int]) -> socket.socket:
-        """Hands a program to a new keeper; a connection to that. Raises SandboxError.
-
-        ends: descriptors that the program has as 3 and 4.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                with self._lock:
-                    if self._process.poll() is not None:
-                        self._socket.close()
-                        self._process, self._socket = self._start()
-                    socket.send_fds(self._socket, [b"program"], [theirs.fileno(), *ends])
-                theirs.close()
-                ours.settimeout(program.limits.seconds + GRACE_SECONDS)
-                told = {name: getattr(program, name) for name in ("argv", "stdin")}
-                told |= {"files": dict(program.files), "limits": vars(program.limits)}
-                write_message(ours, told)
-            except OSError as error:
-                ours.close()
-                raise SandboxError(f"the sandbox's process has ended: {error}") from None
-        return ours
+    def begin(self, program: SandboxProgram, *, has_frames: bool) -> SandboxSession:
+        """Hands a program to a new keeper, with pipes for frames. Raises SandboxError."""
+        with self._lock:
+            if self._process.poll() is not None:
+                self._socket.close()
+                self._process, self._socket = self._start()
+            control, theirs = socket.socketpair()
+            given, ends = [theirs.detach()], []
+            if has_frames:
+                (program_in, to_program), (from_program, program_out) = os.pipe(), os.pipe()
+                given, ends = [*given, program_in, program_out], [from_program, to_program]
+            with contextlib.suppress(OSError):  # the zygote has just ended, and so has the session
+                socket.send_fds(self._socket, [b"program"], given)
+            for end in given:
+                os.close(end)
+        return SandboxSession(control, ends, program)
 
     def close(self) -> None:
         """Ends the process, and all programs that still run."""
@@ -95,11 +87,10 @@ class ZygoteProcess:
             )
         ours.settimeout(GRACE_SECONDS)
         answer = ours.recv(1 << 16)
-        told = marshal.loads(answer) if answer else {"error": "its process has ended"}
-        if "error" in told:
+        if error := json.loads(answer) if answer else "its process has ended":
             ours.close()
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(told["error"])
+            raise SandboxError(error)
         ours.settimeout(None)
         return process, ours

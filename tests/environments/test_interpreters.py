@@ -5,9 +5,11 @@ What the model's code does is its answer; what the sandbox does is a failure of 
 
 import asyncio
 import contextlib
+import math
 import pathlib
 import queue
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -182,11 +184,42 @@ def test_a_response_leaves_no_process(monkeypatch):
     turn = f'<tool name="bash">sleep {marker} &</tool>'
     with opened() as (outcomes, handle, _):
         outcomes(turn)
-        assert running(marker)
+        until(lambda: running(marker))
         monkeypatch.setattr(interpreters, "_LONGEST", 1.0)  # so long a call goes on after its end
         handle.step(TOKENIZER.encode(f'<tool name="bash">sleep {marker}</tool>'))
         handle.close()  # while a call is at work
     until(lambda: not running(marker))
+
+
+@pytest.mark.parametrize("abort", ["response", "run"])
+def test_an_aborted_response_ends_its_interpreter_at_once(monkeypatch, abort):
+    """However much time its present call has left."""
+    monkeypatch.setattr(interpreters, "_LONGEST", math.inf)
+    marker = f"{random.SystemRandom().randrange(10**8, 10**9)}.5"
+    with opened(3 * HANG) as (_, handle, environments):
+        handle.step(TOKENIZER.encode(f'<tool name="bash">sleep {marker}</tool>'))
+        until(lambda: running(marker))
+        {"response": handle, "run": environments}[abort].close()
+        until(lambda: not running(marker))
+
+
+def test_an_interpreter_that_begins_while_its_response_is_aborted_ends(monkeypatch):
+    begins, aborted, open_ = threading.Event(), threading.Event(), Sandbox.open
+
+    def late(*args):
+        begins.set()
+        aborted.wait()
+        return open_(*args)
+
+    monkeypatch.setattr(interpreters, "_LONGEST", math.inf)
+    monkeypatch.setattr(Sandbox, "open", late)
+    with opened(3 * HANG) as (_, handle, environments):
+        handle.step(TOKENIZER.encode("<tool>while True: pass</tool>"))
+        begins.wait()
+        handle.close()
+        until(lambda: environments.loop._ending)
+        aborted.set()
+        until(lambda: not environments.loop._ending)
 
 
 def test_failures_of_the_sandbox_are_none_of_the_model(monkeypatch):
@@ -226,7 +259,7 @@ def test_a_machine_without_such_a_sandbox_is_refused_before_step_1(monkeypatch):
     def refuse(*_):
         raise ValueError("sandbox.minimum=kernel: this machine lacks Landlock")
 
-    monkeypatch.setattr("distflow_jax.environments.interpreters._opened", refuse)
+    monkeypatch.setattr("distflow_jax.environments.interpreters.shared_sandbox", refuse)
     found = Environments("python", {}, TOKENIZER, calls=CallLimits(HANG, 0))
     with contextlib.closing(found), pytest.raises(ValueError, match="this machine lacks Landlock"):
         check_environments(found, PROMPTS[0])

@@ -4,8 +4,9 @@ import pytest
 from support.forgeries import FORGERIES, TRUTHS
 
 from distflow_jax.config.sandbox_config import SandboxConfig
-from distflow_jax.rewards.code_reward import code, load
+from distflow_jax.rewards.code_reward import code
 from distflow_jax.rewards.records import ProgramLimits
+from distflow_jax.sandbox import sandbox
 
 LIMITS = ProgramLimits(SandboxConfig(seconds=3.0, cpu_seconds=2.0))
 CASES = [pytest.param(f, form, id=f"{f.name}, {form}") for f in FORGERIES for form in f.forms]
@@ -14,8 +15,7 @@ CASES = [pytest.param(f, form, id=f"{f.name}, {form}") for f in FORGERIES for fo
 @pytest.fixture(scope="module", autouse=True)
 def closed():
     yield
-    load(LIMITS.sandbox).close()
-    load.cache_clear()
+    sandbox._SHARED.pop(LIMITS.sandbox).close()
 
 
 def scored(program, truth):

@@ -134,9 +134,9 @@ GOOD = {
 def test_answers_that_are_none_are_no_outcomes(status, value, words):
     limits = SandboxLimits(output=100)
     with provider(lambda *_: (status, value)) as url:
-        found = remote_provider.RemoteProvider(remote_provider.HttpServer(url))
+        server = remote_provider.HttpServer(url)
         with pytest.raises(SandboxError, match=f"the provider at {url}: .*{words}"):
-            found.run(SandboxProgram(("true",), limits=limits))
+            remote_provider.run_there(server, SandboxProgram(("true",), limits=limits))
 
 
 def test_wire_is_that_of_the_page():

@@ -217,7 +217,7 @@ PROCESSES = {
     ),
     "signal by a descriptor": Attempt("signal.pidfd_send_signal(os.pidfd_open(w['victim']), 0)"),
     "direct signals of a pipe": Attempt("fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, w['victim'])"),
-    "change a priority": Attempt("os.setpriority(os.PRIO_PROCESS, w['victim'], 5)"),
+    "change a priority": Attempt("os.setpriority(os.PRIO_PROCESS, w['victim'], 19)"),
     "change the user's priority": Attempt("os.setpriority(os.PRIO_USER, 0, 5)", NOT_RUN),
     "change a scheduler": Attempt(
         "os.sched_setscheduler(w['victim'], os.SCHED_BATCH, os.sched_param(0))"

@@ -17,11 +17,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig  # noqa: E402
-from distflow_jax.sandbox import descendants, namespaces, syscall_filter  # noqa: E402
+from distflow_jax.sandbox import descendants, namespaces  # noqa: E402
 from distflow_jax.sandbox.confinement import can_enter  # noqa: E402
 from distflow_jax.sandbox.sandbox import Sandbox  # noqa: E402
 from distflow_jax.sandbox.sandbox_records import SandboxProgram  # noqa: E402
-from distflow_jax.sandbox.system_calls import NUMBERS, call  # noqa: E402
+from distflow_jax.sandbox.system_calls import NAMES, NUMBERS, call  # noqa: E402
 from support import escapes, greedy_programs  # noqa: E402
 from support.waiting import HANG  # noqa: E402
 
@@ -126,8 +126,7 @@ def main() -> None:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="scratch-", dir=folder))
     scratch.chmod(0o755)
     os.environ["DISTFLOW_SECRET"] = "secret"
-    refused = [*syscall_filter.REFUSED, *syscall_filter.ABSENT]
-    refused = [name for name in refused if name in NUMBERS]
+    refused = [name for name in (*NAMES["refused"], *NAMES["absent"]) if name in NUMBERS]
     found = {"user": os.geteuid()}
     with escapes.world(home, NUMBERS, refused) as told:
         told = json.dumps(told).encode()

@@ -14,20 +14,21 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from distflow_jax.rewards.code import program_calls
 from distflow_jax.rewards.code.hidden_cases import AssertCase, CallCase, Case, PrintCase
+from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxLimits, SandboxProgram
-from distflow_jax.sandbox.sandbox_session import SandboxSession, SessionEnded
+from distflow_jax.sandbox.sandbox_session import FRAMES_FILE
 
 TRIES = 8  # of a case whose sandbox fails
 _PAUSE_SECONDS = 0.01  # before the second try; each further pause is twice as long
 _CLOSE = 1e-9  # relative difference of floats that are equal
 _MOST_ANSWER = 4 << 20  # bytes
-_CALLS = pathlib.Path(program_calls.__file__).read_bytes()
+_CALLS = {"program_calls.py": pathlib.Path(program_calls.__file__).read_bytes()} | FRAMES_FILE
 _FIRST, _NO_KEYWORDS = {"object": 0}, {"dict": []}  # the first object of which a server has told
 # what reading a value may raise that a program wrote
 _NO_VALUE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
@@ -69,55 +70,51 @@ class Judge:
 
     def _tried(self, main: bytes, limits: SandboxLimits, case: Case) -> tuple[bool, float]:
         """The verdict on a case and its seconds, in as many tries as the sandbox needs."""
-        for attempt in itertools.count(1):
-            start = time.monotonic()
-            try:
-                return self._passes(main, case, limits), time.monotonic() - start
-            except SandboxError:
-                if attempt == TRIES:
-                    raise
+        for attempt in range(1, TRIES):
+            with contextlib.suppress(SandboxError):
+                return self._timed(main, limits, case)
             time.sleep(_PAUSE_SECONDS * 2**attempt)
-        raise AssertionError("there is always another attempt")
+        return self._timed(main, limits, case)
 
-    def _passes(self, main: bytes, case: Case, limits: SandboxLimits) -> bool:
+    def _timed(self, main: bytes, limits: SandboxLimits, case: Case) -> tuple[bool, float]:
+        start = time.monotonic()
+        return self._passes(main, limits, case), time.monotonic() - start
+
+    def _passes(self, main: bytes, limits: SandboxLimits, case: Case) -> bool:
         if isinstance(case, PrintCase):
             files, stdin = {"main.py": main}, case.stdin.encode()
             ran = self.sandbox.run(SandboxProgram(("python3", "main.py"), files, stdin, limits))
             printed = lines_of(ran.stdout.decode(errors="replace"))
             return ran.succeeded and not ran.is_cut and printed == lines_of(case.expected)
         end = time.monotonic() + limits.seconds
+
+        def ask(program: Frames, message: bytes) -> bytes:
+            return program.ask(message, _MOST_ANSWER, end - time.monotonic())
+
         with self.sandbox.open(_calls("serve", limits, main)) as server:
-            with contextlib.suppress(TimeoutError, SessionEnded):
+            with contextlib.suppress(TimeoutError, FramesEnded):
+                to_server = functools.partial(ask, server)
                 if isinstance(case, CallCase):
-                    return _returns(Messages(server, end), case)
+                    return _returns(to_server, case)
                 with self.sandbox.open(_calls("check", limits)) as checker:
-                    return _holds(Messages(server, end), Messages(checker, end), case)
+                    return _holds(to_server, functools.partial(ask, checker), case)
         return False
 
 
-class Messages(NamedTuple):
-    """JSON to and from a session until a time. Raises TimeoutError, SessionEnded."""
-
-    session: SandboxSession
-    end: float
-
-    def ask(self, content: bytes) -> bytes:
-        """The answer to a message."""
-        self.session.send(content, self.end - time.monotonic())
-        return self.session.receive(_MOST_ANSWER, self.end - time.monotonic())
+_Ask = Callable[[bytes], bytes]  # the answer of a program to a message
 
 
 def _calls(mode: str, limits: SandboxLimits, program: bytes = b"") -> SandboxProgram:
     """The program that calls, or answers calls."""
-    argv = ("python3", "program_calls.py", mode, *(("main.py",) if mode == "serve" else ()))
-    return SandboxProgram(argv, {"program_calls.py": _CALLS, "main.py": program}, limits=limits)
+    files = _CALLS | {"main.py": program}
+    return SandboxProgram(("python3", "program_calls.py", mode), files, limits=limits)
 
 
-def _returns(server: Messages, case: CallCase) -> bool:
+def _returns(server: _Ask, case: CallCase) -> bool:
     """Whether the function returns what the case expects."""
     arguments = program_calls.encode(case.arguments, _no_object)
-    server.ask(_json(["name", [case.function], _NO_KEYWORDS]))
-    answer = server.ask(_json(["call", [_FIRST, *arguments], _NO_KEYWORDS]))
+    server(_json(["name", [case.function], _NO_KEYWORDS]))
+    answer = server(_json(["call", [_FIRST, *arguments], _NO_KEYWORDS]))
     try:
         value = program_calls.decode(json.loads(answer)["value"], _no_object)
         return any(same(value, expected) for expected in case.expected)
@@ -125,11 +122,11 @@ def _returns(server: Messages, case: CallCase) -> bool:
         return False
 
 
-def _holds(server: Messages, checker: Messages, case: AssertCase) -> bool:
+def _holds(server: _Ask, checker: _Ask, case: AssertCase) -> bool:
     """Whether an assertion holds, in a process of its own whose requests go to the program's."""
-    request = checker.ask(_json(case._asdict()))
+    request = checker(_json(case._asdict()))
     while json.loads(request) != "held":
-        request = checker.ask(server.ask(request))
+        request = checker(server(request))
     return True
 
 

@@ -1,8 +1,8 @@
 """Calls of a program's functions over a pipe. Runs inside the sandbox, as a file of its own.
 
-`serve PROGRAM` runs a program and answers requests to it; `check` executes an assertion about a
-program in another process, such a server. Messages are JSON in frames of SandboxSession: requests
-[operation, arguments, keyword arguments], and answers {"value": ..} or {"raised": name of a type}.
+`serve` runs the program main.py and answers requests to it; `check` executes an assertion about a
+program in another process, such a server. Messages are JSON in frames: requests [operation,
+arguments, keyword arguments], and answers {"value": ..} or {"raised": name of a type}.
 
 Values cross as plain data, of which the receiver makes objects of its own: nothing that a program
 defines, compares or patches is part of the other process. Any other object stays where it is, and a
@@ -13,17 +13,18 @@ import builtins
 import importlib
 import json
 import operator
-import os
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+from distflow_jax.sandbox.byte_frames import Frames
+
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _JSON_INTEGER = 1 << 63
-_MESSAGES_IN, _MESSAGES_OUT = 3, 4  # descriptors of a SandboxSession
 # they would end a loop of the assertion's as if there were no more items
 _ENDS_LOOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
+_FRAMES = Frames(3, 4)
 
 
 def encode(value: Any, number_of: Callable[[Any], int]) -> Any:
@@ -76,8 +77,8 @@ _OPERATIONS = {
 }
 
 
-def serve(path: str) -> None:
-    """Runs the program of a file as a module and answers requests about its names and objects."""
+def serve() -> None:
+    """Runs the program as a module and answers requests about its names and objects."""
     program = sys.modules["program"] = types.ModuleType("program")
     objects: list[Any] = []
 
@@ -89,8 +90,8 @@ def serve(path: str) -> None:
         solution = getattr(program, "Solution", None)  # a class, as on LeetCode
         return getattr(program if hasattr(program, name) or not solution else solution(), name)
 
-    with open(path, encoding="utf-8") as file:
-        exec(compile(file.read(), path, "exec"), vars(program))
+    with open("main.py", encoding="utf-8") as file:
+        exec(compile(file.read(), "main.py", "exec"), vars(program))
     while True:
         operation, args, kwargs = decode(_receive(), objects.__getitem__)
         try:
@@ -104,34 +105,35 @@ def serve(path: str) -> None:
 # -- the assertion's side -------------------------------------------------------------------------
 
 
+def _ask(operation: str, *args: Any, **kwargs: Any) -> Any:
+    """The value of an operation in the program's process. Raises what that raises."""
+    _send(encode([operation, list(args), kwargs], _number_of))
+    answer = _receive()
+    if "raised" in answer:
+        raise _error_of(answer["raised"])
+    return decode(answer["value"], RemoteObject)
+
+
+def _asks(operation: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: _ask(operation, self, *args, **kwargs)
+
+
 class RemoteObject:
     """An object of the program that is no plain data, by its number. Equal only to itself."""
 
-    def __init__(self, number: int, ask: Callable[..., Any]):
-        self._number, self._ask = number, ask
+    __call__, __getitem__, __len__ = _asks("call"), _asks("item"), _asks("length")
+    __bool__, __str__ = _asks("truth"), _asks("text")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._ask("call", self, *args, **kwargs)
+    def __init__(self, number: int):
+        self._number = number
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._ask("attribute", self, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", self, key)
+        return _ask("attribute", self, name)
 
     def __iter__(self) -> Any:
-        return iter(self._ask("list", self))
-
-    def __len__(self) -> int:
-        return self._ask("length", self)
-
-    def __bool__(self) -> bool:
-        return self._ask("truth", self)
-
-    def __str__(self) -> str:
-        return self._ask("text", self)
+        return iter(_ask("list", self))
 
 
 def check() -> None:
@@ -139,24 +141,17 @@ def check() -> None:
 
     Before that it sends requests about names and objects of the program.
     """
-
-    def number_of(value: Any) -> int:
-        if not isinstance(value, RemoteObject):
-            raise TypeError(f"a program in another process cannot get {value!r}")
-        return value._number
-
-    def ask(operation: str, *args: Any, **kwargs: Any) -> Any:
-        _send(encode([operation, list(args), kwargs], number_of))
-        answer = _receive()
-        if "raised" in answer:
-            raise _error_of(answer["raised"])
-        return decode(answer["value"], lambda number: RemoteObject(number, ask))
-
     assertion = _receive()
     names = {name: importlib.import_module(name) for name in assertion["modules"]}
-    names |= {name: ask("name", name) for name in assertion["names"]}
+    names |= {name: _ask("name", name) for name in assertion["names"]}
     exec(compile(assertion["text"], "assertion", "exec"), names)
     _send("held")
+
+
+def _number_of(value: Any) -> int:
+    if not isinstance(value, RemoteObject):
+        raise TypeError(f"a program in another process cannot get {value!r}")
+    return value._number
 
 
 def _error_of(name: str) -> Exception:
@@ -166,27 +161,12 @@ def _error_of(name: str) -> Exception:
 
 
 def _receive() -> Any:
-    """The next message. EOFError after the last one."""
-    size = int.from_bytes(_read(4), "little")
-    return json.loads(_read(size))
-
-
-def _read(size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        chunk = os.read(_MESSAGES_IN, size - len(content))
-        if not chunk:
-            raise EOFError
-        content += chunk
-    return content
+    return json.loads(_FRAMES.receive())
 
 
 def _send(message: Any) -> None:
-    content = json.dumps(message).encode()
-    content = len(content).to_bytes(4, "little") + content
-    while content:
-        content = content[os.write(_MESSAGES_OUT, content) :]
+    _FRAMES.send(json.dumps(message).encode())
 
 
 if __name__ == "__main__":
-    {"serve": serve, "check": check}[sys.argv[1]](*sys.argv[2:])
+    {"serve": serve, "check": check}[sys.argv[1]]()
