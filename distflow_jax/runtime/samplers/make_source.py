@@ -245,7 +245,7 @@ def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
         counter=counter,
         last=None if batches is None else batches * config.data.prompts_per_step,
         steps=config.training.steps,
-        judged=prepared.plan.region is not None,
+        judged=bool(prepared.plan.region.nodes),
         exact=config.stream.weight_update == "boundary",
     )
 
