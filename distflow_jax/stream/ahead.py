@@ -133,7 +133,6 @@ class Ahead:
             producer,
             nodes,
             delivery,
-            config,
             trainer,
             kept.saver,
             idle=self.publications.note_idle,

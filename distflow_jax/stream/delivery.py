@@ -3,14 +3,16 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
-from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
+from distflow_jax.stream.links.local_link import InlineLink, OrderedLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide
@@ -44,12 +46,23 @@ def make_delivery(
 
     Collective. Only publishing by divergence has connections.
     """
-    start = _start_thread if own_devices else _start_inline
-    return Delivery(
-        sync,
-        *publishing(config, producer),
-        lambda hooks: start(config, sampler, producer, hooks),
-    )
+
+    def start(hooks: Hooks) -> SamplingSide:
+        hand_on, evaluations = hooks.hand_on, hooks.evaluations
+        options: dict[str, Any] = {"cache": config.cache, "span": hooks.span}
+        if not own_devices:
+            return InlineLink(sampler, producer, hand_on, idle=hooks.idle, **options)
+        options |= {"arrive": hooks.arrive, "buffers": weight_buffers(config)}
+        if config.weight_update == "in_flight":
+            return ThreadLink(sampler, producer, hand_on, idle=hooks.idle, **options)
+        order = ExactOrder(
+            producer.admission, held=producer.version, known=hooks.known, due=evaluations.due
+        )
+        return OrderedLink(
+            sampler, producer, hand_on, order=order, evaluations=evaluations, **options
+        )
+
+    return Delivery(sync, *publishing(config, producer), start)
 
 
 def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
@@ -67,39 +80,3 @@ def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, P
 
     index, count = processes.process_index(), processes.process_count()
     return rule, Peers(processes.second_exchange(), index, count, heard)
-
-
-def _start_inline(
-    config: StreamConfig,
-    sampler: EpisodeSampler,
-    producer: Producer,
-    hooks: Hooks,
-) -> SamplingSide:
-    return InlineLink(
-        sampler,
-        producer,
-        hooks.hand_on,
-        idle=hooks.idle,
-        cache=config.cache,
-        span=hooks.span,
-    )
-
-
-def _start_thread(
-    config: StreamConfig,
-    sampler: EpisodeSampler,
-    producer: Producer,
-    hooks: Hooks,
-) -> SamplingSide:
-    return ThreadLink(
-        sampler,
-        producer,
-        hooks.hand_on,
-        arrive=hooks.arrive,
-        exact_order=hooks.exact_order,
-        evaluations=hooks.evaluations,
-        buffers=weight_buffers(config),
-        idle=hooks.idle,
-        cache=config.cache,
-        span=hooks.span,
-    )
