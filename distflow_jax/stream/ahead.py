@@ -30,7 +30,6 @@ from typing import Any, Protocol
 from distflow_jax.batch import Samples
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.background_gather import BackgroundGather
-from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
@@ -40,7 +39,7 @@ from distflow_jax.layout import Metrics
 from distflow_jax.stream.batches.agreement import Agreement, Policy
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.delivery import Delivery
+from distflow_jax.stream.delivery import Delivery, peers_of
 from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
 from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
@@ -123,7 +122,7 @@ class Ahead:
             policy,
             producer,
             _gather(),
-            _peers(producer, spreads=policy.spreads),
+            peers_of(producer, spreads=policy.spreads),
             self.publications,
             config,
             judges=not by_rounds,
@@ -375,14 +374,3 @@ class Ahead:
 
 def _gather() -> BackgroundGather:
     return BackgroundGather(processes.second_exchange())
-
-
-def _peers(producer: Producer, *, spreads: bool) -> Peers:
-    """Numbers that call the others to a gather; without connections where none is called."""
-
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
-
-    exchange = processes.second_exchange() if spreads else None
-    return Peers(exchange, processes.process_index(), processes.process_count(), heard)

@@ -28,7 +28,7 @@ class Delivery:
 
     sync: WeightSync
     rule: PublishRule
-    peers: Peers | None  # of publications that the rule may leave out
+    peers: Peers  # of publications that the rule may leave out
     start: Callable[[Hooks], SamplingSide]  # starts what samples
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
@@ -65,18 +65,17 @@ def make_delivery(
     return Delivery(sync, *publishing(config, producer), start)
 
 
-def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
-    """The rule of a run's publications, and the connections of one that may leave some out.
+def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers]:
+    """The rule of a run's publications, and the numbers of one that may leave some out.
 
     Collective.
     """
     rule = PublishRule(config.divergence, config.max_staleness)
-    if not rule.skips:
-        return rule, None
+    return rule, peers_of(producer, spreads=rule.skips)
 
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
 
-    index, count = processes.process_index(), processes.process_count()
-    return rule, Peers(processes.second_exchange(), index, count, heard)
+def peers_of(producer: Producer, *, spreads: bool) -> Peers:
+    """Numbers that wake a producer's threads where they rise; without `spreads` they have no
+    connections. Collective."""
+    exchange = processes.second_exchange() if spreads else None
+    return Peers(exchange, processes.process_index(), processes.process_count(), producer.wake)

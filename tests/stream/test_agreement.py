@@ -132,6 +132,10 @@ class Process:
 
     # -- what a producer has ----------------------------------------------------------------------
 
+    def wake(self):
+        with self.lock:
+            self.lock.notify_all()
+
     def counts(self):
         return Counts(tokens=self.tokens)
 
@@ -376,10 +380,6 @@ class Threaded(Process):
             return BackgroundGather(gather), Peers(spread, index, job.processes, self.wake)
 
         super().__init__(job, index, parts, None)
-
-    def wake(self):
-        with self.lock:
-            self.lock.notify_all()
 
     def drive(self, until, *, needs=0):
         while not until():

@@ -127,7 +127,7 @@ class Agreement:
         self._told_tokens += tokens
         rows = [facts.to_json() for facts in news]
         told = self._gather.begin([self._asked_for_weights(), self._missing(), tokens, rows])
-        told.add_done_callback(lambda _: self._wake())
+        told.add_done_callback(lambda _: self._producer.wake())
         return told
 
     def _learn(self, of_all: Sequence[Any]) -> None:
@@ -160,10 +160,6 @@ class Agreement:
     def _new_tokens(self) -> int:
         with self._producer.lock:
             return self._producer.counts().tokens - self._told_tokens
-
-    def _wake(self) -> None:
-        with self._producer.lock:
-            self._producer.lock.notify_all()
 
 
 def no_workers(config: StreamConfig, nodes: Sequence[str]) -> Ended:
