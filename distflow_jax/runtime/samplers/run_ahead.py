@@ -19,14 +19,10 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.evaluate import requests_of
-from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget
-from distflow_jax.stream.deadlines import Deadlines
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.evaluations import Evaluator
-from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.schedule import Admission
 
 log = logging.getLogger("distflow_jax")
@@ -85,14 +81,10 @@ def _evaluator(
 # -- how a step takes its groups ------------------------------------------------------------------
 
 
-def make_planner(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
-    """The partial batches of a run's steps; `admission`: the producer's rule once more, for what
-    all processes know."""
-    config = prepared.config.stream
-    if config.round_tokens:
-        assert isinstance(producer.admission, Deadlines), "as make_source has it"
-        return RolloutBudget(producer.admission, tokens=config.round_tokens)
-    return PartialBatchPlanner(admission, **PLANNED[config.partial_batches](prepared))
+def make_planner(prepared: PreparedRun, admission: Admission) -> PartialBatchPlanner:
+    """The partial batches of a run's steps; `admission`: the rule, for what all processes know."""
+    how = PLANNED[prepared.config.stream.partial_batches](prepared)
+    return PartialBatchPlanner(admission, **how)
 
 
 def _whole(prepared: PreparedRun) -> dict[str, Any]:
