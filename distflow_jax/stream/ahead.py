@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from distflow_jax.batch import Samples
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.background_gather import BackgroundGather
+from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
@@ -39,7 +40,7 @@ from distflow_jax.layout import Metrics
 from distflow_jax.stream.batches.agreement import Agreement, Policy
 from distflow_jax.stream.batches.partial_batches import PartialBatch
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.delivery import Delivery, peers_of
+from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
 from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
@@ -107,7 +108,8 @@ class Ahead:
         self.place = kept.place
         self._delivery, self._policy, self._kept = delivery, policy, kept
         self._trainer, self._lock = trainer, producer.lock
-        self.publications = Publications(delivery.rule, producer, delivery.peers, self._bring)
+        self._peers = _peers(producer, spreads=policy.spreads or delivery.rule.skips)
+        self.publications = Publications(delivery.rule, producer, self._peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
         self._quarantine = Quarantine(producer)
@@ -122,7 +124,7 @@ class Ahead:
             policy,
             producer,
             _gather(),
-            peers_of(producer, spreads=policy.spreads),
+            self._peers,
             self.publications,
             config,
             judges=not by_rounds,
@@ -368,9 +370,16 @@ class Ahead:
         self._agreement.close()
         if self._rounds is not None:
             self._rounds.close()
-        self.publications.close()
+        self._peers.close()
         self._kept.recording.close()
 
 
 def _gather() -> BackgroundGather:
     return BackgroundGather(processes.second_exchange())
+
+
+def _peers(producer: Producer, *, spreads: bool) -> Peers:
+    """Numbers that wake a producer's threads where they rise; without `spreads` they have no
+    connections."""
+    exchange = processes.second_exchange() if spreads else None
+    return Peers(exchange, processes.process_index(), processes.process_count(), producer.wake)

@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distflow_jax.cluster import processes
-from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.resharding.weight_sync import WeightSync
@@ -28,7 +26,6 @@ class Delivery:
 
     sync: WeightSync
     rule: PublishRule
-    peers: Peers  # of publications that the rule may leave out
     start: Callable[[Hooks], SamplingSide]  # starts what samples
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
@@ -42,10 +39,7 @@ def make_delivery(
     *,
     own_devices: bool,
 ) -> Delivery:
-    """The delivery of a run whose own processes sample.
-
-    Collective. Only publishing by divergence has connections.
-    """
+    """The delivery of a run whose own processes sample."""
 
     def start(hooks: Hooks) -> SamplingSide:
         hand_on, evaluations = hooks.hand_on, hooks.evaluations
@@ -62,20 +56,4 @@ def make_delivery(
             sampler, producer, hand_on, order=order, evaluations=evaluations, **options
         )
 
-    return Delivery(sync, *publishing(config, producer), start)
-
-
-def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers]:
-    """The rule of a run's publications, and the numbers of one that may leave some out.
-
-    Collective.
-    """
-    rule = PublishRule(config.divergence, config.max_staleness)
-    return rule, peers_of(producer, spreads=rule.skips)
-
-
-def peers_of(producer: Producer, *, spreads: bool) -> Peers:
-    """Numbers that wake a producer's threads where they rise; without `spreads` they have no
-    connections. Collective."""
-    exchange = processes.second_exchange() if spreads else None
-    return Peers(exchange, processes.process_index(), processes.process_count(), producer.wake)
+    return Delivery(sync, PublishRule(config.divergence, config.max_staleness), start)

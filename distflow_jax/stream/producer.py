@@ -11,7 +11,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import group_numbers, loader_columns
-from distflow_jax.environments.episode_sampler import UNBEGUN, Counts, Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
@@ -228,7 +228,7 @@ class Producer:
         requests = {n.node.id: self._request(n, prompt, turn) for n in self._nodes}
         found = self.saved.take(prompt.counter, requests)
         for node, request in requests.items():
-            self.requests.begin((prompt.counter, node), request, found.get(node, UNBEGUN), size)
+            self.requests.begin((prompt.counter, node), request, found.get(node, Progress()), size)
 
     def _request(self, node: SamplingNode, prompt: Prompt, turn: int) -> GroupRequest:
         request = GroupRequest(prompt, node.sampling, turn=turn)

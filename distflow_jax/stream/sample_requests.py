@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from distflow_jax.environments.episode_sampler import UNBEGUN, Counts, Progress
+from distflow_jax.environments.episode_sampler import Counts, Progress
 from distflow_jax.environments.episodes import Episode, without_lone
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -61,9 +61,7 @@ class SampleRequests:
             self.here.occupancy.plus(self._elsewhere),
         )
 
-    def begin(
-        self, key: Key, request: GroupRequest, progress: Progress = UNBEGUN, size: int = 0
-    ) -> None:
+    def begin(self, key: Key, request: GroupRequest, progress: Progress, size: int = 0) -> None:
         """Adds a request, to go on with the `progress` of an earlier run; `size`: bytes of its
         prompt, where they are many."""
         pieces = pieces_of(progress)

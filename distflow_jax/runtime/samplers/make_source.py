@@ -25,11 +25,7 @@ from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
-from distflow_jax.runtime.samplers.run_ahead import (
-    make_planner,
-    make_trainer,
-    warn_if_incomplete,
-)
+from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn_if_incomplete
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
@@ -258,7 +254,7 @@ def _rule(
     known = Admission(rule, **bounds)
     for counter in saved.given_up:
         known.judge(counter, False)
-    return Admission(rule, **bounds), make_planner(prepared, known)
+    return Admission(rule, **bounds), PLANNERS[config.stream.partial_batches](prepared, known)
 
 
 def _saver(
