@@ -128,7 +128,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int, shape: 
         nonlocal counter
         asked = Prompt(counter, counter, prompt, "", "", None, {})
         sampling = SamplingParams(shape.samples, shape.most)
-        requests.begin((counter, NODE), GroupRequest(asked, sampling, turn=1))
+        requests.begin((counter, NODE), GroupRequest(asked, sampling, turn=1), Progress())
         counter += buffers
 
     def hand_over(number: int, episodes: list[Episode]) -> None:

@@ -206,14 +206,10 @@ class Region:
         if isinstance(nodes, str) or not isinstance(nodes, Iterable):
             raise ValueError(f"region: nodes must be a list of node ids, got {nodes!r}")
         object.__setattr__(self, "nodes", tuple(sorted(nodes)))
-        if not self.nodes:
-            raise ValueError("region: nodes must name at least one node")
-        if not isinstance(self.until, str) or not self.until:
-            raise ValueError(
-                f"region {list(self.nodes)}: until must be a name or 'module:function', got "
-                f"{self.until!r}"
-            )
         check_fields(vars(self), {"max_rounds": COUNT}, f"region {list(self.nodes)}")
+
+
+NO_REGION = Region((), "", 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +268,13 @@ class Graph:
             )
         by_id = {node.id: node for node in self.nodes}
         for region in self.regions:
+            if not region.nodes:
+                raise ValueError("region: nodes must name at least one node")
+            if not isinstance(region.until, str) or not region.until:
+                raise ValueError(
+                    f"region {list(region.nodes)}: until must be a name or 'module:function', got "
+                    f"{region.until!r}"
+                )
             for name in region.nodes:
                 if name not in by_id:
                     raise ValueError(f"region: unknown node {name!r} ({hint(name, by_id)})")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from distflow_jax.dag.graph import Node, Region, When
+from distflow_jax.dag.graph import NO_REGION, Node, Region, When
 from distflow_jax.layout import Edge, Layout
 from distflow_jax.programs.text_table import fill_lines, text_table
 
@@ -98,14 +98,14 @@ class Plan:
     """Tasks in the order in which every process runs them.
 
     `segments` are the runs of device tasks that are one program each. `loader_fields` have the
-    loader's fields with their layouts. The tasks of `region`, if there is one, come first.
+    loader's fields with their layouts. The tasks of `region` come first.
     """
 
     name: str
     loader_fields: tuple[tuple[str, Layout], ...]
     tasks: tuple[Task, ...]
     segments: tuple[tuple[Task, ...], ...]
-    region: Region | None = None
+    region: Region = NO_REGION
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -120,7 +120,7 @@ class Plan:
 
     def split(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
         """(units of the region, units after it). A region's nodes run on the host."""
-        inside = len(self.region.nodes) if self.region else 0
+        inside = len(self.region.nodes)
         return self.units[:inside], self.units[inside:]
 
     def to_json(self) -> str:
@@ -130,7 +130,7 @@ class Plan:
             "given": [[name, layout.to_tree()] for name, layout in self.loader_fields],
             "tasks": [task.to_tree() for task in self.tasks],
             "segments": [[task.node.id for task in segment] for segment in self.segments],
-            "region": dataclasses.asdict(self.region) if self.region else None,
+            "region": dataclasses.asdict(self.region) if self.region.nodes else None,
         }
         return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
@@ -159,8 +159,8 @@ class Plan:
             reads += [(node.id, ", ".join(names), *way) for way, names in fields.items()]
         segments = " | ".join(" + ".join(t.node.id for t in part) for part in self.segments)
         loop = ""
-        if self.region:
-            names = ", ".join(unit.name for unit in self.split()[0])
+        if inside := self.split()[0]:
+            names = ", ".join(unit.name for unit in inside)
             loop = (
                 f"again with the next prompts until enough groups are {self.region.until}, at most "
                 f"{self.region.max_rounds} times: {names}\n"

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-from distflow_jax.dag.graph import ROLES, SCOPES, TYPES, Graph, Node, Region
+from distflow_jax.dag.graph import NO_REGION, ROLES, SCOPES, TYPES, Graph, Node
 from distflow_jax.dag.plan import Plan, Task
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import (
@@ -48,11 +48,11 @@ def plan(
     if not isinstance(loader_fields, Mapping):
         loader_fields = dict.fromkeys(loader_fields, HOST)
     graph = graph.settle()
-    region = graph.regions[0] if graph.regions else None
+    region = graph.regions[0] if graph.regions else NO_REGION
     placed = {node.id: _layout_of(node, layouts) for node in graph.nodes}
-    deps = _deps(graph, region)
+    inside = set(region.nodes)
+    deps = _deps(graph, inside)
     depths = _depths(deps)
-    inside = set(region.nodes) if region else set()
 
     def place(node: Node) -> tuple:
         return (node.id not in inside, *_place(node, depths[node.id], placed[node.id]))
@@ -102,9 +102,8 @@ def plan(
 # -- order ------------------------------------------------------------------------------------
 
 
-def _deps(graph: Graph, region: Region | None) -> dict[str, set[str]]:
-    """Deps of each node; nodes outside the region depend on all of the region."""
-    inside = set(region.nodes) if region else set()
+def _deps(graph: Graph, inside: set[str]) -> dict[str, set[str]]:
+    """Deps of each node; nodes outside the region depend on all `inside` of it."""
     # a region decides the step's prompts: all other nodes follow it
     return {n.id: {*n.deps} if n.id in inside else {*n.deps, *inside} for n in graph.nodes}
 

@@ -36,6 +36,9 @@ class Progress:
         return ended + sum(len(p.tokens) - len(p.fed) for p in self.partials)
 
 
+UNBEGUN = Progress()  # read alone
+
+
 class Counts(NamedTuple):
     """Numbers of what a sampler has sampled."""
 
@@ -116,13 +119,12 @@ class EpisodeSampler:
         """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
-    def submit(self, key: Key, request: GroupRequest, progress: Progress | None = None) -> None:
+    def submit(self, key: Key, request: GroupRequest, progress: Progress = UNBEGUN) -> None:
         """Adds a request, to go on with the `progress` of an earlier sampler.
 
         What has begun comes before all other requests, the last one first; responses in turns that
         have not ended begin anew. ValueError for a request that no slot can take.
         """
-        progress = progress or Progress()
         entry = _Request(key, request, dict(progress.episodes))
         self._open[key] = entry
         if not entry.lacks:

@@ -491,7 +491,7 @@ def run_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
 
 def stream_rule(config: Config, plan: Plan) -> Rule:
     """The rule by which samplers of a run begin groups."""
-    rounds = plan.region.max_rounds if plan.region and config.stream.ahead else 1
+    rounds = plan.region.max_rounds if config.stream.ahead else 1
     return Rule(config.data.prompts_per_step, config.stream.max_staleness, rounds)
 
 
@@ -509,9 +509,9 @@ def until_of(config: Config, plan: Plan) -> Until | None:
 
     Raises ValueError or FileNotFoundError for what does not exist or can never be true.
     """
-    if plan.region is None:
-        return None
     name = plan.region.until
+    if not name:
+        return None
     if name in UNTIL:
         if config.rollout.num_samples < 2:
             raise ValueError(
@@ -546,8 +546,7 @@ def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
 
     Trackers are left out: process 0 alone has a use for them.
     """
-    named = [config.dag, config.reward.function]
-    named += [plan.region.until] if plan.region else []
+    named = [config.dag, config.reward.function, plan.region.until]
     own = hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
     return own | environment_table(config)
 

@@ -166,7 +166,7 @@ class Synchronous(NoSamplersAhead):
     def fill(self, coordinator: Coordinator, step: int) -> Callable[[], bool]:
         """Hands the coordinator a step's prompts; a region draws some in each of its rounds."""
         region = self._prepared.plan.region
-        if region is None:
+        if not region.nodes:
             given = self._draw(step)
             if given is None:
                 raise Ended(DATA_ENDED)

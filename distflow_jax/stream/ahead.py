@@ -108,7 +108,8 @@ class Ahead:
         self.place = kept.place
         self._delivery, self._policy, self._kept = delivery, policy, kept
         self._trainer, self._lock = trainer, producer.lock
-        self.publications = Publications(delivery.rule, producer, delivery.peers, self._bring)
+        self._peers = _peers(producer, spreads=policy.spreads or delivery.rule.skips)
+        self.publications = Publications(delivery.rule, producer, self._peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
         self._quarantine = Quarantine(producer)
@@ -123,7 +124,7 @@ class Ahead:
             policy,
             producer,
             _gather(),
-            _peers(producer, spreads=policy.spreads),
+            self._peers,
             self.publications,
             config,
             judges=not by_rounds,
@@ -133,7 +134,6 @@ class Ahead:
             producer,
             nodes,
             delivery,
-            config,
             trainer,
             kept.saver,
             idle=self.publications.note_idle,
@@ -370,7 +370,7 @@ class Ahead:
         self._agreement.close()
         if self._rounds is not None:
             self._rounds.close()
-        self.publications.close()
+        self._peers.close()
         self._kept.recording.close()
 
 
@@ -379,11 +379,7 @@ def _gather() -> BackgroundGather:
 
 
 def _peers(producer: Producer, *, spreads: bool) -> Peers:
-    """Numbers that call the others to a gather; without connections where none is called."""
-
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
-
+    """Numbers that wake a producer's threads where they rise; without `spreads` they have no
+    connections."""
     exchange = processes.second_exchange() if spreads else None
-    return Peers(exchange, processes.process_index(), processes.process_count(), heard)
+    return Peers(exchange, processes.process_index(), processes.process_count(), producer.wake)

@@ -3,14 +3,14 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
-from distflow_jax.cluster import processes
-from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import HostThread, NodesAhead, Span
-from distflow_jax.stream.links.local_link import InlineLink, ThreadLink
+from distflow_jax.stream.links.local_link import InlineLink, OrderedLink, ThreadLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide
@@ -26,7 +26,6 @@ class Delivery:
 
     sync: WeightSync
     rule: PublishRule
-    peers: Peers | None  # of publications that the rule may leave out
     start: Callable[[Hooks], SamplingSide]  # starts what samples
     # makes what runs nodes on groups of a process whose workers run some of them
     nodes: Callable[[NodesAhead, Span, threading.Condition], HostThread] = HostThread
@@ -40,66 +39,21 @@ def make_delivery(
     *,
     own_devices: bool,
 ) -> Delivery:
-    """The delivery of a run whose own processes sample.
+    """The delivery of a run whose own processes sample."""
 
-    Collective. Only publishing by divergence has connections.
-    """
-    start = _start_thread if own_devices else _start_inline
-    return Delivery(
-        sync,
-        *publishing(config, producer),
-        lambda hooks: start(config, sampler, producer, hooks),
-    )
+    def start(hooks: Hooks) -> SamplingSide:
+        hand_on, evaluations = hooks.hand_on, hooks.evaluations
+        options: dict[str, Any] = {"cache": config.cache, "span": hooks.span}
+        if not own_devices:
+            return InlineLink(sampler, producer, hand_on, idle=hooks.idle, **options)
+        options |= {"arrive": hooks.arrive, "buffers": weight_buffers(config)}
+        if config.weight_update == "in_flight":
+            return ThreadLink(sampler, producer, hand_on, idle=hooks.idle, **options)
+        order = ExactOrder(
+            producer.admission, held=producer.version, known=hooks.known, due=evaluations.due
+        )
+        return OrderedLink(
+            sampler, producer, hand_on, order=order, evaluations=evaluations, **options
+        )
 
-
-def publishing(config: StreamConfig, producer: Producer) -> tuple[PublishRule, Peers | None]:
-    """The rule of a run's publications, and the connections of one that may leave some out.
-
-    Collective.
-    """
-    rule = PublishRule(config.divergence, config.max_staleness)
-    if not rule.skips:
-        return rule, None
-
-    def heard() -> None:
-        with producer.lock:
-            producer.lock.notify_all()
-
-    index, count = processes.process_index(), processes.process_count()
-    return rule, Peers(processes.second_exchange(), index, count, heard)
-
-
-def _start_inline(
-    config: StreamConfig,
-    sampler: EpisodeSampler,
-    producer: Producer,
-    hooks: Hooks,
-) -> SamplingSide:
-    return InlineLink(
-        sampler,
-        producer,
-        hooks.hand_on,
-        idle=hooks.idle,
-        cache=config.cache,
-        span=hooks.span,
-    )
-
-
-def _start_thread(
-    config: StreamConfig,
-    sampler: EpisodeSampler,
-    producer: Producer,
-    hooks: Hooks,
-) -> SamplingSide:
-    return ThreadLink(
-        sampler,
-        producer,
-        hooks.hand_on,
-        arrive=hooks.arrive,
-        exact_order=hooks.exact_order,
-        evaluations=hooks.evaluations,
-        buffers=weight_buffers(config),
-        idle=hooks.idle,
-        cache=config.cache,
-        span=hooks.span,
-    )
+    return Delivery(sync, PublishRule(config.divergence, config.max_staleness), start)

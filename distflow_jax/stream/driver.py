@@ -10,11 +10,9 @@ from typing import Any
 
 import jax
 
-from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations, Evaluator
-from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.host_nodes import NodesAhead, Span
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.resume import SampleSaver
@@ -60,7 +58,6 @@ class Driver:
         producer: Producer,
         nodes: NodesAhead,
         delivery: Delivery,
-        config: StreamConfig,
         trainer: TrainerCalls,
         saver: SampleSaver,
         *,
@@ -73,15 +70,10 @@ class Driver:
         self._trainer, self._saver, self._sync = trainer, saver, delivery.sync
         self._host = delivery.nodes(nodes, trainer.span, self._lock)
         self.times = WeightUpdateTimes()
-        held = producer.version
-        self.evaluations = Evaluations(trainer.evaluator, self._host, held=held)
-        order = None
-        if config.weight_update == "boundary":
-            due = self.evaluations.due
-            order = ExactOrder(producer.admission, held=held, known=known, due=due)
+        self.evaluations = Evaluations(trainer.evaluator, self._host, held=producer.version)
         span = functools.partial(trainer.span, producer.name)
         self.sampling = delivery.start(
-            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, known, order)
+            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, known)
         )
 
     def wait_until(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:

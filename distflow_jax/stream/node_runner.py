@@ -74,10 +74,11 @@ class NodeRunner:
             future.add_done_callback(functools.partial(_tell_failure, work.key))
             future.add_done_callback(lambda _: done())
 
-    def ready(self) -> list[tuple[Key, Frame | str]]:
-        """Tasks that have ended: their results, or why there are none."""
+    def ready(self) -> list[tuple[Key, str, Frame]]:
+        """Tasks that have ended: a task buffer's method, and its frame with the result, or with
+        why there is none."""
         ended = [(key, future) for key, future in list(self._running.items()) if future.done()]
-        return [(key, _result(key, future)) for key, future in ended]
+        return [(key, *_submission(key, future)) for key, future in ended]
 
     def forget(self, key: Key) -> None:
         """Forgets a task whose result a task buffer has."""
@@ -95,13 +96,16 @@ class NodeRunner:
         self._runs.shutdown(wait=False, cancel_futures=True)
 
 
-def _result(key: Key, future: Future[Frame]) -> Frame | str:
-    error = future.exception()
-    if error is None:
-        return future.result()
+def _submission(key: Key, future: Future[Frame]) -> tuple[str, Frame]:
+    if (error := future.exception()) is None:
+        return "submit_node", future.result()
+    return "fail", Frame({"keys": [list(key)], "why": _why(key, error)})
+
+
+def _why(key: Key, error: BaseException) -> str:
     return f"node {key[1]!r} failed with {type(error).__name__}: {error}"
 
 
 def _tell_failure(key: Key, future: Future[Frame]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        log.warning("prompt %d: %s", key[0], _result(key, future))
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.warning("prompt %d: %s", key[0], _why(key, error))

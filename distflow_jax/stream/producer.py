@@ -164,6 +164,11 @@ class Producer:
         oldest = min(sampling, key=lambda group: group.counter, default=None)
         return "" if oldest is None else f"{min(oldest.sampling)} of prompt {oldest.counter}"
 
+    def wake(self) -> None:
+        """Has threads look again that wait under the lock."""
+        with self.lock:
+            self.lock.notify_all()
+
     def begun_up_to(self, end: int) -> bool:
         """Whether all groups below a counter have begun that are this process's."""
         return self._drawn >= end and not (self._waiting and self._waiting[0].counter < end)
@@ -223,7 +228,7 @@ class Producer:
         requests = {n.node.id: self._request(n, prompt, turn) for n in self._nodes}
         found = self.saved.take(prompt.counter, requests)
         for node, request in requests.items():
-            self.requests.begin((prompt.counter, node), request, found.get(node), size)
+            self.requests.begin((prompt.counter, node), request, found.get(node, Progress()), size)
 
     def _request(self, node: SamplingNode, prompt: Prompt, turn: int) -> GroupRequest:
         request = GroupRequest(prompt, node.sampling, turn=turn)

@@ -14,7 +14,7 @@ from distflow_jax.cluster.peers import Peers
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publish_rule import PublishRule, divergence_of, divergences
 
-STARVING = 0  # kind of: 1 + the newest version with which a sampler has nothing to do
+STARVING = 1  # kind of: 1 + the newest version with which a sampler has nothing to do
 
 
 class Publications:
@@ -25,14 +25,9 @@ class Publications:
     """
 
     def __init__(
-        self,
-        rule: PublishRule,
-        producer: Producer,
-        peers: Peers | None,
-        bring: Callable[[int], None],
+        self, rule: PublishRule, producer: Producer, peers: Peers, bring: Callable[[int], None]
     ):
-        """`peers`: nothing else uses them; None only where the rule skips nothing.
-        `bring(version)`: brings the weights to all samplers; collective."""
+        """`bring(version)`: brings the weights to all samplers; collective."""
         self._rule, self._producer, self._peers = rule, producer, peers
         self._bring = bring
         self.newest = self._offered = producer.version
@@ -82,16 +77,11 @@ class Publications:
     def note_idle(self) -> None:
         """Tells that the sampler has nothing to do, after all that may begin has begun, where newer
         weights would help. From any thread, under the producer's lock."""
-        if self._peers is not None and self._producer.starving:
+        if self._rule.skips and self._producer.starving:
             self._peers.raise_to(STARVING, self._producer.version + 1)
 
-    def close(self) -> None:
-        """Ends the connections."""
-        if self._peers is not None:
-            self._peers.close()
-
     def _starving(self) -> bool:
-        return self._peers is not None and self._peers.seen(STARVING) > self.newest
+        return self._peers.seen(STARVING) > self.newest
 
     def _has_step(self, step: int) -> bool:
         with self._producer.lock:

@@ -33,21 +33,16 @@ class RegionRounds:
                 return False
             told = self._gather.begin([(group.counter, group.keep) for group in groups])
             self._told = end, told
-            told.add_done_callback(lambda _: self._wake())
+            told.add_done_callback(lambda _: self._producer.wake())
         end_of_round, told = self._told
         if not told.done():
             return False
         for counter, keep in (news for theirs in told.result() for news in theirs):
             self._producer.admission.judge(counter, bool(keep))
         self._known, self._told = end_of_round, None
-        self._wake()
+        self._producer.wake()
         return end <= self._known
 
     def close(self) -> None:
         """Ends the connections."""
         self._gather.close()
-
-    def _wake(self) -> None:
-        lock = self._producer.lock
-        with lock:
-            lock.notify_all()

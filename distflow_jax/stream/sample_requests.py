@@ -61,12 +61,10 @@ class SampleRequests:
             self.here.occupancy.plus(self._elsewhere),
         )
 
-    def begin(
-        self, key: Key, request: GroupRequest, progress: Progress | None = None, size: int = 0
-    ) -> None:
+    def begin(self, key: Key, request: GroupRequest, progress: Progress, size: int = 0) -> None:
         """Adds a request, to go on with the `progress` of an earlier run; `size`: bytes of its
         prompt, where they are many."""
-        pieces = pieces_of(progress or Progress())
+        pieces = pieces_of(progress)
         order = tuple(request.rank or ())
         with self.lock:
             self._restored += sum(piece.tokens for piece in pieces.values())
@@ -78,7 +76,7 @@ class SampleRequests:
                 order=order,
                 size=size,
             )
-            self.buffer.begin(task, pieces)
+            self.buffer.begin_group(task, pieces)
 
     def evaluate(self, version: int, request: GroupRequest, size: int) -> None:
         """Adds a request of an evaluation of a version; `size` as of `begin`. Under the lock.
@@ -93,7 +91,7 @@ class SampleRequests:
             samples=request.samples,
             size=size,
         )
-        self.buffer.begin(task)
+        self.buffer.begin_group(task, {})
 
     def take_complete(self) -> list[tuple[Key, list[Episode], set[str]]]:
         """Requests that are complete now, their responses in the order of their numbers, and the

@@ -9,7 +9,6 @@ from typing import Any
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.evaluations import Evaluations
-from distflow_jax.stream.exact_order import ExactOrder
 
 JOIN_SECONDS = 60.0  # for a decode call to end
 
@@ -25,7 +24,6 @@ class Hooks:
       idle: called under the producer's lock if no response is unfinished and none may begin.
       evaluations: that samplers make.
       known: whether all processes know the filter decisions below a counter, see RegionRounds.
-      exact_order: of the work, with weight updates at boundaries.
     """
 
     hand_on: Callable[[], None]
@@ -34,7 +32,6 @@ class Hooks:
     idle: Callable[[], None]
     evaluations: Evaluations
     known: Callable[[int], bool]
-    exact_order: ExactOrder | None = None
 
 
 class SamplingSide:

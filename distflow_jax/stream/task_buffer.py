@@ -92,20 +92,20 @@ class TaskBuffer(EvaluationLeases):
             raise ValueError(f"version {version} is older than {self.newest}, which is published")
         self.newest = version
 
-    def begin(self, task: OpenTask, pieces: Mapping[int, Piece] | None = None) -> None:
-        """Takes a task that may begin; `pieces`: what an earlier run knew of a group's
-        responses."""
+    def begin(self, task: OpenTask) -> None:
+        """Takes a task that may begin."""
         if task.key in self.open or task.key in self._done:
             raise ValueError(f"{task.key[1]!r} of prompt {task.key[0]} has begun already")
         self.open.add(task)
-        if isinstance(task, GroupTask):
-            pieces = pieces or {}
-            known = [piece.lowest for piece in pieces.values() if piece.tokens]
-            task.floor = min([self._bounds(task)[0], *known])
-            task.ended = {s: p for s, p in pieces.items() if p.whole}
-            task.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
-            self.open.moved(task)
-            self._end_if_complete(task)
+
+    def begin_group(self, task: GroupTask, pieces: Mapping[int, Piece]) -> None:
+        """As `begin`; `pieces`: what an earlier run knew of its responses."""
+        known = [piece.lowest for piece in pieces.values() if piece.tokens]
+        task.floor = min([self._bounds(task)[0], *known])
+        task.ended = {s: p for s, p in pieces.items() if p.whole}
+        task.under_way = {s: p for s, p in pieces.items() if not p.whole and p.tokens}
+        self.begin(task)
+        self._end_if_complete(task)
 
     def version_of(self, step: int) -> int:
         """The version that answers a step with exact versions, otherwise the oldest that may."""

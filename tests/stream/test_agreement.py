@@ -22,7 +22,11 @@ from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.group_facts import GroupFacts, decision_of
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
+from distflow_jax.stream.batches.partial_batches import (
+    CounterPlanner,
+    PartialBatchRoom,
+    ReadyPlanner,
+)
 from distflow_jax.stream.batches.rollout_budget import RolloutBudget, rollout_metrics
 from distflow_jax.stream.deadlines import Deadlines
 from distflow_jax.stream.publications import Publications
@@ -85,14 +89,12 @@ class Job:
     def policy(self, process):
         """The policy of a process, which plans by a rule of its own."""
         if self.kind == "whole":
-            prompts = self.rule.groups
-            return PartialBatchPlanner(self.admission(), prompts=prompts, facts_of=decision_of)
-        how = {"prompts": self.prompts}
+            return CounterPlanner(self.admission(), self.rule.groups, facts_of=decision_of)
+        options = {"mini_batches": self.minis, "facts_of": self.facts}
         if self.kind == "ready":
-            how = {"room": PartialBatchRoom(self.rows, RowLimits(16, 4, shared=False))}
-        return PartialBatchPlanner(
-            self.admission(), mini_batches=self.minis, facts_of=self.facts, **how
-        )
+            room = PartialBatchRoom(self.rows, RowLimits(16, 4, shared=False))
+            return ReadyPlanner(self.admission(), room, **options)
+        return CounterPlanner(self.admission(), self.prompts, **options)
 
 
 class BudgetJob(Job):
@@ -131,6 +133,10 @@ class Process:
         )
 
     # -- what a producer has ----------------------------------------------------------------------
+
+    def wake(self):
+        with self.lock:
+            self.lock.notify_all()
 
     def counts(self):
         return Counts(tokens=self.tokens)
@@ -373,13 +379,10 @@ class Threaded(Process):
             spread = None
 
         def parts():
-            return BackgroundGather(gather), Peers(spread, index, job.processes, self.wake)
+            self.peers = Peers(spread, index, job.processes, self.wake)
+            return BackgroundGather(gather), self.peers
 
         super().__init__(job, index, parts, None)
-
-    def wake(self):
-        with self.lock:
-            self.lock.notify_all()
 
     def drive(self, until, *, needs=0):
         while not until():
@@ -410,6 +413,7 @@ def test_processes_with_connections_agree(make_job, seed):
     check(world, job)
     for process in world:
         process.agreement.close()
+        process.peers.close()
 
 
 def test_metrics_of_a_rollout():

@@ -16,7 +16,7 @@ from distflow_jax.cluster.background_gather import BackgroundGather
 from distflow_jax.stream import driver, sampling_side
 from distflow_jax.stream.driver import ALL, TrainerCalls
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluator
-from distflow_jax.stream.links.local_link import ThreadLink
+from distflow_jax.stream.links.local_link import OrderedLink
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import TokenAccount
@@ -156,7 +156,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
 
 def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     """The checkpoint of step 1 waits for the evaluation of version 0, then for step 2."""
-    made, ends, end_with = [], threading.Event(), ThreadLink.end_with
+    made, ends, end_with = [], threading.Event(), OrderedLink.end_with
 
     def told(self, version):
         end_with(self, version)
@@ -167,7 +167,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
         assert ends.wait(HANG)
         return state, []
 
-    monkeypatch.setattr(ThreadLink, "end_with", told)
+    monkeypatch.setattr(OrderedLink, "end_with", told)
     stream = owing(tmp_path, evaluator(answer))
     (found,) = stream.evaluated(0, end=time.monotonic() + HANG)
     assert found.version == 0

@@ -52,7 +52,7 @@ class Trainer:
         facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
         service = BufferService(self.requests, self.lock, {}, facts, border=border)
         self.methods = service.methods()
-        self.requests.begin(KEY, request_of(COUNTER))
+        self.requests.begin(KEY, request_of(COUNTER), Progress())
         self.lease("liar")
 
     def lease(self, worker):

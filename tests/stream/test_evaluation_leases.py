@@ -39,7 +39,7 @@ def buffer(request):
     )
     made.publish(1)
     for task in evaluation(1, 3):
-        made.begin(task)
+        made.begin_group(task, {})
     return made
 
 
@@ -61,7 +61,7 @@ def test_few_workers_evaluate_and_the_others_train_on(buffer, count):
     chosen = evaluators(buffer, names)
     assert len(chosen) == max(1, count // SHARE)
     for counter in range(4, 8):
-        buffer.begin(group(counter, 3))
+        buffer.begin_group(group(counter, 3), {})
     for name in set(names) - set(chosen):
         assert all(task.trains for task in buffer.lease(name, 1, 1, 0.0))
     given = [task for name in chosen for task in buffer.lease(name, 1, 3, 0.0)]
@@ -120,7 +120,7 @@ def test_the_oldest_evaluation_comes_first(buffer):
     (name,) = join(buffer, 1)
     buffer.publish(2)
     for task in evaluation(2, 2):
-        buffer.begin(task)
+        buffer.begin_group(task, {})
     buffer.expire(0.0)
     for version, count in ((1, 3), (2, 2)):
         assert buffer.evaluates(name) == version

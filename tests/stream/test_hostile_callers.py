@@ -10,6 +10,7 @@ from support.counted_buffers import TABLES, request_of
 from support.task_buffer_calls import LEASE, Buffer
 
 from distflow_jax.coordinator.column_codec import encode
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.stream.border import MOST_RESPONSES
 from distflow_jax.stream.frames.frames import MOST_ARRAYS, TOLD_BYTES, Frame
 from distflow_jax.stream.links.waiting_questions import MOST_QUESTIONS
@@ -38,7 +39,7 @@ def test_no_value_of_any_type_is_a_fault(method, caplog):
     for name in FACTS:
         for value in VALUES:
             buffer = Buffer()
-            buffer.requests.begin(KEY, request_of(4))
+            buffer.requests.begin(KEY, request_of(4), Progress())
             facts = {**LEASE, **TABLES, "keys": [list(KEY)], "nodes": ["score"]}
             try:
                 buffer.service.methods()[method]("liar", Frame(facts | {name: value}).to_bytes())

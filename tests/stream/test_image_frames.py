@@ -159,7 +159,8 @@ def test_one_answer_has_no_more_groups_than_a_frame_may_hold():
     for counter in range(5):
         size = ANSWER_BYTES // 2
         key = (counter, "gen")
-        buffer.begin(GroupTask(key=key, content=None, step=1, samples=range(2), size=size))
+        task = GroupTask(key=key, content=None, step=1, samples=range(2), size=size)
+        buffer.begin_group(task, {})
     assert [len(buffer.lease("a", 0, 100, 0.0)) for _ in range(4)] == [2, 2, 1, 0]
 
 

@@ -21,7 +21,11 @@ from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
 from distflow_jax.layout import Layout
 from distflow_jax.stream.batches.group_facts import GroupFacts, lengths_of, step_lengths
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
+from distflow_jax.stream.batches.partial_batches import (
+    CounterPlanner,
+    PartialBatchRoom,
+    ReadyPlanner,
+)
 from distflow_jax.stream.schedule import Admission, Rule
 
 CASES = 500
@@ -74,10 +78,10 @@ class Case:
     def planner(self):
         """The planner of a process at the start of the job."""
         admission = Admission(self.rule, last=self.last, judged=self.judged)
-        room = None if self.counted else PartialBatchRoom(self.rows, self.limits)
-        return PartialBatchPlanner(
-            admission, mini_batches=self.minis, prompts=self.counted, room=room
-        )
+        if self.counted:
+            return CounterPlanner(admission, self.counted, mini_batches=self.minis)
+        room = PartialBatchRoom(self.rows, self.limits)
+        return ReadyPlanner(admission, room, mini_batches=self.minis)
 
 
 def partial_batches_of(case, steps, replicas=2, shuffled=None):
@@ -262,7 +266,7 @@ def test_the_room_of_a_partial_batch_counts_rows_as_their_assignment_does():
 
 
 def test_a_ready_partial_batch_waits_until_its_rows_are_full():
-    planner = PartialBatchPlanner(Admission(Rule(6, 1)), room=room(2))
+    planner = ReadyPlanner(Admission(Rule(6, 1)), room(2))
     assert planner.next() is None
     planner.learn([facts(4), facts(2), facts(5)])
     assert planner.next() is None  # 36 of 48 tokens
@@ -284,13 +288,13 @@ def test_a_ready_partial_batch_waits_until_its_rows_are_full():
 
 
 def test_a_ready_partial_batch_takes_the_oldest_first():
-    planner = PartialBatchPlanner(Admission(Rule(4, 1)), room=room(1))
+    planner = ReadyPlanner(Admission(Rule(4, 1)), room(1))
     planner.learn([facts(0, first=5), facts(1, first=3), facts(2, first=4)])
     assert planner.next().counters == (1, 2)
 
 
 def test_counted_partial_batches_are_in_order_and_wait_for_what_is_late():
-    planner = PartialBatchPlanner(Admission(Rule(5, 1)), prompts=2)
+    planner = CounterPlanner(Admission(Rule(5, 1)), 2)
     assert planner.end == 2
     planner.learn([facts(1), facts(2), facts(3), facts(4)])
     assert planner.next() is None
@@ -303,7 +307,7 @@ def test_counted_partial_batches_are_in_order_and_wait_for_what_is_late():
 
 def test_decisions_move_groups_between_mini_batches():
     rule = Rule(2, 1, 3)
-    planner = PartialBatchPlanner(Admission(rule, judged=True), mini_batches=2, room=room(1))
+    planner = ReadyPlanner(Admission(rule, judged=True), room(1), mini_batches=2)
     planner.learn([facts(1)])  # of the first mini-batch only if the group of prompt 0 is filtered
     assert planner.next() is None
     planner.learn([facts(0, keep=False)])
@@ -317,7 +321,7 @@ def test_decisions_move_groups_between_mini_batches():
 
 def test_emptied_groups_take_no_place_in_a_mini_batch():
     """As at once, where nothing of them is left to be counted."""
-    planner = PartialBatchPlanner(Admission(Rule(4, 1)), mini_batches=2, prompts=2)
+    planner = CounterPlanner(Admission(Rule(4, 1)), 2, mini_batches=2)
     planner.learn([facts(0, ()), facts(1, ())])
     partial_batch = planner.next()
     assert (partial_batch.counters, partial_batch.mini_batch, partial_batch.ends_mini_batch) == (
@@ -338,7 +342,7 @@ def test_emptied_groups_take_no_place_in_a_mini_batch():
 
 
 def test_a_group_that_no_partial_batch_can_hold_is_an_error():
-    planner = PartialBatchPlanner(Admission(Rule(2, 1)), room=room(1, tokens=10, sequences=1))
+    planner = ReadyPlanner(Admission(Rule(2, 1)), room(1, tokens=10, sequences=1))
     planner.learn([facts(0, (5, 5))])
     with pytest.raises(ValueError, match="prompt 0, 14 tokens, does not fit the 1 rows"):
         planner.next()
@@ -347,7 +351,7 @@ def test_a_group_that_no_partial_batch_can_hold_is_an_error():
 def test_facts_travel_as_json():
     found = facts(3, (4, 5), first=2)
     assert GroupFacts.from_json(0, found.to_json()) == found
-    planner = PartialBatchPlanner(Admission(Rule(2, 1)), prompts=1)
+    planner = CounterPlanner(Admission(Rule(2, 1)), 1)
     planner.learn([found])
     with pytest.raises(ValueError, match="prompt 3 became complete twice"):
         planner.learn([facts(3)])

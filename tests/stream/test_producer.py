@@ -15,7 +15,7 @@ from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.stream.exact_order import Work
-from distflow_jax.stream.links.local_link import ThreadLink
+from distflow_jax.stream.links.local_link import OrderedLink, ThreadLink
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.saved_samples import SavedSamples
@@ -71,16 +71,16 @@ def producer_of(draw, **bounds):
     )
 
 
-def thread_of(sampler, producer, **options):
+def thread_of(sampler, producer, link=ThreadLink, **options):
     """A worker in a thread of its own."""
-    options = {"exact_order": None, "evaluations": None, "buffers": 2} | options
-    return ThreadLink(
+    return link(
         sampler,
         producer,
         producer.collect,
         arrive=contextlib.nullcontext,
         cache="keep",
         span=contextlib.nullcontext,
+        buffers=2,
         **options,
     )
 
@@ -187,7 +187,8 @@ def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
     thread = thread_of(
         NoSampler(),
         producer,
-        exact_order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
+        OrderedLink,
+        order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
         evaluations=types.SimpleNamespace(
             make=lambda sampler, heard: evaluated.append(sampler.version)
         ),

@@ -113,11 +113,12 @@ def test_a_sampler_that_is_idle_wants_what_newer_weights_may_begin():
     producer.starving = True
     publications.note_idle()
     assert publications.asked_for(1) and not publications.asked_for(0)
-    publications.close()
+    peers.close()
     # where all versions are published there is nobody to tell
-    publications = Publications(PublishRule(0.0, 4), producer, None, published.append)
+    rule, peers = PublishRule(0.0, 4), Peers(None, 0, 1, lambda: None)
+    publications = Publications(rule, producer, peers, published.append)
     publications.note_idle()
-    publications.close()
+    peers.close()
     assert not publications.asked_for(1) and not published
 
 

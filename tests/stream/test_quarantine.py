@@ -97,7 +97,7 @@ class Buffer:
         )
         requests = SampleRequests(self.buffer, self.lock)
         for counter in (0, 1):
-            requests.begin((counter, "gen"), request_of(counter))
+            requests.begin((counter, "gen"), request_of(counter), Progress())
         self.answer("liar", 0, 0)
         self.answer("honest", 0, 1)
 

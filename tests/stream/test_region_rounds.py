@@ -24,6 +24,7 @@ class Process:
         self.admission = Admission(Rule(4, 1, 3), steps=STEPS, judged=True, exact=True)
         self.groups, self.begun, self.cuts = {}, [], []
         self.draw = random.Random(seed * count + index)
+        self.wake = lambda: None
         self.rounds = rounds = RegionRounds(self, BackgroundGather(exchange))
         self.gather = rounds._gather
         self.order = ExactOrder(self.admission, held=0, known=rounds.known, due=lambda v: False)

@@ -65,7 +65,7 @@ def counters(leased):
 def test_work_is_given_once_by_steps_and_while_there_is_room():
     buffer = buffer_of()
     for counter, step in ((3, 2), (0, 1), (1, 1)):
-        buffer.begin(group(counter, step), {})
+        buffer.begin_group(group(counter, step), {})
     assert buffer.lease("a", 0, 0, 0.0) == []
     assert counters(buffer.lease("a", 0, 3, 0.0)) == [0, 1]  # room for one and a half
     assert counters(buffer.lease("b", 0, 8, 0.0)) == [3]
@@ -74,7 +74,7 @@ def test_work_is_given_once_by_steps_and_while_there_is_room():
 
 def test_a_group_begins_by_the_version_that_its_worker_holds():
     buffer = buffer_of()
-    buffer.begin(group(4, step=3), {})
+    buffer.begin_group(group(4, step=3), {})
     buffer.publish(1)
     assert buffer.lease("a", 0, 8, 0.0) == []  # would be 2 steps old
     assert buffer.lease("a", 2, 8, 0.0) == []  # of weights that are not known
@@ -83,7 +83,7 @@ def test_a_group_begins_by_the_version_that_its_worker_holds():
 
 def test_a_worker_starves_that_finds_nothing_by_the_newest_weights():
     buffer = buffer_of()
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("b", 0, 8, 0.0)
     assert not buffer.starving
     buffer.lease("a", 0, 8, 0.0)
@@ -96,7 +96,7 @@ def test_a_worker_starves_that_finds_nothing_by_the_newest_weights():
     assert not buffer.starving
     buffer.lease("a", 1, 8, 0.0, idle=True)
     assert buffer.starving
-    buffer.begin(group(1), {})
+    buffer.begin_group(group(1), {})
     assert not buffer.starving
     assert counters(buffer.lease("a", 1, 8, 0.0, idle=True)) == [1]
     assert not buffer.starving
@@ -110,7 +110,7 @@ def test_with_exact_versions_only_one_version_answers():
     buffer = buffer_of(exact=True)
     buffer.publish(1)
     buffer.publish(2)
-    buffer.begin(group(4, step=3), {})
+    buffer.begin_group(group(4, step=3), {})
     assert buffer.wanted() == [1]
     assert buffer.lease("a", 2, 8, 0.0) == []
     assert counters(buffer.lease("a", 1, 8, 0.0)) == [4]
@@ -125,7 +125,7 @@ def unlike(one, other):
 
 def test_the_first_result_counts_and_a_second_one_that_differs_is_reported_once():
     buffer = buffer_of(exact=True, differs=unlike)
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     assert submit(buffer, "a", (0, "gen"), {0: piece([0], content="first")}, 0.0)
     buffer.expire(LEASE)
@@ -153,12 +153,12 @@ def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, sl
     """It asks before the other one, as soon as its leases have ended."""
     buffer, now = buffer_of(exact=exact), 0.0
     for counter in range(8):
-        buffer.begin(group(counter), {})
+        buffer.begin_group(group(counter), {})
     assert len(buffer.lease("greedy", 0, ALL, now, slots)) == 8  # nobody else is there
     assert counters(buffer.lease("honest", 0, 4, now)) == []
     greedy, honest, told = [], [], set()
     for counter in range(8, 408):
-        buffer.begin(group(counter), {})
+        buffer.begin_group(group(counter), {})
         now += LEASE / 5
         told.update(buffer.expire(now))
         greedy += [(now, c) for c in counters(buffer.lease("greedy", 0, ALL, now, slots))]
@@ -177,7 +177,7 @@ def test_a_worker_that_claims_everything_and_gives_nothing_gets_little(exact, sl
 def test_a_worker_holds_twice_as_many_responses_as_it_has_slots():
     buffer = buffer_of()
     for counter in range(40):
-        buffer.begin(group(counter), {})
+        buffer.begin_group(group(counter), {})
     assert len(buffer.lease("a", 0, ALL, 0.0, slots=8)) == 8  # of two responses each
     assert buffer.lease("a", 0, ALL, 0.0, slots=8) == []
     submit(buffer, "a", (0, "gen"), {s: piece([0]) for s in (0, 1)}, 1.0)
@@ -189,7 +189,7 @@ def test_a_worker_holds_twice_as_many_responses_as_it_has_slots():
 def test_news_without_a_token_prolong_no_lease_for_ever(calls):
     """`calls`: the longest time that an environment may take a response."""
     buffer = buffer_of(environment_seconds=calls)
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     now = 0.0
     while submit(buffer, "a", (0, "gen"), {0: piece([0], whole=False)}, now):
@@ -206,7 +206,7 @@ def test_news_without_a_token_prolong_no_lease_for_ever(calls):
 def test_a_worker_that_was_silent_has_its_groups_back_by_what_it_brings():
     buffer = buffer_of()
     for counter in range(4):
-        buffer.begin(group(counter), {})
+        buffer.begin_group(group(counter), {})
     buffer.lease("a", 0, 8, 0.0)
     buffer.heartbeat("a", LEASE / 2)
     assert buffer.expire(LEASE) == ["a"]
@@ -220,7 +220,7 @@ def test_a_worker_that_was_silent_has_its_groups_back_by_what_it_brings():
 
 def test_tokens_of_a_group_that_is_gone_show_that_a_worker_is_at_work():
     buffer = buffer_of()
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     buffer.heartbeat("a", LEASE / 2)
     buffer.expire(LEASE)
@@ -235,7 +235,7 @@ def test_tokens_of_a_group_that_is_gone_show_that_a_worker_is_at_work():
 @pytest.mark.parametrize("exact", [False, True])
 def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
     buffer = buffer_of(exact=exact)
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     submit(buffer, "a", (0, "gen"), {0: piece([0, 0], whole=False), 1: piece([0])}, 5.0)
     assert buffer.lease("b", 0, 8, 14.0) == []
@@ -247,7 +247,7 @@ def test_tokens_of_a_lost_worker_go_on_unless_versions_are_exact(exact):
 
 def test_groups_of_a_worker_that_leaves_are_for_others_at_once():
     buffer = buffer_of()
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     buffer.deregister("a")
     assert not buffer.workers
@@ -259,7 +259,7 @@ def test_groups_of_a_worker_that_leaves_are_for_others_at_once():
 
 def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
     buffer = buffer_of()
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     buffer.heartbeat("b", 0.0)
     buffer.fail("a", (0, "gen"), "too long")
@@ -272,7 +272,7 @@ def test_a_failed_prompt_goes_to_another_worker_and_is_then_given_up():
 
 def test_a_failure_after_the_lease_counts_once_and_leaves_the_next_lease_alone():
     buffer = buffer_of()
-    buffer.begin(group(0), {})
+    buffer.begin_group(group(0), {})
     buffer.lease("a", 0, 8, 0.0)
     buffer.expire(LEASE)
     assert counters(buffer.lease("b", 0, 8, LEASE)) == [0]
@@ -288,10 +288,10 @@ def test_known_responses_count_towards_the_bytes_of_an_answer():
     buffer = buffer_of()
     large = dataclasses.replace(piece([0]), size=ANSWER_BYTES // 2 + 1)
     for counter in range(3):
-        buffer.begin(group(counter), {0: large})
+        buffer.begin_group(group(counter), {0: large})
     assert [counters(buffer.lease("a", 0, 9, 0.0)) for _ in range(4)] == [[0], [1], [2], []]
     huge = dataclasses.replace(piece([0]), size=PIECES_BYTES // 2 + 1)
-    buffer.begin(group(3, samples=3), dict.fromkeys(range(2), huge))
+    buffer.begin_group(group(3, samples=3), dict.fromkeys(range(2), huge))
     (work,) = buffer.lease("a", 0, 9, 0.0)
     assert list(work.sent()) == [0]
 
@@ -462,7 +462,7 @@ def test_a_question_costs_no_look_at_all_tasks():
         for counter in range(4 * workers):
             task = dataclasses.replace(group(counter, 1 + counter % 2))
             task.__class__ = Counted
-            buffer.begin(task)
+            buffer.begin_group(task, {})
         for number in range(workers):
             assert len(buffer.lease(f"w{number}", 0, 2, 0.0, slots=4)) == 1
         Counted.looks = 0
@@ -561,7 +561,7 @@ class Job:
         for counter in range(self.next[place], end):
             if counter % self.processes == place and counter not in self.lost:
                 found = group(counter, admission.step_of(counter), SAMPLES)
-                buffer.begin(found, self.restored.get(found.key))
+                buffer.begin_group(found, self.restored.get(found.key, {}))
         self.next[place] = max(self.next[place], end)
         for found in buffer.take():
             pieces = found.ended
@@ -605,7 +605,7 @@ class Job:
             counter = FIRST + self.processes * problem + place
             task = group(counter, version, SAMPLES)
             task.key, task.node = (counter, f"{EVALUATION} {version}"), EVALUATION
-            self.buffers[place].begin(task)
+            self.buffers[place].begin_group(task, {})
 
     def take_evaluations(self):
         """Records an evaluation once all processes have it."""

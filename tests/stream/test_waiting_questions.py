@@ -10,6 +10,7 @@ from support.counted_buffers import TABLES, Trainers, request_of, working
 from support.task_buffer_calls import LEASE, Buffer
 from support.waiting import HANG, until
 
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.runtime.samplers import file_limit
 from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_limit
 from distflow_jax.stream.frames.frames import Frame
@@ -28,7 +29,7 @@ def test_a_question_waits_for_tasks_and_as_many_are_answered_as_there_are():
     buffer.look()
     assert not any(answer.done() for answer in waiting)
     for counter in (0, 1):
-        buffer.requests.begin((counter, "gen"), request_of(counter))
+        buffer.requests.begin((counter, "gen"), request_of(counter), Progress())
     buffer.look()
     assert [answer.done() for answer in waiting] == [True, True, False, False, False]
     assert facts_of(waiting[0])["again"] == 0.0
@@ -42,7 +43,7 @@ def test_a_question_of_one_that_has_gone_takes_no_turn():
     buffer = Buffer()
     gone, other = (buffer.call(worker, waits=True) for worker in ("gone", "other"))
     gone.cancel()
-    buffer.requests.begin((0, "gen"), request_of(0))
+    buffer.requests.begin((0, "gen"), request_of(0), Progress())
     buffer.look()
     buffer.look()
     assert facts_of(other)["again"] == 0.0
@@ -118,14 +119,14 @@ def test_a_question_waits_for_a_third_of_a_lease_at_most():
 def test_one_that_runs_nodes_and_samples_waits_for_both(samples, woken):
     buffer = Buffer()
     answer = buffer.call("w", "lease_node", nodes=["score"], waits=True, samples=samples)
-    buffer.requests.begin((0, "gen"), request_of(0))
+    buffer.requests.begin((0, "gen"), request_of(0), Progress())
     buffer.look()
     assert answer.done() == woken
 
 
 def test_where_tasks_wait_that_a_worker_does_not_get_it_is_said_when_to_ask():
     buffer = Buffer()
-    buffer.requests.begin((0, "gen"), request_of(0))
+    buffer.requests.begin((0, "gen"), request_of(0), Progress())
     asked, hinted = (buffer.call("w", capacity=0, waits=waits) for waits in (False, True))
     assert Frame.of_bytes(asked).facts["again"] == pytest.approx(0.1)
     assert Frame.of_bytes(hinted).facts["again"] == 0.0  # they came since it was asked

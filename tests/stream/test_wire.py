@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import secrets
 import socket
-import ssl
 import struct
 import sys
 import threading
@@ -36,7 +35,7 @@ from distflow_jax.stream.wire.session import (
     Stranger,
     _own,
 )
-from distflow_jax.stream.wire.tls import WireTls, read_wire_tls
+from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.stream.wire.wire_client import WireClient
 from distflow_jax.stream.wire.wire_server import MOST_STRANGERS, WireServer
 
@@ -80,8 +79,17 @@ def quick(request, monkeypatch):
 
 
 @contextlib.contextmanager
-def server(address="127.0.0.1:0", **options):
-    opened = WireServer(address, TOKEN, METHODS, quick=QUICK, limit_bytes=LIMIT, **options)
+def environment(variables):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextlib.contextmanager
+def server(address="127.0.0.1:0", tls=None, **options):
+    with environment(tls or {}):
+        opened = WireServer(address, TOKEN, METHODS, quick=QUICK, limit_bytes=LIMIT, **options)
     opened.at = f"127.0.0.1:{opened.port}"
     try:
         yield opened
@@ -90,8 +98,9 @@ def server(address="127.0.0.1:0", **options):
 
 
 @contextlib.contextmanager
-def client(address, token=TOKEN, name="a worker", **options):
-    made = WireClient(address, token, name, **options)
+def client(address, token=TOKEN, name="a worker", tls=None, **options):
+    with environment(tls or {}):
+        made = WireClient(address, token, name, **options)
     try:
         yield made
     finally:
@@ -569,8 +578,9 @@ def test_a_closed_client_makes_no_call(monkeypatch):
     assert not made and not calls._busy
 
 
-def test_a_client_can_be_closed_while_it_shakes_hands():
-    tls = WireTls(None, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+def test_a_client_can_be_closed_while_it_shakes_hands(tmp_path):
+    cert, _ = certificate(tmp_path / "one")
+    tls = tls_of("", "", cert)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         with client(f"127.0.0.1:{silent.getsockname()[1]}", tls=tls) as calls:
             run = pool.submit(calls.call, "echo", b"x", HANG)
@@ -687,8 +697,9 @@ def certificate(folder, **names):
 
 
 def tls_of(*paths):
+    """The environment that names these files."""
     names = ("DISTFLOW_TLS_CERT", "DISTFLOW_TLS_KEY", "DISTFLOW_TLS_CA")
-    return read_wire_tls(dict(zip(names, map(str, paths), strict=True)))
+    return dict(zip(names, map(str, paths), strict=True))
 
 
 def test_with_certificates_a_call_is_encrypted(tmp_path, caplog):
@@ -742,7 +753,7 @@ def test_files_of_tls_that_do_not_fit(tmp_path):
         (("", "", empty), "DISTFLOW_TLS_CA=.*empty.pem has no certificate that can be read"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
-            tls_of(*given)
+            read_wire_tls(tls_of(*given))
     assert read_wire_tls({}).client is None
 
 

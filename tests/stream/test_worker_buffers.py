@@ -120,7 +120,7 @@ def test_a_second_result_that_differs_is_in_the_log_once(caplog):
         differs=differs,
     )
     requests = SampleRequests(buffer, threading.Condition())
-    requests.begin(key, request)
+    requests.begin(key, request, Progress())
     one, other = (response_of(request, 1, [0, 0, 0]) for _ in range(2))
     other.tokens = other.tokens + np.array([0, 40, 40], np.int32)
     for response in (one, one, other, other):

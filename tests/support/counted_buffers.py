@@ -184,7 +184,7 @@ class Trainers:
             for counter in range(self.next[place], end):
                 if counter % len(self.requests) == place:
                     request = request_of(counter, admission.step_of(counter))
-                    requests.begin((counter, "gen"), request)
+                    requests.begin((counter, "gen"), request, Progress())
             self.next[place] = max(self.next[place], end)
 
     def look(self):

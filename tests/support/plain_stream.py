@@ -17,7 +17,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.group_facts import decision_of
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
+from distflow_jax.stream.batches.partial_batches import CounterPlanner
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import TrainerCalls
@@ -168,7 +168,7 @@ def plain_stream(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
         make_delivery(config, PlainSampler(step), producer, PlainSync(), own_devices=own_devices),
-        PartialBatchPlanner(Admission(rule, **bounds), prompts=BATCH, facts_of=decision_of),
+        CounterPlanner(Admission(rule, **bounds), BATCH, facts_of=decision_of),
         config,
         trainer=trainer,
         kept=KeptGroups(PlainPlace(), saver, RecordWriter(folder, step, None)),

@@ -87,9 +87,7 @@ def _bare_deps(plan: Plan, drawn: Collection[tuple[str, str]]) -> list[tuple[str
 
 def outlines(plan: Plan) -> dict[str, str]:
     """{node: title of its outline}: its region's or its device segment's, which share no node."""
-    found = {}
-    if plan.region is not None:
-        found |= dict.fromkeys(plan.region.nodes, f"{_LOOP}until {plan.region.until}")
+    found = dict.fromkeys(plan.region.nodes, f"{_LOOP}until {plan.region.until}")
     for number, segment in enumerate(plan.segments, 1):
         found |= {task.node.id: f"device segment {number}" for task in segment}
     return found

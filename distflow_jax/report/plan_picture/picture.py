@@ -83,7 +83,7 @@ def draw(plan: Plan, *, sizes: Bytes | None = None) -> Drawing:
         column = columns[content.column]
         shapes += _box(content, ROLE_COLORS[roles[content.key]], column, placed.tops[content.key])
     kinds = {caption.kind for caption in captions}
-    loops = plan.region is not None
+    loops = bool(plan.region.nodes)
     legend = legend_entries(set(roles.values()), kinds, bool(plan.segments), loops)
     return page(plan, shapes, legend)
 

@@ -6,6 +6,7 @@ import math
 import pathlib
 import threading
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from distflow_jax.checkpoint.additions import Addition, additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
@@ -24,14 +25,12 @@ from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
-from distflow_jax.runtime.samplers.run_ahead import (
-    make_planner,
-    make_trainer,
-    warn_if_incomplete,
-)
+from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn_if_incomplete
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
+from distflow_jax.stream.batches.agreement import Policy
+from distflow_jax.stream.batches.rollout_budget import RolloutBudget
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
 from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
@@ -47,6 +46,16 @@ from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import ENVIRONMENT
 
 log = logging.getLogger("distflow_jax")
+
+# what becomes of samples in a checkpoint that a larger max_staleness began
+_LATE = (
+    "they are trained on in their steps, some of them older than stream.max_staleness="
+    "{config.max_staleness}"
+)
+_DROPPED = (
+    "with stream.max_staleness=0 they are dropped, and sampled again; give a stream.max_staleness "
+    "to train on them"
+)
 
 
 def make_source(
@@ -75,11 +84,12 @@ def make_source(
         folder = checkpointer.folder.parent
         return now(make_replay(prepared, prepared.recording, folder, state, place))
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
-    _tell_of_staleness(added, config, state.step)
     if not config.ahead:
+        _tell_of_staleness(added, config, state.step, _DROPPED)
         if added or place.account is not None:  # for a run that goes on with samplers ahead
             place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
+    _tell_of_staleness(added, config, state.step, _LATE)
 
     def ahead(evaluates: Callable[[int], bool]) -> Ahead:
         trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
@@ -117,7 +127,9 @@ def _make_ahead(
     config, plan = prepared.config, prepared.plan
     tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
-    producer = _producer(prepared, runtime, state, place, tasks, added)
+    saved = SavedSamples(added)
+    admission, policy = _rule(prepared, state, place, saved)
+    producer = _producer(prepared, runtime, state, admission, tasks, saved)
     if config.stream.workers:
         delivery = deliver_to_workers(
             prepared, state, producer, runtime.offload, checkpointer.folder
@@ -136,15 +148,11 @@ def _make_ahead(
             runtime.sync,
             own_devices=prepared.sizes.samplers_have_own_devices,
         )
-    # the producer's rule learns of this process's decisions at once; this one of what all know
-    admission = _admission(prepared, state.step, place.position)
-    for counter in producer.facts().get("given_up", ()):
-        admission.judge(counter, False)
     return Ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
-        make_planner(prepared, producer, admission),
+        policy,
         config.stream,
         trainer=trainer,
         kept=KeptGroups(
@@ -157,38 +165,28 @@ def _make_ahead(
     )
 
 
-def _tell_of_staleness(added: Sequence[Addition], config: StreamConfig, step: int) -> None:
-    """Warns of samples in a checkpoint that a larger max_staleness began."""
+def _tell_of_staleness(
+    added: Sequence[Addition], config: StreamConfig, step: int, fate: str
+) -> None:
+    """Warns of samples in a checkpoint that a larger max_staleness began, and of their `fate`."""
     before = max((addition.facts["max_staleness"] for addition in added), default=0)
-    if before <= config.max_staleness or processes.process_index():
-        return
-    if config.ahead:
+    if before > config.max_staleness and processes.process_index() == 0:
         log.warning(
-            "the checkpoint of step %d holds samples that stream.max_staleness=%d began: they are "
-            "trained on in their steps, some of them older than stream.max_staleness=%d",
+            "the checkpoint of step %d holds samples that stream.max_staleness=%d began: %s",
             step,
             before,
-            config.max_staleness,
+            fate.format(config=config),
         )
-        return
-    log.warning(
-        "the checkpoint of step %d holds samples that stream.max_staleness=%d began: with "
-        "stream.max_staleness=0 they are dropped, and sampled again; give a stream.max_staleness "
-        "to train on them",
-        step,
-        before,
-    )
 
 
 def _producer(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
-    place: Place,
+    admission: Admission,
     tasks: Sequence[Task],
-    added: Sequence[Addition],
+    saved: SavedSamples,
 ) -> Producer:
-    saved = SavedSamples(added)
     config, plan, loader = prepared.config, prepared.plan, prepared.loader
     contexts = [runtime.contexts.of(task) for task in tasks]
     in_turns = prepared.environments is not None
@@ -202,9 +200,6 @@ def _producer(
         for c in contexts
     ]
     lock = threading.Condition()
-    admission = _admission(prepared, state.step, place.position)
-    if config.stream.round_tokens:
-        admission = _deadlines(prepared, state, place, saved)
     writers = {task.node.id: task.layout for task in plan.tasks}
     elsewhere = config.stream.workers
     buffer = _buffer(prepared, state, {task.node.id for task in tasks})
@@ -236,35 +231,30 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
     )
 
 
-def _admission(prepared: PreparedRun, step: int, counter: int) -> Admission:
-    """The rule of a run after `step` steps, which did not look at `counter`."""
-    config, batches = prepared.config, prepared.loader.num_steps
-    return Admission(
-        stream_rule(config, prepared.plan),
-        step=step,
-        counter=counter,
-        last=None if batches is None else batches * config.data.prompts_per_step,
-        steps=config.training.steps,
-        judged=prepared.plan.region is not None,
-        exact=config.stream.weight_update == "boundary",
-    )
-
-
-def _deadlines(
+def _rule(
     prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples
-) -> Deadlines:
-    """The rule of a run whose rollouts have a budget of tokens, which goes on from `state`."""
-    config, batches = prepared.config, prepared.loader.num_steps
-    rule, position = stream_rule(config, prepared.plan), place.position
-    return Deadlines(
-        rule,
-        step=state.step,
-        counter=position,
+) -> tuple[Admission, Policy]:
+    """The rule by which groups of a run that goes on from `state` begin, and what steps take."""
+    config, plan, batches = prepared.config, prepared.plan, prepared.loader.num_steps
+    rule, step, position = stream_rule(config, plan), state.step, place.position
+    bounds: dict[str, Any] = {
+        "step": step,
+        "counter": position,
+        "last": None if batches is None else batches * config.data.prompts_per_step,
+        "steps": config.training.steps,
+    }
+    if config.stream.round_tokens:
         # samples of a run without a budget belong to the steps that follow
-        begun=place.begun or begun_by_steps(rule, state.step, position, saved.counters),
-        last=None if batches is None else batches * config.data.prompts_per_step,
-        steps=config.training.steps,
-    )
+        begun = place.begun or begun_by_steps(rule, step, position, saved.counters)
+        deadlines = Deadlines(rule, begun=begun, **bounds)
+        return deadlines, RolloutBudget(deadlines, tokens=config.stream.round_tokens)
+    bounds["judged"] = bool(plan.region.nodes)
+    bounds["exact"] = config.stream.weight_update == "boundary"
+    # the producer's rule learns of this process's decisions at once; this one of what all know
+    known = Admission(rule, **bounds)
+    for counter in saved.given_up:
+        known.judge(counter, False)
+    return Admission(rule, **bounds), PLANNERS[config.stream.partial_batches](prepared, known)
 
 
 def _saver(

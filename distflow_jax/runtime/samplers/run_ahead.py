@@ -19,14 +19,15 @@ from distflow_jax.runtime.instruments import Instruments
 from distflow_jax.runtime.run_sampler import evaluation_of
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.evaluate import requests_of
-from distflow_jax.stream.batches.agreement import Policy
 from distflow_jax.stream.batches.group_facts import decision_of
-from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner, PartialBatchRoom
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget
-from distflow_jax.stream.deadlines import Deadlines
+from distflow_jax.stream.batches.partial_batches import (
+    CounterPlanner,
+    PartialBatchPlanner,
+    PartialBatchRoom,
+    ReadyPlanner,
+)
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.evaluations import Evaluator
-from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.schedule import Admission
 
 log = logging.getLogger("distflow_jax")
@@ -85,35 +86,26 @@ def _evaluator(
 # -- how a step takes its groups ------------------------------------------------------------------
 
 
-def make_planner(prepared: PreparedRun, producer: Producer, admission: Admission) -> Policy:
-    """The partial batches of a run's steps; `admission`: the producer's rule once more, for what
-    all processes know."""
-    config = prepared.config.stream
-    if config.round_tokens:
-        assert isinstance(producer.admission, Deadlines), "as make_source has it"
-        return RolloutBudget(producer.admission, tokens=config.round_tokens)
-    return PartialBatchPlanner(admission, **PLANNED[config.partial_batches](prepared))
+def _whole(prepared: PreparedRun, admission: Admission) -> PartialBatchPlanner:
+    prompts = prepared.config.data.prompts_per_step
+    return CounterPlanner(admission, prompts, facts_of=decision_of)
 
 
-def _whole(prepared: PreparedRun) -> dict[str, Any]:
-    return {"prompts": prepared.config.data.prompts_per_step, "facts_of": decision_of}
+def _counter(prepared: PreparedRun, admission: Admission) -> PartialBatchPlanner:
+    minis = prepared.config.training.mini_batches
+    prompts = prepared.config.stream.partial_batch_prompts
+    return CounterPlanner(admission, prompts, mini_batches=minis)
 
 
-def _counter(prepared: PreparedRun) -> dict[str, Any]:
-    config = prepared.config
-    minis, prompts = config.training.mini_batches, config.stream.partial_batch_prompts
-    return {"mini_batches": minis, "prompts": prompts}
-
-
-def _ready(prepared: PreparedRun) -> dict[str, Any]:
-    packing = prepared.sizes.partial_batch
+def _ready(prepared: PreparedRun, admission: Admission) -> PartialBatchPlanner:
+    packing, minis = prepared.sizes.partial_batch, prepared.config.training.mini_batches
     rows = packing.rows[packing.primary] * data_ranks(packing.primary)
-    room = PartialBatchRoom(rows, packing.limits)
-    return {"mini_batches": prepared.config.training.mini_batches, "room": room}
+    return ReadyPlanner(admission, PartialBatchRoom(rows, packing.limits), mini_batches=minis)
 
 
-# how a PartialBatchPlanner divides steps, by stream.partial_batches
-PLANNED = {"off": _whole, "counter": _counter, "ready": _ready}
+# the partial batches of a run's steps, by stream.partial_batches, made of a run and the rule that
+# has what all processes know
+PLANNERS = {"off": _whole, "counter": _counter, "ready": _ready}
 
 
 def warn_if_incomplete(checkpointer: Checkpointer, step: int) -> None:

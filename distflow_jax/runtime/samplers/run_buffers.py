@@ -21,7 +21,7 @@ from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_li
 from distflow_jax.runtime.samplers.worker_log import WorkerLog
 from distflow_jax.stream.border import Border
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
-from distflow_jax.stream.delivery import Delivery, publishing
+from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.buffer_addresses import (
@@ -34,6 +34,7 @@ from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
+from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.weight_store import WeightStore
@@ -119,7 +120,8 @@ def deliver_to_workers(
         )
 
     nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
-    return Delivery(sync, *publishing(config.stream, producer), start, nodes=nodes)
+    rule = PublishRule(config.stream.divergence, config.stream.max_staleness)
+    return Delivery(sync, rule, start, nodes=nodes)
 
 
 def _limits(prepared: PreparedRun) -> ResponseLimits:

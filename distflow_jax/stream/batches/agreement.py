@@ -44,9 +44,8 @@ class Agreement:
         judges: bool,
         missing: Callable[[], Sequence[str]] = tuple,
     ):
-        """`gather`, `peers`: nothing else uses them. `judges`: whether filter decisions reach the
-        rule of the samplers by this alone. `missing()`: nodes for which this process has no
-        worker."""
+        """`gather`: nothing else uses it. `judges`: whether filter decisions reach the rule of the
+        samplers by this alone. `missing()`: nodes for which this process has no worker."""
         self.policy, self._producer = policy, producer
         self._gather, self._peers = gather, peers
         self._publications, self._config = publications, config
@@ -97,9 +96,8 @@ class Agreement:
         self._facts = {c: facts for c, facts in self._facts.items() if c not in taken}
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Ends the connections of gathers."""
         self._gather.close()
-        self._peers.close()
 
     def _due(self, end: int) -> bool:
         """Whether it is time for the next gather."""
@@ -119,7 +117,8 @@ class Agreement:
     def _tell(self) -> Future[list[Any]]:
         """Begins a gather of what the others do not know."""
         self._gathers += 1
-        self._peers.raise_to(GATHERS, self._gathers)
+        if self.policy.spreads:
+            self._peers.raise_to(GATHERS, self._gathers)
         with self._producer.lock:
             groups = list(self._producer.groups.values())
         news, tokens = self._news(groups), self._new_tokens()
@@ -127,7 +126,7 @@ class Agreement:
         self._told_tokens += tokens
         rows = [facts.to_json() for facts in news]
         told = self._gather.begin([self._asked_for_weights(), self._missing(), tokens, rows])
-        told.add_done_callback(lambda _: self._wake())
+        told.add_done_callback(lambda _: self._producer.wake())
         return told
 
     def _learn(self, of_all: Sequence[Any]) -> None:
@@ -160,10 +159,6 @@ class Agreement:
     def _new_tokens(self) -> int:
         with self._producer.lock:
             return self._producer.counts().tokens - self._told_tokens
-
-    def _wake(self) -> None:
-        with self._producer.lock:
-            self._producer.lock.notify_all()
 
 
 def no_workers(config: StreamConfig, nodes: Sequence[str]) -> Ended:

@@ -12,6 +12,7 @@ Nothing here communicates, and nothing depends on the order in which facts arriv
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
@@ -124,31 +125,25 @@ class _Open:
 
 
 class PartialBatchPlanner:
-    """The partial batches of a run, by either `prompts` or `room`.
+    """The partial batches of a run; subclasses choose their groups.
 
     All processes with the same facts make the same plan.
 
     Args:
       admission: the rule and its filter decisions, which nothing else changes.
       mini_batches: K.
-      prompts: groups of a partial batch, by their counters: reproducible.
-      room: of a partial batch that is filled with the oldest complete groups.
+
+    Attributes:
+      spreads: whether a process that has enough calls the others; otherwise each waits for groups
+        of its own.
     """
 
+    spreads = False
+
     def __init__(
-        self,
-        admission: Admission,
-        *,
-        mini_batches: int = 1,
-        prompts: int | None = None,
-        room: PartialBatchRoom | None = None,
-        facts_of: FactsOf = facts_of,
+        self, admission: Admission, *, mini_batches: int = 1, facts_of: FactsOf = facts_of
     ):
-        if (prompts is None) == (room is None):
-            raise ValueError("a partial batch has either a number of groups or a room")
-        self._admission, self._room = admission, room
-        self._prompts, self.facts_of = prompts, facts_of
-        self.spreads = prompts is None  # otherwise each process waits for groups of its own
+        self._admission, self.facts_of = admission, facts_of
         self._minis, self._size = mini_batches, admission.rule.groups // mini_batches
         self._facts: dict[int, GroupFacts] = {}  # of groups that no finished step has
         self._taken: set[int] = set()  # counters of this step's partial batches
@@ -172,17 +167,8 @@ class PartialBatchPlanner:
 
     @property
     def end(self) -> int:
-        """The first counter after those that the next partial batch waits for, if all of them are
-        kept; with a room it takes what is complete of the step."""
-        if self._prompts is None:
-            return self.cut.end
-        mine, most = [], 0
-        for counter in self.cut.kept:
-            if most // self._size == self._mini and counter not in self._taken:
-                mine.append(counter)
-            group = self._facts.get(counter)
-            most += group is None or bool(group.responses)
-        return mine[: self._prompts][-1] + 1
+        """The first counter after those that the next partial batch may have."""
+        return self.cut.end
 
     def begin(self, step: int) -> bool:
         """Begins a step, which must be the next one; whether there is a group for it."""
@@ -193,17 +179,8 @@ class PartialBatchPlanner:
         return self._admission.has_step(step)
 
     def due(self, mine: View) -> bool:
-        """Whether a process has all of its groups of the next partial batch; with a room, whether
-        it could be filled, if all processes have as many new groups."""
-        whole = mine.begun and all(g.done for g in mine.groups if g.counter < mine.end)
-        if self._room is None:
-            return whole
-        news = [facts for facts in mine.news if facts.counter < mine.end]
-        if whole or not news:
-            return bool(news)
-        missing = self._room.free(self._open().complete)
-        sizes = zip(self._room.size(news), missing, strict=True)
-        return any(size * mine.processes >= most for size, most in sizes)
+        """Whether a process has all of its groups of the next partial batch."""
+        return mine.begun and all(g.done for g in mine.groups if g.counter < mine.end)
 
     def learn(self, facts: Iterable[GroupFacts], tokens: int = 0) -> None:
         """Notes facts, in any order; those of a group that is known must be the same."""
@@ -217,6 +194,8 @@ class PartialBatchPlanner:
     def next(self) -> PartialBatch | None:
         """The next partial batch, which counts as taken then; None: more facts have to come
         first."""
+        if self._mini == self._minis:
+            raise ValueError(f"step {self.step} has no more partial batches")
         found = self._open()
         groups = self._chosen(found)
         if groups is None:
@@ -267,12 +246,54 @@ class PartialBatchPlanner:
 
     def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:
         """The groups of the next partial batch; None: it is not decided yet."""
-        if self._mini == self._minis:
-            raise ValueError(f"step {self.step} has no more partial batches")
-        if self._room is None:
-            if found.in_order >= self._prompts or not found.under_way:
-                return found.complete[: self._prompts]
-            return None
+        raise NotImplementedError
+
+
+class CounterPlanner(PartialBatchPlanner):
+    """Partial batches of `prompts` groups by their counters: reproducible."""
+
+    def __init__(self, admission: Admission, prompts: int, **options: Any):
+        super().__init__(admission, **options)
+        self._prompts = prompts
+
+    @property
+    def end(self) -> int:
+        """The first counter after those that the next partial batch waits for, if all of them are
+        kept."""
+        mine, most = [], 0
+        for counter in self.cut.kept:
+            if most // self._size == self._mini and counter not in self._taken:
+                mine.append(counter)
+            group = self._facts.get(counter)
+            most += group is None or bool(group.responses)
+        return mine[: self._prompts][-1] + 1
+
+    def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:
+        if found.in_order >= self._prompts or not found.under_way:
+            return found.complete[: self._prompts]
+        return None
+
+
+class ReadyPlanner(PartialBatchPlanner):
+    """Partial batches that fill a `room` with the oldest complete groups."""
+
+    spreads = True
+
+    def __init__(self, admission: Admission, room: PartialBatchRoom, **options: Any):
+        super().__init__(admission, **options)
+        self._room = room
+
+    def due(self, mine: View) -> bool:
+        """Whether the room could be filled, if all processes have as many new groups, or no group
+        of this process is to come."""
+        news = [facts for facts in mine.news if facts.counter < mine.end]
+        if super().due(mine) or not news:
+            return bool(news)
+        missing = self._room.free(self._open().complete)
+        sizes = zip(self._room.size(news), missing, strict=True)
+        return any(size * mine.processes >= most for size, most in sizes)
+
+    def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:
         oldest = sorted(found.complete, key=lambda group: (group.first, group.counter))
         count, full = self._room.fill(oldest)
         return oldest[:count] if full or not found.under_way else None

@@ -106,7 +106,7 @@ def _reason_of_others(task: Task, plan: Plan, reasons: Mapping[str, str]) -> str
 
 def _region_before(task: Task, plan: Plan) -> list[str]:
     """Ids of the plan's region, which all nodes outside it follow."""
-    inside = list(plan.region.nodes) if plan.region else []
+    inside = list(plan.region.nodes)
     return [] if task.node.id in inside else inside
 
 

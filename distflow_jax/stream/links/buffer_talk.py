@@ -87,11 +87,9 @@ class BufferTalk:
             self._call("fail", Frame({"keys": [list(key)], "why": why}))
         self.submit_samples(whole, whole=True)
         self.submit_samples({k: p for k, p in partial.items() if k not in whole}, whole=False)
-        for key, found in self._nodes.ready():
+        for key, method, frame in self._nodes.ready():
             if key[0] % len(self._links.clients) == self.place:
-                failure = Frame({"keys": [list(key)], "why": found})
-                sent = ("submit_node", found) if isinstance(found, Frame) else ("fail", failure)
-                self._call(*sent)
+                self._call(method, frame)
                 self._nodes.forget(key)
 
     def submit_samples(self, found: dict[Key, Progress], *, whole: bool) -> None:
@@ -226,7 +224,7 @@ class BufferTalk:
             or (not self._holds() if self.leaves else self._asks(now))
             or (keeps and self._holds())
             or any(map(self._mine, (state.whole, state.partial, state.failed)))
-            or bool(self._mine(key for key, _ in self._nodes.ready()))
+            or bool(self._mine(key for key, *_ in self._nodes.ready()))
         )
 
     def _pause(self, now: float) -> float:

@@ -134,31 +134,22 @@ class _Closing(Exception):
 
 
 class ThreadLink(LocalLink):
-    """A worker in a separate thread, until it is closed.
-
-    With an `exact_order`, one version of the weights samples each step completely, so results do
-    not depend on timing. Without it, the newest weights are loaded at once.
-    """
+    """A worker in a separate thread, until it is closed. It loads the newest weights at once."""
 
     def __init__(
         self,
         *arguments: Any,
         arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
-        exact_order: ExactOrder | None,
-        evaluations: Evaluations,
         buffers: int,
         idle: Callable[[], None] = lambda: None,
         **options: Any,
     ):
         """`arguments`, `options`: as of LocalLink. `arrive(left)`: a block with the weights on the
         worker's devices, of those that have left the trainer. The thread begins at once.
-        `evaluations`: those that the order has. `buffers`: weights that have left and lie in the
-        memory of the host at a time. `idle()` is called under the lock, without an order, where
-        nothing is under way or may begin."""
+        `buffers`: weights that have left and lie in the memory of the host at a time. `idle()` is
+        called under the lock where nothing is under way or may begin."""
         super().__init__(*arguments, **options)
-        self._arrive, self._exact_order, self._evaluations = arrive, exact_order, evaluations
-        self._advance = self._newest if exact_order is None else self._in_order
-        self._idle = idle
+        self._arrive, self._idle = arrive, idle
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
         self._buffers, self._arriving = buffers, False
         self._wanted: int | None = None  # version at which somebody wants the worker
@@ -177,9 +168,7 @@ class ThreadLink(LocalLink):
     def make_room(self) -> None:
         """Waits until weights may leave: those that no worker takes any more are dropped."""
         with self._lock:
-            # without an order the newest are taken
-            needs = self._exact_order.needs if self._exact_order else lambda version: False
-            for version in [v for v in self._inbox if not needs(v)]:
+            for version in [v for v in self._inbox if not self._needs(v)]:
                 del self._inbox[version]
             while len(self._inbox) + self._arriving >= self._buffers:
                 self.raise_error()
@@ -197,7 +186,7 @@ class ThreadLink(LocalLink):
     def hold(self, version: int) -> Iterator[None]:
         """A block in which the thread waits and the worker holds the weights of a version.
 
-        They must have been delivered, or be held already. With an order these are the only ones.
+        They must have been delivered, or be held already.
         """
         with self._lock:
             self._wanted = version
@@ -213,16 +202,6 @@ class ThreadLink(LocalLink):
                 self._wanted, self._held = None, False
                 self._lock.notify_all()
 
-    def evaluated_by(self, step: int) -> int:
-        """Evaluations that come before the groups of this step, so that no line of the metrics
-        depends on time; with an order."""
-        return step - 1 - self._producer.admission.rule.max_staleness
-
-    def end_with(self, version: int) -> None:
-        """Begins nothing that needs newer weights: the run ends. With an order."""
-        with self._lock:
-            self._exact_order.end_with(version)
-
     def close(self) -> None:
         """Ends the thread after the decode call that runs, and in an evaluation when a response has
         ended. If it does not end in time, the sampler is still the thread's."""
@@ -235,21 +214,6 @@ class ThreadLink(LocalLink):
     # -- in the thread ----------------------------------------------------------------------------
 
     def advance(self, worker: Worker) -> bool:
-        """Takes weights, leases groups or evaluates, whatever is due."""
-        return self._advance(worker)
-
-    def _serve(self) -> None:
-        with contextlib.suppress(_Closing):
-            while not self._closing:
-                told, wanted = self._told, self._wanted
-                if wanted is not None and self._worker.version >= wanted:
-                    self._wait_held()
-                elif not self._worker.round():
-                    with self._lock:
-                        if told == self._told:
-                            self._lock.wait(IDLE_SECONDS)
-
-    def _newest(self, worker: Worker) -> bool:
         """Takes the newest weights; with something to sample it goes on while they are on their
         way."""
         with self._lock:
@@ -265,32 +229,20 @@ class ThreadLink(LocalLink):
                     self._idle()
         return worked
 
-    def _in_order(self, worker: Worker) -> bool:
-        """Begins what comes next, once the present step's groups have ended."""
-        if worker.sampler.busy:
-            return False
-        with self._lock:
-            newest = max(self._inbox, default=worker.version)
-            work = self._exact_order.next(newest)
-            left = None  # taken now: `make_room` drops what nobody needs any more
-            if work is not None and worker.version < work.version:
-                left = self._pop_inbox(work.version)
-        if work is None:
-            return False
-        if left is not None:
-            self._load(worker, left, work.version)
-        if work.step is not None:
-            self.lease(worker, up_to=work.step)
-        else:
-            self._evaluations.make(worker.sampler, self._heard)
-            with self._lock:
-                self._lock.notify_all()
-        return True
+    def _needs(self, version: int) -> bool:
+        """Whether weights that wait have still to be taken once newer ones come; under the lock."""
+        return False
 
-    def _heard(self, response: Response) -> None:
-        """Hears of a response of an evaluation."""
-        if self._closing:
-            raise _Closing
+    def _serve(self) -> None:
+        with contextlib.suppress(_Closing):
+            while not self._closing:
+                told, wanted = self._told, self._wanted
+                if wanted is not None and self._worker.version >= wanted:
+                    self._wait_held()
+                elif not self._worker.round():
+                    with self._lock:
+                        if told == self._told:
+                            self._lock.wait(IDLE_SECONDS)
 
     def _pop_inbox(self, version: int) -> Any:
         """Takes weights out of the inbox, and drops older ones; under the lock."""
@@ -317,3 +269,59 @@ class ThreadLink(LocalLink):
             self._lock.notify_all()
             while self._held and not self._closing:
                 self._lock.wait(IDLE_SECONDS)
+
+
+class OrderedLink(ThreadLink):
+    """A worker in a separate thread that samples each step with exactly one version of the weights.
+
+    Results do not depend on timing. Weights that `hold` wants are the only ones.
+    """
+
+    def __init__(
+        self, *arguments: Any, order: ExactOrder, evaluations: Evaluations, **options: Any
+    ):
+        """`arguments`, `options`: as of ThreadLink. `evaluations`: those that the order has."""
+        self._order, self._evaluations = order, evaluations
+        super().__init__(*arguments, **options)
+
+    def evaluated_by(self, step: int) -> int:
+        """Evaluations that come before the groups of this step, so that no line of the metrics
+        depends on time."""
+        return step - 1 - self._producer.admission.rule.max_staleness
+
+    def end_with(self, version: int) -> None:
+        """Begins nothing that needs newer weights: the run ends."""
+        with self._lock:
+            self._order.end_with(version)
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def advance(self, worker: Worker) -> bool:
+        """Begins what comes next, once the present step's groups have ended."""
+        if worker.sampler.busy:
+            return False
+        with self._lock:
+            newest = max(self._inbox, default=worker.version)
+            work = self._order.next(newest)
+            left = None  # taken now: `make_room` drops what nobody needs any more
+            if work is not None and worker.version < work.version:
+                left = self._pop_inbox(work.version)
+        if work is None:
+            return False
+        if left is not None:
+            self._load(worker, left, work.version)
+        if work.step is not None:
+            self.lease(worker, up_to=work.step)
+        else:
+            self._evaluations.make(worker.sampler, self._heard)
+            with self._lock:
+                self._lock.notify_all()
+        return True
+
+    def _needs(self, version: int) -> bool:
+        return self._order.needs(version)
+
+    def _heard(self, response: Response) -> None:
+        """Hears of a response of an evaluation."""
+        if self._closing:
+            raise _Closing

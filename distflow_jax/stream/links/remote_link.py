@@ -266,8 +266,12 @@ class RemoteLink:
             return
         if of is not links or future.exception() is not None:
             self._pulling = None  # of the run before, or too old by now
-            if (error := future.exception()) is not None:
-                self._note_lost(error, outdated=of is not links or version != pulled)
+            try:
+                future.result()
+            except Unreachable as error:
+                self._note_lost(error, refused=False)
+            except Refused as error:
+                self._note_lost(error, refused=of is links and version == pulled)
         elif version is not None:  # otherwise those that are held are right for now
             self._pulling = None
             later = not self._exact and self._state.version < pulled < version
@@ -292,18 +296,13 @@ class RemoteLink:
             state.asked.clear()
             state.links.rest()
 
-    def _note_lost(self, error: BaseException, *, outdated: bool) -> None:
-        """Has a pull tried again later. Raises an error that is not of the trainers', and a refusal
-        that stays; `outdated`: they have newer weights, or were started again meanwhile."""
+    def _note_lost(self, error: Exception, *, refused: bool) -> None:
+        """Has a pull tried again later. Raises a refusal that stays; `refused`: trainers which have
+        these weights, and no newer ones, did not give them."""
         now = time.monotonic()
-        if not isinstance(error, (Unreachable, Refused)):
-            raise error
-        if outdated or isinstance(error, Unreachable):
-            self._refused = math.inf
-        else:
-            self._refused = min(self._refused, now)
-            if now - self._refused >= REFUSED_SECONDS:
-                raise ValueError(f"the weights did not come: {error}") from error
+        self._refused = min(self._refused, now) if refused else math.inf
+        if now - self._refused >= REFUSED_SECONDS:
+            raise ValueError(f"the weights did not come: {error}") from error
         self._next_pull = now + RETRY_SECONDS
         if now >= self._next_told:
             self._next_told = now + TOLD_SECONDS

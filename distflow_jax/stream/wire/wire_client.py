@@ -26,7 +26,7 @@ from distflow_jax.stream.wire.session import (
     Opening,
     Stranger,
 )
-from distflow_jax.stream.wire.tls import WireTls, read_wire_tls
+from distflow_jax.stream.wire.tls import read_wire_tls
 
 
 class WireClient:
@@ -39,28 +39,20 @@ class WireClient:
       token: of the run.
       name: of this process, for the server's log.
       limit_bytes: maximum size of an answer.
-      tls: with the authorities that verify the server's certificate; None: those of the
-        environment, if it names some.
+
+    The environment may name authorities that verify the server's certificate (tls.py).
 
     Attributes:
       address: as given.
     """
 
-    def __init__(
-        self,
-        address: str,
-        token: bytes,
-        name: str,
-        *,
-        limit_bytes: int = LIMIT_BYTES,
-        tls: WireTls | None = None,
-    ):
+    def __init__(self, address: str, token: bytes, name: str, *, limit_bytes: int = LIMIT_BYTES):
         self.address, self._key, self._name = address, derive_key("wire", token), name
         host, _, port = address.rpartition(":")
         if not (host and port.isascii() and port.isdigit() and int(port) < 65536):
             raise ValueError(f"an address must be HOST:PORT, got {address!r}")
         self._host, self._port = host.strip("[]"), int(port)
-        self._limit, self._tls = limit_bytes, (read_wire_tls() if tls is None else tls).client
+        self._limit, self._tls = limit_bytes, read_wire_tls().client
         self._lock = threading.Lock()
         self._idle: list[tuple[ByteStream, Lane]] = []
         self._busy: set[ByteStream] = set()

@@ -8,6 +8,7 @@ with the others, and with those of training, for the interpreter.
 
 import contextlib
 import errno
+import functools
 import logging
 import queue
 import resource
@@ -43,7 +44,7 @@ from distflow_jax.stream.wire.session import (
     Session,
     Stranger,
 )
-from distflow_jax.stream.wire.tls import WireTls, read_wire_tls
+from distflow_jax.stream.wire.tls import read_wire_tls
 
 OPENING_SECONDS = 10.0  # for both sides to prove the token
 MESSAGE_SECONDS = 60.0  # for the bytes of a frame to come, and for those of an answer to go
@@ -71,8 +72,9 @@ class WireServer:
       quick: names of methods that return within a millisecond; a Future is answered once it is
         done.
       limit_bytes: of a frame; a larger one is refused before it is read.
-      tls: its certificate; None: that of the environment (tls.py), if it names one.
       know: called with name and host of each client that has proved the token.
+
+    The environment may name its certificate (tls.py).
 
     Attributes:
       port: where it listens.
@@ -87,14 +89,13 @@ class WireServer:
         *,
         quick: Collection[str] = (),
         limit_bytes: int = LIMIT_BYTES,
-        tls: WireTls | None = None,
         know: Callable[[str, str], None] = lambda name, host: None,
     ):
         if wrong := [name for name in methods if len(name.encode()) > METHOD_BYTES]:
             raise ValueError(f"method {wrong[0]!r} has more than {METHOD_BYTES} bytes")
         self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
         self._key, self._know = derive_key("wire", token), know
-        self._tls = (read_wire_tls() if tls is None else tls).server
+        self._tls = read_wire_tls().server
         self._listener = listen("the wire", *address.rpartition(":")[::2])
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -144,10 +145,7 @@ class WireServer:
                     self._go_on(connection)
                 seconds = 0 if self._ready else LOOK_SECONDS if waits else None
                 for key, _ in self._selector.select(seconds):
-                    if isinstance(key.data, Connection):
-                        self._go_on(key.data)
-                    else:
-                        key.data()
+                    key.data()
                 if (now := time.monotonic()) >= look:
                     look = now + LOOK_SECONDS
                     self._look(now)
@@ -206,10 +204,11 @@ class WireServer:
             events = 0
         if events == connection.events:
             return
+        go_on = functools.partial(self._go_on, connection)
         if not connection.events:
-            self._selector.register(connection.socket, events, connection)
+            self._selector.register(connection.socket, events, go_on)
         elif events:
-            self._selector.modify(connection.socket, events, connection)
+            self._selector.modify(connection.socket, events, go_on)
         else:
             self._selector.unregister(connection.socket)
         connection.events = events
