@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.kernels.decode_attention import partial_attention
+from distflow_jax.models.kernels.decode_attention import members_attention, partial_attention
+from distflow_jax.models.kernels.decode_tpu import Members
 from distflow_jax.models.kernels.merge_partial import PartialAttention, merge
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.pages import Cache
@@ -36,6 +36,7 @@ class Owners(NamedTuple):
     table: jax.Array  # int32 [D, O, C]: their pages
     length: jax.Array  # int32 [D, O]: tokens of each that count
     pages: int  # of a rank, that they have at most
+    members: Members | None = None  # slots that read them, each field [D, ...]; None: owners read
 
 
 def over_table(
@@ -48,25 +49,30 @@ def over_table(
     mesh: Mesh,
     implementation: str,
 ) -> PartialAttention:
-    """Rows q [D, O, K, R, H] over the pages of their owners in one layer.
+    """Rows q [D, O, K, R, H] over the pages of their owners in one layer, or those of the owners'
+    members, [D, S, K, R, H].
 
-    `first` int32 [D, O, R]: the first token of the owner that each row sees, None for all. Returns
-    out float32 like q, and the log-sum-exp [D, O, K, R].
+    `first` int32 [D, O, R] or [D, S, R]: the first token of the owner that each row sees, None for
+    all. Returns out float32 like q, and the log-sum-exp [D, O, K, R] or [D, S, K, R].
     """
     heads = q.shape[2]
+    per_row = {
+        name: x for name, x in (("first", first), ("members", owners.members)) if x is not None
+    }
 
-    def local(q, pages, layer, table, length, *first):
+    def local(q, pages, layer, table, length, per_row):
         layers, _, number = pages["key_pages"].shape[:3]
         # layers are not sliced: a kernel's operand would be a copy of the layer
         flat = jax.tree.map(lambda x: x.reshape(layers * number, *x.shape[3:]), pages)
-        part = partial_attention(
+        attention = partial_attention if owners.members is None else members_attention
+        part = attention(
             q[0],
             table=table[0] + layer * number,
             length=length[0],
             implementation=implementation,
-            first=first[0][0] if first else None,
             most_pages=owners.pages,
             **flat,
+            **jax.tree.map(lambda x: x[0], per_row),
         )
         return jax.tree.map(lambda x: x[None], part)
 
@@ -78,21 +84,13 @@ def over_table(
         "key_scale": cache.key_scale,
         "value_scale": cache.value_scale,
     }
-    per_row = () if first is None else (first,)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(
-            row,
-            _page_spec(heads, mesh),
-            PartitionSpec(),
-            ranks,
-            ranks,
-            *[ranks] * len(per_row),
-        ),
+        in_specs=(row, _page_spec(heads, mesh), PartitionSpec(), ranks, ranks, ranks),
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
-    )(q, pages, layer, owners.table, owners.length, *per_row)
+    )(q, pages, layer, owners.table, owners.length, per_row)
 
 
 def over_cache(
@@ -108,7 +106,7 @@ def over_cache(
 ) -> OverCache:
     """Attention over slots' own pages and those of their prompts, at most `longest` of each.
 
-    Rows of the slots that read a prompt, at most `members`, are brought together. With a
+    At most `members` slots read a prompt. With a
     `sliding_window` the result takes a layer's window too, for Q = `queries` new tokens of a slot.
     """
     own, prompts, prompt, member = contexts
@@ -119,36 +117,17 @@ def over_cache(
     )
     of_slots = min(slots * longest[0], pages)
     slot_owners = Owners(tables[0], own, of_slots)
-    # a page has one owner: prompts have what full slots leave, or all where slots could take all
-    prompt_owners = Owners(tables[1], prompts, pages - of_slots or pages)
-    options = {"mesh": mesh, "implementation": implementation}
     table = jax.vmap(lambda p, m: answering(p, m, number, members))(prompt, member)
-    known = (prompt >= 0) & (prompt < number)
-    place = jnp.clip(prompt * members + member, 0, number * members - 1)
-
-    def to_prompts(rows, table):  # [S, K, R, H] -> [P, K, M R, H]
-        heads, head_dim = rows.shape[1], rows.shape[-1]
-        rows = rows.at[table].get(mode="fill", fill_value=0)
-        rows = rows.reshape(number, members, heads, -1, head_dim)
-        return rows.swapaxes(1, 2).reshape(number, heads, -1, head_dim)
-
-    def to_slots(x, place):  # [P, K, M R, ...] -> [S, K, R, ...]
-        x = x.reshape(number, x.shape[1], members, -1, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(number * members, *x.shape[2:])[place]
-
-    def firsts_of_prompts(first, table):  # [S, R] -> [P, M R]
-        # where no slot reads the prompt, beyond every token
-        return first.at[table].get(mode="fill", fill_value=UNLIMITED).reshape(number, -1)
+    readers = Members(table.reshape(len(prompt), number, members), prompt, member)
+    # a page has one owner: prompts have what full slots leave, or all where slots could take all
+    prompt_owners = Owners(tables[1], prompts, pages - of_slots or pages, readers)
+    options = {"mesh": mesh, "implementation": implementation}
 
     def attend(q, layer, seen, window=None):
         first_own = first_shared = None
         if sliding_window:
             first_shared, first_own = contexts.first_seen(window, q.shape[3], queries)
-            first_shared = jax.vmap(firsts_of_prompts)(first_shared, table)
-        rows = jax.vmap(to_prompts)(q, table)
-        shared = over_table(rows, cache, layer, prompt_owners, first_shared, **options)
-        shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
-        shared = shared, jnp.where(known[..., None, None], lse, -jnp.inf)
+        shared = over_table(q, cache, layer, prompt_owners, first_shared, **options)
         mine = over_table(q, cache, layer, slot_owners, first_own, **options)
         return merge((seen, shared, mine))
 
