@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from distflow_jax.models.kernels.decode_attention import members_attention, partial_attention
-from distflow_jax.models.kernels.decode_tpu import Members
+from distflow_jax.models.kernels.decode_tpu import LANES, Members
 from distflow_jax.models.kernels.merge_partial import PartialAttention, merge
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.pages import Cache
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts, OverCache, answering
+
+_TILE_BYTES = 32  # of a tile's rows: 16 of bfloat16
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -148,32 +150,42 @@ def append_pages(
 
     `page` int32 [D, S], N to drop it; `within` int32 [D, S]: its place there. On TPUs a scatter
     into the cache makes XLA copy all of it; a page that is read, changed and written back does not.
+    Of a page of values the rows of one tile are enough; a token of keys is in every tile.
     """
     heads = key.shape[3]
     (k, key_scale), (v, value_scale) = (cache_lib.stored(cache, x) for x in (key, value))
     new = {"key": k, "value": v, "key_scale": key_scale, "value_scale": value_scale}
     new = {name: x for name, x in (new | {"experts": experts}).items() if x is not None}
-    length_dim = {"key": 5, "value": 4, "key_scale": 4, "value_scale": 4, "experts": 4}
+    # in a page, and in `new`: dims for the page, values' tile, the token
+    added = {"key": (2, 5), "value": (2, 4, 5), "key_scale": (2, 4), "value_scale": (2, 4)}
+    added["experts"] = (2, 4)
 
     def local(buffers, new, page, within):
-        pages, width = buffers["key"].shape[2], buffers["key"].shape[-1]
+        pages, value = buffers["key"].shape[2], buffers["value"]
+        tiles = (*value.shape[:4], -1, _tile_rows(value), value.shape[-1])
+        buffers = buffers | {"value": value.reshape(tiles)}
 
         def put(slot, buffers):
-            here = jnp.arange(width, dtype=jnp.int32) == within[0, slot]
             at = jnp.minimum(page[0, slot], pages - 1)
-            here &= page[0, slot] < pages
 
-            def change(buffer, new, dim):
-                old = jax.lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
-                new = jnp.expand_dims(new[:, :, slot][:, :, None], dim)
-                shape = [1] * old.ndim
-                shape[dim] = width
-                changed = jnp.where(here.reshape(shape), new, old)
-                return jax.lax.dynamic_update_slice_in_dim(buffer, changed, at, axis=2)
+            def change(buffer, new, dims):
+                (first, *tile, token), sizes = dims, list(buffer.shape)
+                rows = sizes[token]
+                starts = {first: at} | {dim: within[0, slot] // rows for dim in tile}
+                for dim in starts:
+                    sizes[dim] = 1
+                begin = [starts.get(dim, 0) for dim in range(buffer.ndim)]
+                here = jnp.arange(rows, dtype=jnp.int32) == within[0, slot] % rows
+                here &= page[0, slot] < pages
+                here = here.reshape([rows if dim == token else 1 for dim in range(buffer.ndim)])
+                old = jax.lax.dynamic_slice(buffer, begin, sizes)
+                changed = jnp.where(here, jnp.expand_dims(new[:, :, slot], dims), old)
+                return jax.lax.dynamic_update_slice(buffer, changed, begin)
 
-            return {name: change(x, new[name], length_dim[name]) for name, x in buffers.items()}
+            return {name: change(x, new[name], added[name]) for name, x in buffers.items()}
 
-        return jax.lax.fori_loop(0, page.shape[1], put, buffers)
+        buffers = jax.lax.fori_loop(0, page.shape[1], put, buffers)
+        return buffers | {"value": buffers["value"].reshape(value.shape)}
 
     ranks = PartitionSpec("data")
     pages = {name: _page_spec(heads, mesh) for name in new}
@@ -188,3 +200,11 @@ def append_pages(
         check_vma=False,
     )({name: getattr(cache, name) for name in new}, new, page, within)
     return dataclasses.replace(cache, **written)
+
+
+def _tile_rows(value: jax.Array) -> int:
+    """Tokens in a tile of a page of values [..., W, H] as XLA lays it out for TPUs; W where a tile
+    has all, as with tokens along the lanes."""
+    width, head_dim = value.shape[-2:]
+    rows = _TILE_BYTES // value.dtype.itemsize
+    return rows if head_dim % LANES == 0 and width % rows == 0 else width
