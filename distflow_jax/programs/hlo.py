@@ -207,8 +207,9 @@ class _Reader:
             elif user.opcode == "fusion" and user.called.get("calls"):
                 inner = self.text.computations[user.called["calls"][0]]
                 known = [inner.parameters[i] for i in places if i in inner.parameters]
-                total += sum(self._read(inner, p) for p in known)
-                if _viewed(inner) in known:
+                viewed = _viewed(inner, "output_to_operand_aliasing" in user.attributes)
+                total += sum(self._read(inner, p) for p in known if p is not viewed)
+                if viewed in known:
                     total += self._read(fused, user)
             elif places == [0] and user.opcode in ("dynamic-slice", "slice", "gather"):
                 total += user.bytes
@@ -233,10 +234,11 @@ class _Reader:
         return value.memory_bytes
 
 
-def _viewed(fused: Computation) -> Instruction | None:
-    """The instruction whose value a fusion returns, perhaps in another shape."""
+def _viewed(fused: Computation, aliased: bool) -> Instruction | None:
+    """The instruction whose value a fusion returns, perhaps in another shape; `aliased`: or in
+    another tiling, in place."""
     found = fused.root
-    while found is not None and found.opcode == "bitcast":
+    while found is not None and (found.opcode == "bitcast" or aliased and found.opcode == "copy"):
         found = fused.operand(found, 0)
     return found
 

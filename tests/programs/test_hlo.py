@@ -329,6 +329,36 @@ def test_weights_that_a_fusion_inside_reshapes_are_read():
     assert read(INNER).bytes_accessed == 2 * (64 * 64 + 2 * 8 * 64)
 
 
+# A page of int8 that is changed in place, of a cache which a fusion inside gives another tiling.
+TILED = """HloModule jit_f, is_scheduled=true
+
+%copied (param_0: s8[16,32,128]) -> s8[16,32,128] {
+  %param_0 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[16,32,128]{2,1,0:T(8,128)(4,1)} copy(%param_0)
+}
+
+%fused (param_0.1: s8[16,32,128], param_1.1: s32[]) -> s8[16,32,128] {
+  %param_0.1 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %param_1.1 = s32[]{:T(128)S(6)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %fusion.1 = s8[16,32,128]{2,1,0:T(8,128)(4,1)} fusion(%param_0.1), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copied
+  %page = s8[1,32,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%fusion.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,32,128}
+  %changed = s8[1,32,128]{2,1,0:T(8,128)(4,1)} negate(%page)
+  ROOT %cache = s8[16,32,128]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%fusion.1, %changed, %param_1.1, %zero, %zero)
+}
+
+ENTRY %main (cache: s8[16,32,128], at: s32[]) -> s8[16,32,128] {
+  %cache = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %at = s32[]{:T(128)S(6)} parameter(1)
+  ROOT %fusion.2 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} fusion(%cache, %at), kind=kLoop, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_a_page_that_is_changed_in_place_is_all_that_is_moved():
+    assert read(TILED).bytes_accessed == 2 * 32 * 128
+
+
 def test_a_branch_that_is_seldom_taken_costs_as_little_as_the_other():
     x = ones(64, 64)
 
