@@ -1,4 +1,5 @@
-"""Data-dependent work annotated with its amount: loops with their bounds, shares of devices.
+"""Data-dependent work annotated with its amount: loops with their bounds, shares of devices,
+branches that are seldom taken.
 
 The annotations are name scopes, which jaxpr_flops.py and hlo.py read when they count costs.
 """
@@ -15,6 +16,7 @@ Carry = TypeVar("Carry")
 
 # the scope's name is the last before that of the loop; jvp(...), vmap(...) may enclose it
 _SHARE = re.compile(r"\bone_of_(\d+)\b")
+_SELDOM = re.compile(r"\bseldom\)*$")
 _BOUND = re.compile(r"at_most_(\d+)(?:_but_once_in_(\d+))?\)*$")
 
 
@@ -54,6 +56,16 @@ def share(devices: int) -> AbstractContextManager[None]:
     Each device does a share of that total, an equal one if the data are distributed evenly.
     """
     return jax.named_scope(f"one_of_{devices}")
+
+
+def seldom() -> AbstractContextManager[None]:
+    """Marks a conditional whose most expensive branch few runs take: it counts by its cheapest."""
+    return jax.named_scope("seldom")
+
+
+def is_seldom(name: str) -> bool:
+    """Whether a conditional is marked by `seldom`; `name` as of bound_of."""
+    return _SELDOM.search(name.removesuffix("/cond")) is not None
 
 
 def sharing(name: str) -> int:

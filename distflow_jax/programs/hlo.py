@@ -7,7 +7,7 @@ that an instruction accesses follow xla/service/hlo_cost_analysis.cc.
 import dataclasses
 import re
 
-from distflow_jax.programs.bounded_loops import bound_of
+from distflow_jax.programs.bounded_loops import bound_of, is_seldom
 from distflow_jax.programs.hlo_products import kernel_bytes, product_flops
 from distflow_jax.programs.hlo_text import Computation, HloText, Instruction, parse
 from distflow_jax.programs.overlap import NOTHING, Beside, continues, is_piece, work_beside
@@ -140,8 +140,9 @@ class _Reader:
         if opcode == "conditional":
             names = sum((v for k, v in called.items() if k.endswith(("computation", "tions"))), ())
             branches = [self.computation(name) for name in names]
-            dearest = max(branches, key=lambda b: (b.flops, b.bytes_accessed), default=Module())
-            return dataclasses.replace(dearest, unbounded=sum((b.unbounded for b in branches), ()))
+            choose = min if is_seldom(one.op_name) else max
+            counted = choose(branches, key=lambda b: (b.flops, b.bytes_accessed), default=Module())
+            return dataclasses.replace(counted, unbounded=sum((b.unbounded for b in branches), ()))
         if opcode in ("call", "async"):
             names = called.get("to_apply", called.get("calls", ()))
             found = sum((self.computation(name) for name in names), Module())
@@ -206,7 +207,10 @@ class _Reader:
             elif user.opcode == "fusion" and user.called.get("calls"):
                 inner = self.text.computations[user.called["calls"][0]]
                 known = [inner.parameters[i] for i in places if i in inner.parameters]
-                total += sum(self._read(inner, p) for p in known)
+                viewed = _viewed(inner, "output_to_operand_aliasing" in user.attributes)
+                total += sum(self._read(inner, p) for p in known if p is not viewed)
+                if viewed in known:
+                    total += self._read(fused, user)
             elif places == [0] and user.opcode in ("dynamic-slice", "slice", "gather"):
                 total += user.bytes
             elif places == [0] and user.opcode in ("dynamic-update-slice", "scatter"):
@@ -219,15 +223,24 @@ class _Reader:
         """Bytes written by a fusion's root. `aliased`: returned parameters are not copied."""
         if value.opcode == "tuple":
             return sum(self._written(fused, leaf, aliased) for leaf in fused.operands(value))
+        if continues(value) or not value.memory_bytes:
+            return 0.0
         if value.opcode == "bitcast" and (source := fused.operand(value, 0)) is not None:
             return self._written(fused, source, aliased)
-        if continues(value):
-            return 0.0
         if value.opcode == "parameter":
             return 0.0 if value.is_root or aliased else value.memory_bytes
-        if value.opcode in ("dynamic-update-slice", "scatter") and value.memory_bytes:
+        if value.opcode in ("dynamic-update-slice", "scatter"):
             return _update_bytes(fused, value)
         return value.memory_bytes
+
+
+def _viewed(fused: Computation, aliased: bool) -> Instruction | None:
+    """The instruction whose value a fusion returns, perhaps in another shape; `aliased`: or in
+    another tiling, in place."""
+    found = fused.root
+    while found is not None and (found.opcode == "bitcast" or aliased and found.opcode == "copy"):
+        found = fused.operand(found, 0)
+    return found
 
 
 def _updates(inside: Computation, one: Instruction) -> list[Instruction]:
@@ -255,6 +268,10 @@ def _bytes_accessed(inside: Computation, one: Instruction) -> float:
     taken = sum(i.memory_bytes for i in operands)
     if one.opcode == "custom-call" and (own := kernel_bytes(one)) is not None:
         return min(taken, own) + one.memory_bytes
+    if one.opcode in ("slice-start", "dynamic-slice-start"):
+        # it returns its operands with the slice, which alone is read
+        read = max(one.bytes - sum(i.bytes for i in operands), 0.0) if taken else 0.0
+        return read + max(one.memory_bytes - taken, 0.0)
     if one.opcode in ("dynamic-slice", "slice", "gather"):
         read = one.bytes if operands and operands[0].memory_bytes else 0.0
         return read + one.memory_bytes + sum(i.memory_bytes for i in operands[1:])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.extend import core
 
-from distflow_jax.programs.bounded_loops import bound_of, sharing
+from distflow_jax.programs.bounded_loops import bound_of, is_seldom, sharing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ def matmul_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Flops:
     """FLOPs of all matrix products of a jaxpr over all its devices, 2 per multiply-add.
 
     A scan counts by its length, a `bounded_loop` by its bound, a `shard_map` by the devices of its
-    manual axes, a conditional by its most expensive branch. Masked attention counts as the whole
-    product, as it is computed, and a layer with a window as all blocks of keys. A ragged product
-    counts each row once, a kernel its own cost estimate. Work within `share` counts once for all
-    devices.
+    manual axes, a conditional by its most expensive branch, one marked `seldom` by its cheapest.
+    Masked attention counts as the whole product, as it is computed, and a layer with a window as
+    all blocks of keys. A ragged product counts each row once, a kernel its own cost estimate. Work
+    within `share` counts once for all devices.
     """
     return _flops(jaxpr, "")
 
@@ -58,7 +58,8 @@ def _eqn_flops(eqn: core.JaxprEqn, path: str) -> Flops:
     inner = [_flops(jaxpr, path) for jaxpr in _jaxprs_in(eqn)]
     if kind == "cond":
         unbounded = sum((branch.unbounded for branch in inner), ())
-        return Flops(max(branch.total for branch in inner), unbounded)
+        counted = min if is_seldom(str(eqn.source_info.name_stack)) else max
+        return Flops(counted(branch.total for branch in inner), unbounded)
     total = sum(inner, Flops(0.0))
     if kind == "scan":
         return total.times(eqn.params["length"])

@@ -1,7 +1,8 @@
 """Configs of machines: every choice is whole, fits its machine's mesh, and says what it is not.
 
 Nightly: each is within 10 % of the sweep's best, with memory to spare; one for TPUs is that of the
-sweep's best three as compiled, too (needs libtpu).
+sweep's best three as compiled, too (needs libtpu). A compiled decode step moves little more than
+its weights and its cache (needs libtpu).
 """
 
 import dataclasses
@@ -21,11 +22,13 @@ from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods import preset
+from distflow_jax.pods.compile import compile_sampler
 from distflow_jax.pods.pod_plan import SPARE, plan_on
 from distflow_jax.pods.pricing import SEARCHED, Pricing
 from distflow_jax.pods.search import Search
 from distflow_jax.pods.sweep import price
 from distflow_jax.pods.topology import open_topology
+from distflow_jax.rollout.cache_sizing import cache_bytes, weight_bytes
 
 SHAPES = ROOT / "configs" / "shapes"
 MILLIONS = {
@@ -122,6 +125,28 @@ def test_a_choice_is_near_the_best_three_as_compiled():
         return found.expected.middle
 
     assert seconds(pricing.planned({})) <= 1.1 * min(seconds(guess.planned) for guess in best)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [("qwen25_7b", "v5p-8"), ("qwen25_7b", "v6e-8"), ("qwen25_3b", "v5e-8")],
+)
+def test_a_decode_step_moves_its_weights_and_its_cache_alone(name, machine):
+    """Within 15 %, as compiled: queries are not rearranged in HBM, nor pages copied."""
+    config = from_config_dict(Config, config_of(name, f"{machine},2k"))
+    config = with_values(config, {"model.source": str(SHAPES / name)})
+    pod = open_topology(machine)
+    planned = plan_run(config, pod.machine, open_source=open_shapes)
+    planned = dataclasses.replace(planned, devices=pod.devices)
+    found = compile_sampler(planned, pod, "decode")
+    model, engine = planned.source.config, planned.sizes.engine
+    ranks, tensor = planned.sizes.sampler_ranks, planned.sizes.rollout_tensor
+    whole = weight_bytes(model, engine, tensor)
+    whole += cache_bytes(model, engine, ranks=ranks, tensor=tensor)
+    step = found.bytes_accessed / engine.tokens_per_call
+    assert found.unread == 0 and 0.9 * whole < step < 1.15 * whole
 
 
 def test_what_is_longer_than_the_training_is_stretched_or_refused():

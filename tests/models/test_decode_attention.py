@@ -17,8 +17,10 @@ import pytest
 from support.accelerators import TRITON_DEPRECATED, abstract_gpu
 
 from distflow_jax.models.kernels import decode_gpu, decode_tpu
-from distflow_jax.models.kernels.decode_attention import partial_attention
+from distflow_jax.models.kernels.decode_attention import members_attention, partial_attention
+from distflow_jax.models.kernels.decode_tpu import Members
 from distflow_jax.models.kernels.merge_partial import merge
+from distflow_jax.rollout.kv_cache.shared_prompt_attention import answering
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
 # the TPU kernel takes pages of 128 tokens, so that its cases hold fewer of them
@@ -156,6 +158,66 @@ def test_a_window_that_reaches_everything_changes_nothing(implementation):
     whole = case | {"first": jnp.full((7, 3), 1 - 2**30, jnp.int32)}
     for mine, wanted in zip(*(attend(c, implementation) for c in (whole, case)), strict=True):
         np.testing.assert_array_equal(mine, wanted)
+
+
+# owners of slots, some of them out of range; which slots of an owner are its members 0, 1, 2
+OWNER, NUMBER = (5, 2, 5, 7, 0, 5, -1, 4, 3), (2, 0, 0, 0, 1, 1, 0, 2, 0)
+
+
+def with_members(case, rows):
+    """(arguments of members_attention, those of the statement in which each slot has an owner)."""
+    owners, (_, kv_heads, _, head_dim) = len(case["length"]), case["q"].shape
+    owner, number = (np.asarray(x, np.int32) for x in (OWNER, NUMBER))
+    q = np.random.default_rng(1).normal(size=(len(owner), kv_heads, rows, head_dim))
+    q = jnp.asarray(q, case["q"].dtype)
+    table = answering(owner, number, owners, 3).reshape(owners, 3)
+    known, at = (owner >= 0) & (owner < owners), np.clip(owner, 0, owners - 1)
+    length = jnp.where(known, case["length"][at], 0)
+    stated = case | {"q": q, "table": case["table"][at], "length": length}
+    return case | {"q": q, "members": Members(table, owner, number)}, stated
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def attend_members(case, implementation):
+    interpret = implementation != "reference"
+    return members_attention(**case, implementation=implementation, interpret=interpret)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "windows"),
+    [("float32", 3, False), ("bfloat16", 7, False), ("int8", 8, True), ("bfloat16", 5, True)],
+)
+def test_slots_attend_to_the_owner_that_they_share(implementation, dtype, rows, windows):
+    width = WIDTH[implementation]
+    case, stated = with_members(make_case(ragged(width), width=width, dtype=dtype), rows)
+    if windows:
+        stated = with_windows(stated, width)
+        case["first"] = stated["first"]
+    assert_states(attend_members(case, implementation), stated, TOLERANCE.get(dtype, 1e-5))
+
+
+@pytest.mark.parametrize(("slots", "whole"), [(9, True), (4096, False)])
+def test_the_tpu_kernel_takes_the_rows_of_slots_where_they_fit(slots, whole):
+    """Else, and on other platforms, it takes a copy of them for each owner and member."""
+    case, _ = with_members(make_case(ragged(128), width=128, head_dim=128, dtype="bfloat16"), 7)
+    more = ((0, slots - 9), (0, 0), (0, 0), (0, 0))
+    case["q"] = jnp.pad(case["q"], more)
+    run = functools.partial(members_attention, implementation="tpu")
+    traced = jax.jit(lambda case: run(**case)).trace(case)
+    (kernel,) = kernels_in(traced.jaxpr)
+    assert (kernel.outvars[0].aval.shape == (slots, 2, 7, 128)) == whole
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def kernels_in(jaxpr):
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found.append(eqn)
+        elif "jaxpr" in eqn.params:
+            found += kernels_in(eqn.params["jaxpr"])
+    return found
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])

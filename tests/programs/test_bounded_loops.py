@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distflow_jax.programs.bounded_loops import bound_of, bounded_loop
+from distflow_jax.programs.bounded_loops import bound_of, bounded_loop, is_seldom
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 
 
@@ -26,6 +26,20 @@ from distflow_jax.programs.jaxpr_flops import matmul_flops
 )
 def test_the_innermost_name_is_the_loops_own(name, most):
     assert bound_of(name) == most
+
+
+@pytest.mark.parametrize(
+    ("name", "seldom"),
+    [
+        ("jit(f)/at_most_12/while/body/seldom/cond", True),
+        ("vmap(seldom)", True),
+        ("jit(f)/seldom/cond/branch_1_fun/cond", False),
+        ("seldomly/cond", False),
+        ("", False),
+    ],
+)
+def test_a_conditional_is_marked_by_its_own_scope(name, seldom):
+    assert is_seldom(name) == seldom
 
 
 def test_it_is_a_fori_loop():

@@ -3,6 +3,7 @@
 Nightly: devices of a tensor axis divide the products of an update; none computes another's share.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.tiny_model import mesh_of
 from support.training_programs import trace
 
-from distflow_jax.programs.bounded_loops import bounded_loop
+from distflow_jax.programs.bounded_loops import bounded_loop, seldom
 from distflow_jax.programs.hlo import read
 from distflow_jax.programs.jaxpr_flops import matmul_flops
 from distflow_jax.programs.overlap import Beside
@@ -270,6 +271,108 @@ def test_texts_of_other_platforms():
     assert found.unbounded == ()
     assert [c.overlapped for c in found.collectives] == [True, True]
     assert found.unread == 1  # %sum, which is not there
+
+
+# Of TPUs with room beside their cores, S(1): a fusion that ends there behind a bitcast, and a slice
+# that is fetched meanwhile.
+NEAR = """HloModule jit_f, is_scheduled=true
+
+%fused (param_0: f32[16,8,128]) -> f32[128,128] {
+  %param_0 = f32[16,8,128]{2,1,0:T(8,128)} parameter(0)
+  %copy.1 = f32[16,8,128]{2,0,1:T(8,128)} copy(%param_0)
+  ROOT %bitcast.1 = f32[128,128]{1,0:T(8,128)S(1)} bitcast(%copy.1)
+}
+
+ENTRY %main (p: f32[16,8,128], w: s8[4096]) -> f32[128,128] {
+  %p = f32[16,8,128]{2,1,0:T(8,128)} parameter(0)
+  %w = s8[4096]{0:T(1024)} parameter(1)
+  %slice-start = ((s8[4096]{0:T(1024)}), s8[1024]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[1024:2048]}
+  %fusion.1 = f32[128,128]{1,0:T(8,128)S(1)} fusion(%p), kind=kLoop, calls=%fused
+  %slice-done = s8[1024]{0:T(1024)S(1)} slice-done(%slice-start)
+  ROOT %out = f32[128,128]{1,0:T(8,128)} copy(%fusion.1)
+}
+"""  # noqa: E501
+
+
+def test_values_beside_the_cores_cost_no_main_memory():
+    """The fusion reads alone, the last copy writes alone, of `w` the slice is read."""
+    array, context = 4 * 128 * 128, 4
+    assert read(NEAR).bytes_accessed == 2 * array + 1024 + context
+    far = NEAR.replace("S(1)", "")
+    assert read(far).bytes_accessed == 4 * array + 2 * 1024 + context
+
+
+# The weights of a product, in another shape by a fusion of their own inside its fusion.
+INNER = """HloModule jit_f, is_scheduled=true
+
+%reshaped (param_0: bf16[64,2,32]) -> bf16[64,64] {
+  %param_0 = bf16[64,2,32]{2,1,0} parameter(0)
+  ROOT %bitcast.1 = bf16[64,64]{1,0} bitcast(%param_0)
+}
+
+%fused (param_0.1: bf16[64,2,32], param_1.1: bf16[8,64]) -> bf16[8,64] {
+  %param_0.1 = bf16[64,2,32]{2,1,0} parameter(0)
+  %param_1.1 = bf16[8,64]{1,0} parameter(1)
+  %fusion.1 = bf16[64,64]{1,0} fusion(%param_0.1), kind=kLoop, calls=%reshaped
+  ROOT %convolution.1 = bf16[8,64]{1,0} convolution(%param_1.1, %fusion.1), dim_labels=bf_io->bf
+}
+
+ENTRY %main (w: bf16[64,2,32], x: bf16[8,64]) -> bf16[8,64] {
+  %w = bf16[64,2,32]{2,1,0} parameter(0)
+  %x = bf16[8,64]{1,0} parameter(1)
+  ROOT %fusion.2 = bf16[8,64]{1,0} fusion(%w, %x), kind=kOutput, calls=%fused
+}
+"""
+
+
+def test_weights_that_a_fusion_inside_reshapes_are_read():
+    assert read(INNER).bytes_accessed == 2 * (64 * 64 + 2 * 8 * 64)
+
+
+# A page of int8 that is changed in place, of a cache which a fusion inside gives another tiling.
+TILED = """HloModule jit_f, is_scheduled=true
+
+%copied (param_0: s8[16,32,128]) -> s8[16,32,128] {
+  %param_0 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[16,32,128]{2,1,0:T(8,128)(4,1)} copy(%param_0)
+}
+
+%fused (param_0.1: s8[16,32,128], param_1.1: s32[]) -> s8[16,32,128] {
+  %param_0.1 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %param_1.1 = s32[]{:T(128)S(6)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %fusion.1 = s8[16,32,128]{2,1,0:T(8,128)(4,1)} fusion(%param_0.1), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copied
+  %page = s8[1,32,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%fusion.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,32,128}
+  %changed = s8[1,32,128]{2,1,0:T(8,128)(4,1)} negate(%page)
+  ROOT %cache = s8[16,32,128]{2,1,0:T(32,128)(4,1)} dynamic-update-slice(%fusion.1, %changed, %param_1.1, %zero, %zero)
+}
+
+ENTRY %main (cache: s8[16,32,128], at: s32[]) -> s8[16,32,128] {
+  %cache = s8[16,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %at = s32[]{:T(128)S(6)} parameter(1)
+  ROOT %fusion.2 = s8[16,32,128]{2,1,0:T(32,128)(4,1)} fusion(%cache, %at), kind=kLoop, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_a_page_that_is_changed_in_place_is_all_that_is_moved():
+    assert read(TILED).bytes_accessed == 2 * 32 * 128
+
+
+def test_a_branch_that_is_seldom_taken_costs_as_little_as_the_other():
+    x = ones(64, 64)
+
+    def run(x, mark):
+        with mark():
+            y = jax.lax.cond(x[0, 0] > 2, lambda: (x @ x @ x).sum(), lambda: x[0, 0])
+        return y + 1.0
+
+    product = 2 * 64**3
+    for mark, products in ((contextlib.nullcontext, 2), (seldom, 0)):
+        f = functools.partial(run, mark=mark)
+        found = module(f, x)
+        assert found.flops == matmul_flops(jax.make_jaxpr(f)(x)).total == products * product
+        assert (found.bytes_accessed > 4 * 64**2) == bool(products)
 
 
 # A start and a done with a product between them, and a second collective beside part of it

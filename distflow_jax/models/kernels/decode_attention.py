@@ -2,15 +2,16 @@
 
 O owners (a slot, or a shared prompt), K key/value heads, R query rows per key/value head (query
 heads of the group x members x new tokens), H head dim, N pages of W tokens, C block table entries
-per owner.
+per owner. S slots, of which at most M are members of an owner: they read its pages.
 """
 
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.models.attention import UNLIMITED
 from distflow_jax.models.kernels.decode_gpu import gpu_attention
 from distflow_jax.models.kernels.decode_reference import reference_attention
-from distflow_jax.models.kernels.decode_tpu import tpu_attention
+from distflow_jax.models.kernels.decode_tpu import Members, gathers_members, tpu_attention
 from distflow_jax.models.kernels.merge_partial import PartialAttention
 
 IMPLEMENTATIONS = ("reference", "gpu", "tpu")
@@ -67,6 +68,53 @@ def partial_attention(
     if implementation == "tpu":
         return tpu_attention(*arguments, most_pages=most_pages, interpret=interpret)
     raise ValueError(f"implementation must be {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+
+
+def members_attention(
+    q: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    table: jax.Array,
+    length: jax.Array,
+    *,
+    members: Members,
+    implementation: str,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    first: jax.Array | None = None,
+    most_pages: int = 0,
+    interpret: bool = False,
+) -> PartialAttention:
+    """Partial attention of the rows of slots over the pages of the owners that they read.
+
+    q [S, K, R, H] and `first` int32 [S, R] are those of slots; `members` has the owner of each. All
+    others are as in `partial_attention`. Returns out float32 [S, K, R, H] and lse float32
+    [S, K, R], 0 and -inf where a slot reads no owner.
+    """
+    _, kv_heads, rows, head_dim = q.shape
+    owners, number = members.table.shape
+    if first is not None:
+        # where no slot reads the owner, beyond every token
+        first = first.at[members.table].get(mode="fill", fill_value=UNLIMITED).reshape(owners, -1)
+    pages = key_pages, value_pages, table, length
+    options = {"most_pages": most_pages, "interpret": interpret}
+    windowed = first is not None
+    if implementation == "tpu" and gathers_members(q, key_pages, members, windowed=windowed):
+        return tpu_attention(q, *pages, key_scale, value_scale, first, members=members, **options)
+    of_owners = q.at[members.table].get(mode="fill", fill_value=0)  # [O, M, K, R, H]
+    of_owners = of_owners.swapaxes(1, 2).reshape(owners, kv_heads, -1, head_dim)
+    options |= {"implementation": implementation, "first": first}
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    found = partial_attention(of_owners, *pages, **scales, **options)
+    place = jnp.clip(members.owner * number + members.number, 0, owners * number - 1)
+
+    def to_slots(x):  # [O, K, M R, ...] -> [S, K, R, ...]
+        x = x.reshape(owners, kv_heads, number, rows, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(-1, *x.shape[2:])[place]
+
+    out, lse = map(to_slots, found)
+    known = ((members.owner >= 0) & (members.owner < owners))[:, None, None]
+    return jnp.where(known[..., None], out, 0.0), jnp.where(known, lse, -jnp.inf)
 
 
 def _check(q, key_pages, value_pages, table, length, key_scale, value_scale, first) -> None:

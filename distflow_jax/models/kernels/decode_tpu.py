@@ -5,9 +5,14 @@ before; the grid's size is the traced number of these pages. Pallas' pipeline th
 exactly the used pages, all key/value heads of a page in one copy, and overlaps the copy of the next
 page, of any owner, with the computation of this one. In layers with a window, pages before the
 window are not listed. Dims as in decode_reference.py; L pages in use.
+
+Where S slots share owners, queries and results stay those of slots, whole in VMEM, and the kernel
+brings the rows of an owner's M members together. In HBM these would be M rows for each owner, read
+by slots or not, which XLA would rearrange several times.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +26,16 @@ from distflow_jax.models.kernels.tiles import nbytes
 LANES = 128
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB a kernel may take by default
 MAX_LISTED = 2**16  # three int32 per page: 768 KiB of the 1 MiB of scalar memory
+MAX_MEMBERS = 2**14  # an int32 each in scalar memory too
+MAX_MOVES = 256  # of a member's rows of one head, which are unrolled
+
+
+class Members(NamedTuple):
+    """Slots that read the pages of owners."""
+
+    table: jax.Array  # int32 [O, M]: the slots that read each owner; S for none
+    owner: jax.Array  # int32 [S]: the owner that each slot reads; out of range for none
+    number: jax.Array  # int32 [S]: its place in the table among those that read it
 
 
 def check_tpu(
@@ -68,6 +83,22 @@ def _vmem_bytes(q: jax.Array, key_pages: jax.Array, windowed: bool) -> int:
     return pages + kv_heads * padded * (per_row + sums) + firsts
 
 
+def gathers_members(
+    q: jax.Array, key_pages: jax.Array, members: Members, *, windowed: bool = False
+) -> bool:
+    """Whether the kernel takes the rows of slots, q [S, K, R, H], for pages [N, K, H, W]."""
+    slots, kv_heads, rows, head_dim = q.shape
+    owners, number = members.table.shape
+    rows_of_owner = number * rows
+    of_owner = jax.ShapeDtypeStruct((owners, kv_heads, rows_of_owner, head_dim), q.dtype)
+    lanes = -(-head_dim // LANES) * LANES
+    # in float32: queries and results with the lse of all slots; queries of an owner
+    of_slots = slots * kv_heads * -(-rows // 8) * 8 * (2 * lanes + LANES) * 4
+    of_slots += kv_heads * -(-rows_of_owner // 16) * 16 * lanes * 4
+    fits = of_slots + _vmem_bytes(of_owner, key_pages, windowed) <= VMEM_BYTES
+    return fits and kv_heads * number <= MAX_MOVES and members.table.size <= MAX_MEMBERS
+
+
 def tpu_attention(
     q_OKRH: jax.Array,
     key_pages: jax.Array,
@@ -78,17 +109,27 @@ def tpu_attention(
     value_scale: jax.Array | None = None,
     first_OR: jax.Array | None = None,
     *,
+    members: Members | None = None,
     most_pages: int = 0,
     interpret: bool = False,
 ) -> PartialAttention:
-    """`decode_attention.partial_attention` on a TPU core, with the same shapes [O, K, R, H]."""
-    check_tpu(q_OKRH, key_pages, table_OC, windowed=first_OR is not None)
-    owners, kv_heads, rows, head_dim = q_OKRH.shape
-    width = key_pages.shape[-1]
+    """`decode_attention.partial_attention` on a TPU core, with the same shapes [O, K, R, H].
+
+    With `members`, for which `gathers_members` must hold, queries and results are those of slots,
+    [S, K, R, H] and [S, K, R], and first_OR is int32 [O, M R].
+    """
+    _, kv_heads, rows, head_dim = q_OKRH.shape
+    width, owners = key_pages.shape[-1], len(length_O)
     dtype = dot_dtype(q_OKRH, key_pages)
+    rows *= 1 if members is None else members.table.shape[1]
+    of_owners = jax.ShapeDtypeStruct((owners, kv_heads, rows, head_dim), q_OKRH.dtype)
+    check_tpu(of_owners, key_pages, table_OC, windowed=first_OR is not None)
     padding = -rows % 16  # a tile of bfloat16 has 16 rows
-    q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
     padded = rows + padding
+    if members is None:
+        q = jnp.pad(q_OKRH.astype(dtype), ((0, 0), (0, 0), (0, padding), (0, 0)))
+    else:
+        q = q_OKRH.astype(jnp.float32)  # rows of a member may begin within a tile of bfloat16
     begin_O = None  # where each owner's first listed page begins
     if first_OR is not None:
         begin_O = jnp.maximum(first_OR.min(-1), 0) // width * width
@@ -112,38 +153,52 @@ def tpu_attention(
         return page[step], 0, 0
 
     scales = () if key_scale is None else (key_scale, value_scale)
-    begins, firsts = (), ()
+    begins, firsts, tables, gathered = (), (), (), ()
     if first_OR is not None:
         begins = (begin_O,)
         firsts = (jnp.pad(first_OR, ((0, 0), (0, padding)))[..., None],)
+    of_queries = pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner)
+    of_results = of_queries, pl.BlockSpec((1, kv_heads, padded, 1), of_owner)
+    if members is not None:
+        tables = (members.table.reshape(-1),)
+        gathered = (pltpu.VMEM((kv_heads, padded, head_dim), dtype),)
+        of_queries, *of_results = (
+            pl.BlockSpec(shape, lambda *_: (0, 0, 0, 0), pipeline_mode=pl.Buffered(1))
+            for shape in (q.shape, q.shape, (*q.shape[:3], 1))
+        )
+    scalars = [owner_L, first_L, page_L, length_O, *begins, *tables]
+    operands = [q, key_pages, value_pages, *firsts, *scales]
     listed = most_pages or table_OC.size
     scores = listed * kv_heads * rows * width
     of_pages = nbytes(key_pages, value_pages, *scales) // key_pages.shape[0] * listed
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, transposed=transposed, windowed=first_OR is not None),
+        functools.partial(
+            _kernel,
+            transposed=transposed,
+            windowed=first_OR is not None,
+            members=0 if members is None else members.table.shape[1],
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4 + len(begins),
+            num_scalar_prefetch=len(scalars),
             grid=(count,),
             in_specs=[
-                pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
+                of_queries,
                 pl.BlockSpec((1, kv_heads, head_dim, width), of_page),
                 pl.BlockSpec((1, *value_pages.shape[1:]), of_page),
                 *[pl.BlockSpec((1, padded, 1), first_of_owner) for _ in firsts],
                 *[pl.BlockSpec((1, kv_heads, width), scale_of_page) for _ in scales],
             ],
-            out_specs=(
-                pl.BlockSpec((1, kv_heads, padded, head_dim), of_owner),
-                pl.BlockSpec((1, kv_heads, padded, 1), of_owner),
-            ),
+            out_specs=tuple(of_results),
             scratch_shapes=[
                 pltpu.VMEM((kv_heads, padded, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, padded, LANES), jnp.float32),
                 pltpu.VMEM((kv_heads, padded, head_dim), jnp.float32),
+                *gathered,
             ],
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((owners, kv_heads, padded, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((owners, kv_heads, padded, 1), jnp.float32),
+            jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            jax.ShapeDtypeStruct((*q.shape[:3], 1), jnp.float32),
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         # all pages are operands, those in use alone are read
@@ -154,9 +209,13 @@ def tpu_attention(
         ),
         interpret=interpret,
         name="paged_decode_attention",
-    )(owner_L, first_L, page_L, length_O, *begins, q, key_pages, value_pages, *firsts, *scales)
+    )(*scalars, *operands)
     # an owner without tokens has no step, so its block is never written
-    some = (length_O > (0 if begin_O is None else begin_O))[:, None, None]
+    some = length_O > (0 if begin_O is None else begin_O)
+    if members is not None:
+        known = (members.owner >= 0) & (members.owner < owners)
+        some = known & some[jnp.clip(members.owner, 0, owners - 1)]
+    some, rows = some[:, None, None], q_OKRH.shape[2]
     lse = jnp.where(some, lse[:, :, :rows, 0], -jnp.inf)
     return jnp.where(some[..., None], out[:, :, :rows], 0.0), lse
 
@@ -187,24 +246,45 @@ def used_pages(
     return owner, slot * width, page, jnp.maximum(end_O[-1], 1)
 
 
-def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windowed):
+def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windowed, members):
     begin_ref, *refs = refs if windowed else (None, *refs)
-    q_ref, key_ref, value_ref, *refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
-    first_seen_ref, *scale_refs = refs if windowed else (None, *refs)
+    member_ref, *refs = refs if members else (None, *refs)
+    q_ref, key_ref, value_ref, *refs = refs
+    first_seen_ref, *refs = refs if windowed else (None, *refs)
+    *refs, rows_ref = refs if members else (*refs, q_ref.at[0])
+    *scale_refs, out_ref, lse_ref, top_ref, total_ref, sum_ref = refs
     key_scale_ref, value_scale_ref = scale_refs or (None, None)
     step = pl.program_id(0)
     first, length = first_ref[step], length_ref[owner_ref[step]]
     begin = begin_ref[owner_ref[step]] if windowed else 0
-    _, kv_heads, rows, head_dim = q_ref.shape
+    kv_heads, rows, head_dim = rows_ref.shape
     width = key_ref.shape[-1]
-    dtype = q_ref.dtype
+    dtype = rows_ref.dtype
     precision = dot_precision(dtype)
+    own_rows = [(m, pl.ds(m * q_ref.shape[2], q_ref.shape[2])) for m in range(members)]
+
+    def slot_of(member):
+        return member_ref[owner_ref[step] * members + member]
+
+    def put(slot, mine):
+        @pl.when(slot < q_ref.shape[0])
+        def _():
+            for head in range(kv_heads):
+                out_ref[slot, head] = sum_ref[head, mine]
+                lse_ref[slot, head] = top_ref[head, mine, :1]
 
     @pl.when(first == begin)
     def _():
         top_ref[...] = jnp.full(top_ref.shape, LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        if members:
+            for member, mine in own_rows:
+                slot = jnp.minimum(slot_of(member), q_ref.shape[0] - 1)
+                for head in range(kv_heads):
+                    sum_ref[head, mine] = q_ref[slot, head]
+            rows_ref[...] = sum_ref[...].astype(dtype)
+            sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     token = first + jax.lax.broadcasted_iota(jnp.int32, (rows, width), 1)
     valid = token < length
@@ -216,7 +296,7 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
     # head by head: Mosaic compiles plain matrix products best
     for head in range(kv_heads):
         score = jnp.dot(
-            q_ref[0, head],
+            rows_ref[head],
             key_ref[0, head].astype(dtype),
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -251,7 +331,13 @@ def _kernel(owner_ref, first_ref, page_ref, length_ref, *refs, transposed, windo
         for head in range(kv_heads):
             total = total_ref[head, :, :1]
             divisor = jnp.where(total > 0.0, total, 1.0)
-            out_ref[0, head] = sum_ref[head] / divisor
+            out = sum_ref[head] / divisor
             lse = top_ref[head, :, :1] + jnp.log(divisor)
             # without windows every row of an owner has a key
-            lse_ref[0, head] = jnp.where(total > 0.0, lse, -jnp.inf) if windowed else lse
+            lse = jnp.where(total > 0.0, lse, -jnp.inf) if windowed else lse
+            if members:
+                sum_ref[head], top_ref[head] = out, jnp.broadcast_to(lse, (rows, LANES))
+            else:
+                out_ref[0, head], lse_ref[0, head] = out, lse
+        for member, mine in own_rows:
+            put(slot_of(member), mine)

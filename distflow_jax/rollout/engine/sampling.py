@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from distflow_jax.programs.bounded_loops import seldom
+
 _BLOCK = 128  # tokens per vocabulary block
 
 
@@ -77,9 +79,10 @@ def smallest_kept(
         least = _largest_threshold(logits, jnp.ones_like(logits), needed)
         return _smallest(logits, _ordered_bits(logits) >= least[:, None])
 
-    least_k = jax.lax.cond(
-        jnp.any(top_k > 0), by_count, lambda: jnp.full(top_k.shape, -jnp.inf, jnp.float32)
-    )
+    with seldom():
+        least_k = jax.lax.cond(
+            jnp.any(top_k > 0), by_count, lambda: jnp.full(top_k.shape, -jnp.inf, jnp.float32)
+        )
 
     def by_mass():
         logits = logits_BV / temperature[:, None]
@@ -89,7 +92,8 @@ def smallest_kept(
         kept = (_ordered_bits(p) >= least[:, None]) | (top_p >= 1.0)[:, None]
         return jnp.maximum(_smallest(logits, kept), least_k)
 
-    return jax.lax.cond(jnp.any(top_p < 1.0), by_mass, lambda: least_k)
+    with seldom():
+        return jax.lax.cond(jnp.any(top_p < 1.0), by_mass, lambda: least_k)
 
 
 def _smallest(x_BV: jax.Array, where: jax.Array) -> jax.Array:
@@ -139,7 +143,8 @@ def draw(
         whole = jnp.sum(jnp.exp(logits_BV / temperature[:, None] - top[:, None]), axis=-1)
         return jnp.where(cut, jnp.log(whole) + top, lse)
 
-    lse = jax.lax.cond(jnp.any(cut), of_all, lambda: lse)
+    with seldom():
+        lse = jax.lax.cond(jnp.any(cut), of_all, lambda: lse)
 
     def noise(key, position):
         # one stream for the blocks and one for the tokens within a block

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from distflow_jax.models.attention import UNLIMITED
-from distflow_jax.models.kernels.decode_attention import partial_attention
+from distflow_jax.models.kernels.decode_attention import members_attention, partial_attention
+from distflow_jax.models.kernels.decode_tpu import LANES, Members
 from distflow_jax.models.kernels.merge_partial import PartialAttention, merge
 from distflow_jax.rollout.kv_cache import pages as cache_lib
 from distflow_jax.rollout.kv_cache.pages import Cache
 from distflow_jax.rollout.kv_cache.shared_prompt_attention import Contexts, OverCache, answering
+
+_TILE_BYTES = 32  # of a tile's rows: 16 of bfloat16
 
 
 def _spec(heads: int, mesh: Mesh, before: int, after: int) -> PartitionSpec:
@@ -36,6 +38,7 @@ class Owners(NamedTuple):
     table: jax.Array  # int32 [D, O, C]: their pages
     length: jax.Array  # int32 [D, O]: tokens of each that count
     pages: int  # of a rank, that they have at most
+    members: Members | None = None  # slots that read them, each field [D, ...]; None: owners read
 
 
 def over_table(
@@ -48,25 +51,30 @@ def over_table(
     mesh: Mesh,
     implementation: str,
 ) -> PartialAttention:
-    """Rows q [D, O, K, R, H] over the pages of their owners in one layer.
+    """Rows q [D, O, K, R, H] over the pages of their owners in one layer, or those of the owners'
+    members, [D, S, K, R, H].
 
-    `first` int32 [D, O, R]: the first token of the owner that each row sees, None for all. Returns
-    out float32 like q, and the log-sum-exp [D, O, K, R].
+    `first` int32 [D, O, R] or [D, S, R]: the first token of the owner that each row sees, None for
+    all. Returns out float32 like q, and the log-sum-exp [D, O, K, R] or [D, S, K, R].
     """
     heads = q.shape[2]
+    per_row = {
+        name: x for name, x in (("first", first), ("members", owners.members)) if x is not None
+    }
 
-    def local(q, pages, layer, table, length, *first):
+    def local(q, pages, layer, table, length, per_row):
         layers, _, number = pages["key_pages"].shape[:3]
         # layers are not sliced: a kernel's operand would be a copy of the layer
         flat = jax.tree.map(lambda x: x.reshape(layers * number, *x.shape[3:]), pages)
-        part = partial_attention(
+        attention = partial_attention if owners.members is None else members_attention
+        part = attention(
             q[0],
             table=table[0] + layer * number,
             length=length[0],
             implementation=implementation,
-            first=first[0][0] if first else None,
             most_pages=owners.pages,
             **flat,
+            **jax.tree.map(lambda x: x[0], per_row),
         )
         return jax.tree.map(lambda x: x[None], part)
 
@@ -78,21 +86,13 @@ def over_table(
         "key_scale": cache.key_scale,
         "value_scale": cache.value_scale,
     }
-    per_row = () if first is None else (first,)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(
-            row,
-            _page_spec(heads, mesh),
-            PartitionSpec(),
-            ranks,
-            ranks,
-            *[ranks] * len(per_row),
-        ),
+        in_specs=(row, _page_spec(heads, mesh), PartitionSpec(), ranks, ranks, ranks),
         out_specs=(row, _spec(heads, mesh, 1, 1)),
         check_vma=False,  # the kernels do not say how their results vary over the mesh
-    )(q, pages, layer, owners.table, owners.length, *per_row)
+    )(q, pages, layer, owners.table, owners.length, per_row)
 
 
 def over_cache(
@@ -108,7 +108,7 @@ def over_cache(
 ) -> OverCache:
     """Attention over slots' own pages and those of their prompts, at most `longest` of each.
 
-    Rows of the slots that read a prompt, at most `members`, are brought together. With a
+    At most `members` slots read a prompt. With a
     `sliding_window` the result takes a layer's window too, for Q = `queries` new tokens of a slot.
     """
     own, prompts, prompt, member = contexts
@@ -119,36 +119,17 @@ def over_cache(
     )
     of_slots = min(slots * longest[0], pages)
     slot_owners = Owners(tables[0], own, of_slots)
-    # a page has one owner: prompts have what full slots leave, or all where slots could take all
-    prompt_owners = Owners(tables[1], prompts, pages - of_slots or pages)
-    options = {"mesh": mesh, "implementation": implementation}
     table = jax.vmap(lambda p, m: answering(p, m, number, members))(prompt, member)
-    known = (prompt >= 0) & (prompt < number)
-    place = jnp.clip(prompt * members + member, 0, number * members - 1)
-
-    def to_prompts(rows, table):  # [S, K, R, H] -> [P, K, M R, H]
-        heads, head_dim = rows.shape[1], rows.shape[-1]
-        rows = rows.at[table].get(mode="fill", fill_value=0)
-        rows = rows.reshape(number, members, heads, -1, head_dim)
-        return rows.swapaxes(1, 2).reshape(number, heads, -1, head_dim)
-
-    def to_slots(x, place):  # [P, K, M R, ...] -> [S, K, R, ...]
-        x = x.reshape(number, x.shape[1], members, -1, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(number * members, *x.shape[2:])[place]
-
-    def firsts_of_prompts(first, table):  # [S, R] -> [P, M R]
-        # where no slot reads the prompt, beyond every token
-        return first.at[table].get(mode="fill", fill_value=UNLIMITED).reshape(number, -1)
+    readers = Members(table.reshape(len(prompt), number, members), prompt, member)
+    # a page has one owner: prompts have what full slots leave, or all where slots could take all
+    prompt_owners = Owners(tables[1], prompts, pages - of_slots or pages, readers)
+    options = {"mesh": mesh, "implementation": implementation}
 
     def attend(q, layer, seen, window=None):
         first_own = first_shared = None
         if sliding_window:
             first_shared, first_own = contexts.first_seen(window, q.shape[3], queries)
-            first_shared = jax.vmap(firsts_of_prompts)(first_shared, table)
-        rows = jax.vmap(to_prompts)(q, table)
-        shared = over_table(rows, cache, layer, prompt_owners, first_shared, **options)
-        shared, lse = (jax.vmap(to_slots)(x, place) for x in shared)
-        shared = shared, jnp.where(known[..., None, None], lse, -jnp.inf)
+        shared = over_table(q, cache, layer, prompt_owners, first_shared, **options)
         mine = over_table(q, cache, layer, slot_owners, first_own, **options)
         return merge((seen, shared, mine))
 
@@ -169,32 +150,42 @@ def append_pages(
 
     `page` int32 [D, S], N to drop it; `within` int32 [D, S]: its place there. On TPUs a scatter
     into the cache makes XLA copy all of it; a page that is read, changed and written back does not.
+    Of a page of values the rows of one tile are enough; a token of keys is in every tile.
     """
     heads = key.shape[3]
     (k, key_scale), (v, value_scale) = (cache_lib.stored(cache, x) for x in (key, value))
     new = {"key": k, "value": v, "key_scale": key_scale, "value_scale": value_scale}
     new = {name: x for name, x in (new | {"experts": experts}).items() if x is not None}
-    length_dim = {"key": 5, "value": 4, "key_scale": 4, "value_scale": 4, "experts": 4}
+    # in a page, and in `new`: dims for the page, values' tile, the token
+    added = {"key": (2, 5), "value": (2, 4, 5), "key_scale": (2, 4), "value_scale": (2, 4)}
+    added["experts"] = (2, 4)
 
     def local(buffers, new, page, within):
-        pages, width = buffers["key"].shape[2], buffers["key"].shape[-1]
+        pages, value = buffers["key"].shape[2], buffers["value"]
+        tiles = (*value.shape[:4], -1, _tile_rows(value), value.shape[-1])
+        buffers = buffers | {"value": value.reshape(tiles)}
 
         def put(slot, buffers):
-            here = jnp.arange(width, dtype=jnp.int32) == within[0, slot]
             at = jnp.minimum(page[0, slot], pages - 1)
-            here &= page[0, slot] < pages
 
-            def change(buffer, new, dim):
-                old = jax.lax.dynamic_slice_in_dim(buffer, at, 1, axis=2)
-                new = jnp.expand_dims(new[:, :, slot][:, :, None], dim)
-                shape = [1] * old.ndim
-                shape[dim] = width
-                changed = jnp.where(here.reshape(shape), new, old)
-                return jax.lax.dynamic_update_slice_in_dim(buffer, changed, at, axis=2)
+            def change(buffer, new, dims):
+                (first, *tile, token), sizes = dims, list(buffer.shape)
+                rows = sizes[token]
+                starts = {first: at} | {dim: within[0, slot] // rows for dim in tile}
+                for dim in starts:
+                    sizes[dim] = 1
+                begin = [starts.get(dim, 0) for dim in range(buffer.ndim)]
+                here = jnp.arange(rows, dtype=jnp.int32) == within[0, slot] % rows
+                here &= page[0, slot] < pages
+                here = here.reshape([rows if dim == token else 1 for dim in range(buffer.ndim)])
+                old = jax.lax.dynamic_slice(buffer, begin, sizes)
+                changed = jnp.where(here, jnp.expand_dims(new[:, :, slot], dims), old)
+                return jax.lax.dynamic_update_slice(buffer, changed, begin)
 
-            return {name: change(x, new[name], length_dim[name]) for name, x in buffers.items()}
+            return {name: change(x, new[name], added[name]) for name, x in buffers.items()}
 
-        return jax.lax.fori_loop(0, page.shape[1], put, buffers)
+        buffers = jax.lax.fori_loop(0, page.shape[1], put, buffers)
+        return buffers | {"value": buffers["value"].reshape(value.shape)}
 
     ranks = PartitionSpec("data")
     pages = {name: _page_spec(heads, mesh) for name in new}
@@ -209,3 +200,11 @@ def append_pages(
         check_vma=False,
     )({name: getattr(cache, name) for name in new}, new, page, within)
     return dataclasses.replace(cache, **written)
+
+
+def _tile_rows(value: jax.Array) -> int:
+    """Tokens in a tile of a page of values [..., W, H] as XLA lays it out for TPUs; W where a tile
+    has all, as with tokens along the lanes."""
+    width, head_dim = value.shape[-2:]
+    rows = _TILE_BYTES // value.dtype.itemsize
+    return rows if head_dim % LANES == 0 and width % rows == 0 else width

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from distflow_jax.programs.hlo import read
 from distflow_jax.rollout.engine.sampling import SlotSampling, draw, sample_key, smallest_kept
 
 # two programs of draw in all: compiling is what takes the time here
@@ -195,3 +196,12 @@ def test_margin_tells_how_near_the_runner_up_was():
     shift = rng.uniform(-1, 1, logits.shape) * np.minimum(0.45 * margin, 1.0)[:, None]
     moved = run_draw((logits + shift).astype(np.float32), keys, position, settings(SLOTS))
     np.testing.assert_array_equal(moved.token, drawn.token)
+
+
+def test_the_cost_of_drawing_is_that_without_truncation():
+    """As counted: with top-k and top-p, 64 halvings read the logits, or what is made of them."""
+    logits, state = np.zeros((SLOTS, VOCAB), np.float32), settings(SLOTS)
+    arguments = logits, keys_for([0] * SLOTS, range(SLOTS)), np.zeros(SLOTS, np.int32), state
+    text = run_draw.lower(*arguments).compile().as_text()
+    marked, dearest = (read(t).bytes_accessed for t in (text, text.replace("/seldom/", "/")))
+    assert dearest > marked + 64 * logits.nbytes

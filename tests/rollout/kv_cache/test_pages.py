@@ -126,3 +126,23 @@ def test_both_ways_to_append_write_the_same(axes, model):
     assert np.count_nonzero(keys) == np.count_nonzero(key[:, 0, :2]) + np.count_nonzero(
         key[:, 1, 1:]
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_token_changes_one_tile_of_its_page_of_values(dtype):
+    """As by the scatter of other platforms, and of values only the rows of a tile are moved."""
+    model = dataclasses.replace(TINY, head_dim=128)
+    sizes = {"ranks": 1, "pages": PAGES, "page_size": 128, "owners": OWNERS, "dtype": dtype}
+    rng = np.random.default_rng(0)
+
+    def drawn(x):
+        return jnp.asarray(rng.integers(-9, 9, x.shape), x.dtype)
+
+    cache = jax.tree.map(drawn, pages.empty(model, **sizes))
+    shape = (model.num_layers, 1, SLOTS, model.num_kv_heads, 128)
+    key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    page, within = ints([5, PAGES, 2]), ints([127, 3, 40])
+    run = jax.jit(lambda *x: append_pages(*x, mesh_of(1, 1, names=("data", "tensor"))))
+    got = run(cache, key, value, page, within)
+    wanted = pages.append(cache, key, value, page, within)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
