@@ -56,8 +56,8 @@ class Interpreter:
         except (TimeoutError, SessionEnded) as error:
             self.close()
             # no seconds and no cause: another interpreter that is given the code must answer alike
-            what = "gave no result in time" if isinstance(error, TimeoutError) else "has ended"
-            new = "the next call has a new one"
+            what = "timed out" if isinstance(error, TimeoutError) else "exited"
+            new = "the next call starts a new one"
             raise Unsuccessful(f"error: the interpreter {what}; {new}") from None
         text = answer[1:].decode("utf-8", "replace").rstrip("\n")
         if answer[:1] != b"+":
@@ -73,8 +73,8 @@ class Python:
         self.close = self._interpreter.close
 
     async def __call__(self, code: str) -> str:
-        """Runs Python code, and returns what it prints and the value of its last expression. Its
-        variables stay for the next call.
+        """Runs Python code, and returns its output and the value of its last expression. Variables
+        persist between calls.
 
         Args:
           code: the code.
@@ -90,8 +90,8 @@ class Bash:
         self.close = self._interpreter.close
 
     async def __call__(self, command: str) -> str:
-        """Runs a command in a shell of bash, and returns what it prints. Its folder, files and
-        variables stay for the next call.
+        """Runs a command in a bash shell, and returns its output. The working folder, files and
+        variables persist between calls.
 
         Args:
           command: the command.
@@ -104,8 +104,8 @@ def _opened(settings: SandboxConfig) -> Sandbox:
     """This process's sandbox, which ends with it."""
     if settings.level == "remote":
         raise ValueError(
-            "the tools python and bash keep programs alive, which sandbox.level=remote cannot: use "
-            "another level"
+            "the tools python and bash need sandbox sessions, which sandbox.level=remote does not "
+            "support: use another level"
         )
     return contextlib.ExitStack().enter_context(Sandbox(settings))
 

@@ -160,7 +160,7 @@ class _Watch:
         report = os.read(self._report, _CHUNK)
         told = marshal.loads(report) if report else {}
         if self._start.plan.has_namespaces:
-            lost = "" if told or self._cause != "ended" else "the init of a program has ended"
+            lost = "" if told or self._cause != "ended" else "the init process of a program exited"
             return told.get("status", signal.SIGKILL), told.get("error", lost)
         return status, told.get("error", "")
 

@@ -36,7 +36,7 @@ def read_outcome(connection: socket.socket) -> SandboxOutcome:
     try:
         told = read_message(connection)
     except (EOFError, OSError) as error:
-        raise SandboxError(f"a program's keeper has ended: {error}".rstrip(": ")) from None
+        raise SandboxError(f"the keeper of a program exited: {error}".rstrip(": ")) from None
     finally:
         connection.close()
     if "error" in told:

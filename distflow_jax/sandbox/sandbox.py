@@ -70,9 +70,7 @@ class Sandbox:
         Raises ValueError for a provider of somebody else, which runs programs to their end only.
         """
         if self._provider:
-            raise ValueError(
-                "sandbox.level=remote runs no program that lives on; use another level"
-            )
+            raise ValueError("sandbox.level=remote does not support sessions; use another level")
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         try:
@@ -104,8 +102,8 @@ class Sandbox:
                 lacks.append(f"{level}: {error}")
                 self.close()
         raise ValueError(
-            f"sandbox.minimum={settings.minimum}: this machine has no such sandbox "
-            f"({'; '.join(lacks)}); run on a machine that has one, or set sandbox.level=remote"
+            f"sandbox.minimum={settings.minimum}: no such sandbox works on this machine "
+            f"({'; '.join(lacks)}); use another machine, or set sandbox.level=remote"
         )
 
     def _try(self, level: str) -> dict[str, str]:
@@ -115,7 +113,7 @@ class Sandbox:
         packages = self._settings.packages and os.path.abspath(self._settings.packages)
         self._zygote = ZygoteProcess(level, self._settings.scratch, packages)
         found = attack(self.run, self.limits, self._settings.scratch)
-        log.info("sandbox: level %s; attempts to leave it:\n%s", level, table(found))
+        log.info("sandbox: level %s; what stopped each escape attempt:\n%s", level, table(found))
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
         return found

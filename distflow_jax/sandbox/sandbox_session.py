@@ -47,7 +47,7 @@ class SandboxSession:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise SessionEnded("the program does not read") from None
+                raise SessionEnded("the program closed its input") from None
 
     def receive(self, most: int, seconds: float) -> bytes:
         """The next frame, of at most so many bytes. Raises TimeoutError, SessionEnded.
@@ -57,7 +57,7 @@ class SandboxSession:
         deadline = time.monotonic() + seconds
         size = int.from_bytes(self._read(_HEADER, deadline), "little")
         if size > most:
-            raise SessionEnded(f"the program sends {size} bytes, {most} are allowed")
+            raise SessionEnded(f"the program sent {size} bytes; at most {most} are allowed")
         return self._read(size, deadline)
 
     def close(self) -> SandboxOutcome:
@@ -78,7 +78,7 @@ class SandboxSession:
             self._wait(self._from, select.POLLIN, deadline)
             chunk = os.read(self._from, min(size - len(content), _CHUNK))
             if not chunk:
-                raise SessionEnded("the program sends no more")
+                raise SessionEnded("the program closed its output")
             content += chunk
         return bytes(content)
 
@@ -86,4 +86,4 @@ class SandboxSession:
         poll = select.poll()  # select(2) takes no descriptor above 1023
         poll.register(descriptor, event)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("the program does not answer in time")
+            raise TimeoutError("the program did not answer in time")

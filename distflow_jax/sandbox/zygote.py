@@ -66,9 +66,9 @@ def _prepare(*, level: str, scratch: str, packages: str) -> Confinement:
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     version = landlock.abi()
     if not version and not has_namespaces:
-        raise OSError("this kernel has no Landlock (Linux 5.13, and lsm=landlock at boot)")
+        raise OSError("this kernel has no Landlock (needs Linux 5.13, and lsm=landlock at boot)")
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        raise OSError("/proc is not mounted, or this kernel has no CONFIG_PROC_CHILDREN")
+        raise OSError("/proc is not mounted, or this kernel lacks CONFIG_PROC_CHILDREN")
     uid = unused_uid()
     enters = has_namespaces or can_enter(os.path.realpath(sys.base_prefix))
     kept = 0 if enters or not uid else CAP_DAC_READ_SEARCH

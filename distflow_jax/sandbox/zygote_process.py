@@ -64,7 +64,7 @@ class ZygoteProcess:
                 write_message(ours, told)
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"the sandbox's process has ended: {error}") from None
+                raise SandboxError(f"the sandbox process exited: {error}") from None
         return ours
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class ZygoteProcess:
             )
         ours.settimeout(GRACE_SECONDS)
         answer = ours.recv(1 << 16)
-        told = marshal.loads(answer) if answer else {"error": "its process has ended"}
+        told = marshal.loads(answer) if answer else {"error": "the sandbox process exited"}
         if "error" in told:
             ours.close()
             process.wait()
