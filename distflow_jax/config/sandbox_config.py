@@ -10,26 +10,29 @@ LEVELS = ("kernel", "namespaces", "cgroup")  # the strongest last
 
 @dataclasses.dataclass(frozen=True)
 class SandboxConfig(Section, name="sandbox"):
-    """How programs of the model are confined, and what each of them may use."""
+    """Isolation and resource limits of programs that the model writes."""
 
-    # kernel, namespaces or cgroup (docs/sandbox.md); auto: the strongest that works on this
-    # machine; remote: the provider at sandbox.url
+    # isolation level: kernel, namespaces or cgroup (docs/sandbox.md); auto: the strongest that
+    # works on this machine; remote: the provider at sandbox.url
     level: str = setting("auto", one_of(("auto", *LEVELS, "remote")))
-    # the weakest level with which a run begins
-    minimum: str = setting("kernel", one_of(LEVELS))
-    seconds: float = setting(10.0, above(0))  # of a program, by the clock
-    cpu_seconds: float = setting(10.0, above(0))  # of all processes of a program
-    memory_mib: int = setting(512, at_least(64))  # of all processes of a program
-    processes: int = setting(32, at_least(1))  # of a program, threads included
-    output_kib: int = setting(1024, at_least(1))  # of a program's output, and of its errors
-    disk_mib: int = setting(64, at_least(1))  # in a program's scratch folder
-    # folder for scratch folders; "": the system's for temporary files
+    minimum: str = setting("kernel", one_of(LEVELS))  # the weakest level at which a run may start
+    seconds: float = setting(10.0, above(0))  # wall time limit of a program
+    # CPU time limit of all processes of a program together
+    cpu_seconds: float = setting(10.0, above(0))
+    # memory limit of all processes of a program together, in MiB
+    memory_mib: int = setting(512, at_least(64))
+    # maximum number of processes and threads of a program
+    processes: int = setting(32, at_least(1))
+    # limit on the stdout, and on the stderr, of a program, in KiB
+    output_kib: int = setting(1024, at_least(1))
+    disk_mib: int = setting(64, at_least(1))  # size limit of a program's scratch folder, in MiB
+    # folder in which scratch folders are created; "": the system's temporary folder
     scratch: str = ""
     # folder of Python packages that programs may import (pip install --target=FOLDER); "": none
     packages: str = ""
-    # address of a provider: http://HOST:PORT/PATH or https://
+    # address of the provider: http://HOST:PORT/PATH or https://
     url: str = setting("", needs={"level": ("remote",)})
-    # file with the secret that the provider asks for, readable by its owner only; "": none
+    # file with the token for the provider, readable by its owner only; "": none
     token_file: str = setting("", needs={"level": ("remote",)})
 
     def __post_init__(self):

@@ -55,6 +55,10 @@ def open_config(source: str | os.PathLike) -> ml_collections.ConfigDict:
         inspect.signature(get_config).bind(*arguments)
     except TypeError:
         name = os.fspath(source).partition(":")[0]
-        problem = f"takes no argument, got {argument!r}" if colon else f"needs one: {name}:ARGUMENT"
+        problem = (
+            f"takes no argument, got {argument!r}"
+            if colon
+            else f"needs an argument: {name}:ARGUMENT"
+        )
         raise ValueError(f"config {name!r} {problem}") from None
     return get_config(*arguments)

@@ -8,9 +8,9 @@ from distflow_jax.parsing.setting_checks import Section, refuse, setting
 
 _AHEAD: dict[str, tuple[str, ...]] = {"max_staleness": ()}
 _COMBINATIONS = {  # {conditions, see StreamConfig: message}; the first match is reported
-    "divergence budget": "stream.divergence={stream.divergence:g} leaves older weights in the "
-    "samplers, but with stream.round_tokens={stream.round_tokens} deadlines follow from the "
-    "newest; use divergence=0 or round_tokens=0",
+    "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
+    "samplers, but the deadlines of stream.round_tokens={stream.round_tokens} assume the newest; "
+    "use divergence=0 or round_tokens=0",
     "divergence boundary": "stream.divergence={stream.divergence!r} decides when samplers receive "
     "weights, but stream.weight_update='boundary' fixes the version of each step; use "
     "weight_update='in_flight', or remove stream.divergence",
@@ -31,13 +31,14 @@ _COMBINATIONS = {  # {conditions, see StreamConfig: message}; the first match is
 class StreamConfig(Section, name="stream"):
     """How far samplers run ahead of training, and how they receive new weights."""
 
-    # maximum age of a token in steps when it is trained on; samplers may be that many steps ahead.
-    # 0: each step samples, then trains
+    # maximum age of a token when it is trained on, in steps, and the number of steps that samplers
+    # may run ahead. 0: each step samples, then trains
     max_staleness: int = setting(0, at_least(0))
-    # when samplers load new weights: in_flight, at once, between two tokens of a response; or
-    # boundary, after all responses of a step, which is reproducible
+    # when samplers load new weights: in_flight (immediately, between two tokens of a response) or
+    # boundary (after all responses of a step, which is reproducible)
     weight_update: str = setting("in_flight", one_of(("in_flight", "boundary")), needs=_AHEAD)
-    # keys and values computed by older weights: keep them, or recompute them after a weight update
+    # keys and values that were computed with older weights: keep them, or recompute them after a
+    # weight update
     cache: str = setting(
         "keep",
         one_of(("keep", "recompute")),
@@ -46,38 +47,38 @@ class StreamConfig(Section, name="stream"):
     # with weight_update=in_flight: send weights only if the policy has changed by more than this
     # many nats per token (k3), or if a sampler is idle; 0: after every step
     divergence: float = setting(0.0, at_least(0), needs=_AHEAD)
-    # train on groups as they complete, in partial batches: off, the whole step at once; counter,
-    # the next partial_batch_prompts groups by counter, which is reproducible with
-    # weight_update=boundary; or ready, the oldest complete groups that fill partial_batch_rows
+    # train on groups as they complete, in partial batches. off: the whole step at once. counter:
+    # the next partial_batch_prompts groups in prompt order, which is reproducible with
+    # weight_update=boundary. ready: the oldest complete groups that fill partial_batch_rows
     partial_batches: str = setting("off", one_of(("off", "counter", "ready")), needs=_AHEAD)
-    # groups of a partial batch
+    # groups per partial batch
     partial_batch_prompts: int = setting(0, at_least(0), needs={"partial_batches": ("counter",)})
-    # rows of a partial batch over all data ranks
+    # rows per partial batch, over all data ranks
     partial_batch_rows: int = setting(0, at_least(0), needs={"partial_batches": ("ready",)})
-    # which groups get slots first: longest expected response, counter, or informative (largest
-    # spread of last scores). Does not change the groups of a step
+    # which groups get slots first: longest (longest expected responses), counter (prompt order), or
+    # informative (largest spread of the prompt's last scores). Does not change the groups of a step
     order: str = setting("longest", one_of(("longest", "counter", "informative")), needs=_AHEAD)
-    # token budget of a rollout over all processes. The rollout also ends once prompts_per_step
-    # groups are complete, but never before the groups that its step must train; step sizes vary.
-    # Workers and samplers with devices of their own keep sampling. 0: no budget
+    # token budget of a rollout, over all processes. The rollout also ends once prompts_per_step
+    # groups are complete, but never before the groups that its step must train on; step sizes vary.
+    # Workers and samplers on their own devices keep sampling. 0: no budget
     round_tokens: int = setting(0, at_least(0), needs=_AHEAD)
-    # store the groups of each partial batch in the run's folder, from which train --replay=FOLDER
-    # repeats the training without a sampler
+    # store the groups of each partial batch in the run's folder; train --replay=FOLDER repeats the
+    # training from them without a sampler
     record: bool = setting(False, needs={"partial_batches": ("counter", "ready")})
-    # sample in separate jobs that join the run (distflow worker); the trainers have no sampler
+    # sample in separate jobs that join the run (distflow worker); trainers then have no sampler
     workers: bool = False
     # ids of host nodes that workers run on each group, such as reward (distflow worker --nodes);
-    # their scope must be sample or group. (): the trainers run them. With environment,
+    # their scope must be sample or group. (): trainers run them. With environment,
     # rollout.environment runs on separate hosts (--nodes=environment)
     worker_nodes: tuple[str, ...] = setting((), needs={"workers": ()})
     listen: str = "127.0.0.1:0"  # HOST:PORT on which trainers accept workers; port 0: any free one
     # interval at which workers send the tokens of unfinished responses
     save_seconds: float = setting(5.0, above(0))
-    # silence after which a worker's groups go to another worker
+    # time without a heartbeat after which a worker's groups go to another worker
     lease_seconds: float = setting(60.0, above(0))
-    # time that trainers wait for a worker before they save and end with exit code 75
+    # time that trainers wait for a worker before they save and exit with code 75
     no_workers_seconds: float = setting(600.0, above(0))
-    # failures after which a prompt is replaced by the next one
+    # number of failures after which a prompt is replaced by the next one
     max_tries: int = setting(3, at_least(1))
 
     def __post_init__(self):

@@ -16,21 +16,21 @@ class OptimizerConfig(Section, name="optimizer"):
     """AdamW (Loshchilov & Hutter 2019, arxiv.org/abs/1711.05101) and its schedule."""
 
     lr: float = setting(1e-6, at_least(0))  # peak learning rate
-    # after the warm-up: constant, or cosine to min_lr_ratio * lr
+    # after the warmup: constant, or cosine to min_lr_ratio * lr
     schedule: str = setting("constant", one_of(("constant", "cosine")))
-    # optimizer steps over which lr rises linearly, from lr/(n+1)
+    # optimizer steps of linear warmup, starting at lr/(n+1)
     warmup_steps: int = setting(0, at_least(0))
-    # learning rate at the end of the cosine, as a share of lr
+    # learning rate at the end of the cosine schedule, as a share of lr
     min_lr_ratio: float = setting(0.0, at_least(0))
     b1: float = setting(0.9, between(0, 1, "[)"))  # decay of the first moment
-    # decay of the second moment; not 0.999: runs are short, gradients noisy
+    # decay of the second moment; below the usual 0.999, because runs are short and gradients noisy
     b2: float = setting(0.95, between(0, 1, "[)"))
-    eps: float = setting(1e-8, at_least(0))  # added to the root of the second moment
-    # decoupled decay of matrices; norms and biases have none
+    eps: float = setting(1e-8, at_least(0))  # added to the square root of the second moment
+    # decoupled weight decay of matrices; not applied to norms and biases
     weight_decay: float = setting(0.0, at_least(0))
-    # largest global norm of the gradient; 0: no clipping
+    # maximum global norm of the gradient; 0: no clipping
     clip_norm: float = setting(1.0, at_least(0))
-    # format of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
+    # dtype of both moments: float32 (8 bytes per parameter), bfloat16 (4) or int8 (2.1, with a
     # scale per block; see compressed_moments.py). Arithmetic is float32
     moments: str = setting("float32", one_of(MOMENTS))
 
@@ -39,55 +39,59 @@ class OptimizerConfig(Section, name="optimizer"):
 class TrainingConfig(Section, name="training"):
     """Settings of training. Sizes are global."""
 
-    steps: int = setting(20, at_least(1))  # steps of the run: one batch of prompts each
-    # optimizer steps per pass over a batch of data.prompts_per_step prompts; fewer prompts: fewer
+    # number of training steps, with one batch of prompts each
+    steps: int = setting(20, at_least(1))
+    # optimizer steps per pass over a batch of data.prompts_per_step prompts; a batch with fewer
+    # prompts has fewer steps
     mini_batches: int = setting(1, at_least(1))
     epochs: int = setting(1, at_least(1))  # passes over each batch
     row_tokens: int = setting(256, at_least(1))  # L: tokens per packed row
-    # S: sequences per row at most; 0: row_tokens / 4
-    row_sequences: int = setting(0, at_least(0))
-    # rows of a micro-batch over all data ranks; 0: one per rank
+    row_sequences: int = setting(0, at_least(0))  # S: maximum sequences per row; 0: row_tokens / 4
+    # rows per micro-batch, over all data ranks; 0: one per rank
     micro_batch_rows: int = setting(0, at_least(0))
-    # micro-batches of micro_batch_rows in the pipeline at once, a multiple of mesh.pipeline; more
-    # of them leave stages idle for less time. 0: one per stage
+    # micro-batches of micro_batch_rows in the pipeline at the same time, a multiple of
+    # mesh.pipeline; more of them reduce the time that stages are idle. 0: one per stage
     pipeline_microbatches: int = setting(0, at_least(0))
-    # times that a micro-batch passes all stages, each of which then has that many layer groups;
-    # stages idle less, but their weights are redistributed in every pass. Must divide the layers of
-    # a stage; needs a remat other than none
+    # number of times that a micro-batch passes through all stages, and of layer groups per stage.
+    # More repeats reduce the time that stages are idle, but redistribute weights in every pass.
+    # Must divide the layers of a stage; needs a remat other than none
     pipeline_repeats: int = setting(1, at_least(1))
-    share_prompts: bool = True  # store a prompt once per row for all its responses there
-    # type of activations and matrix products; auto: bfloat16 if the hardware supports it, float32
+    share_prompts: bool = True  # store a prompt once per row for all of its responses in that row
+    # dtype of activations and matrix products; auto: bfloat16 if the hardware supports it, float32
     # on CPU
     compute_dtype: str = setting("auto", one_of(("auto", "float32", "bfloat16")))
-    # attention of the trainer, see [implementations](implementations.md). auto: blocks on a CPU,
-    # masked if no tile fits the rows; elsewhere the fastest of a short trial among those that can
-    # do what the run needs and agree with float32
+    # attention implementation of the trainer, see [implementations](implementations.md). auto:
+    # blocks on a CPU, or masked if no tile fits the rows; elsewhere the fastest in a short trial,
+    # among those that support the run and agree with float32
     attention: str = setting("auto", one_of(names(ROWS)))
-    # positions per row with logits in memory at a time; divides row_tokens. 0: chosen by the sizes
+    # positions per row whose logits are in memory at the same time; must divide row_tokens. 0:
+    # derived from the sizes
     logp_chunk: int = setting(0, at_least(0))
     # results that the backward pass recomputes to save memory (models/remat.py): none; dots: all
-    # but matrix products; attention: the MLP; full: the whole layer, a third more work
+    # but matrix products; attention: the MLP; full: the whole layer, which takes a third more
+    # compute
     remat: str = setting("none", one_of(("none", "dots", "attention", "full")))
-    # the part that is not trained, without gradients and moments. vision: the vision tower.
-    # language: all but the tower and the head of a critic or reward model (the first stage of
-    # LLaVA, Liu et al. 2023, arxiv.org/abs/2304.08485)
+    # the part that is frozen, without gradients and moments. vision: the vision tower. language:
+    # all but the tower and the head of a critic or reward model (the first stage of LLaVA, Liu et
+    # al. 2023, arxiv.org/abs/2304.08485)
     freeze: str = setting("none", one_of(("none", "vision", "language")))
     # weight of the load-balancing loss of a mixture's experts (expert_balance.py); 0: off.
     # DeepSeek-V3 uses 1e-4
     balance_coef: float = setting(0.0, at_least(0))
-    # train a mixture with the experts that the sampler chose for each token, weighed by its own
-    # router (Ma et al. 2025, arxiv.org/abs/2510.11370)
+    # train a mixture with the experts that the sampler chose for each token, weighted by the
+    # trainer's router (Ma et al. 2025, arxiv.org/abs/2510.11370)
     router_replay: bool = False
     fuse: bool = True  # compile adjacent nodes on one mesh into one program
-    # none: everything stays on the devices. idle: models, optimizers and samplers that a node does
-    # not use stay in host memory, and every node on a mesh is a program of its own
+    # none: keep everything on the devices. idle: keep models, optimizers and samplers in host
+    # memory while no node uses them; every node on a mesh is then a separate program
     offload: str = setting("none", one_of(("none", "idle")))
-    # GiB of a device that the run may use; a run that needs more ends with an error before step 1.
-    # 0: the memory that the device reports, for a CPU device its share of the host's memory
+    # GiB per device that the run may use; a run that needs more exits with an error before step 1.
+    # 0: the memory that the device reports, or on a CPU its share of host memory
     device_memory_gib: float = setting(0.0, at_least(0))
-    # consecutive steps with a non-finite loss or gradient that end the run
+    # number of consecutive steps with a non-finite loss or gradient after which the run exits
     max_nonfinite: int = setting(3, at_least(0))
-    # consecutive steps that end the run if algorithm.correction or rejection left nothing of them
+    # number of consecutive steps in which algorithm.correction or rejection drops every token,
+    # after which the run exits
     max_rejected: int = setting(3, at_least(0))
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
@@ -120,7 +124,7 @@ class LoraConfig(Section, name="lora"):
     Only A and B are trained. Hu et al. 2021 (arxiv.org/abs/2106.09685), eq. 3.
     """
 
-    # rows of A, columns of B; 0: no adapters, all parameters are trained
+    # rows of A and columns of B; 0: no adapters, all parameters are trained
     rank: int = setting(0, at_least(0))
     alpha: float = setting(32.0, above(0))  # adapters are scaled by alpha / rank
     targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters

@@ -16,10 +16,11 @@ _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 class CoordinatorConfig(Section, name="coordinator"):
     """How data move between stages."""
 
-    double_buffer: bool = True  # read and tokenise the next step's prompts while devices work
-    # score responses while others are being sampled; the scores are the same either way
+    double_buffer: bool = True  # read and tokenize the next step's prompts while devices are busy
+    # score responses while others are still being sampled; this does not change the scores
     overlap_rewards: bool = True
-    # share by which the busiest data rank must get lighter (rows, then tokens) for rows to move
+    # minimum share by which the load of the busiest data rank (rows, then tokens) must fall for
+    # rows to be moved
     balance_threshold: float = setting(0.03, between(0, 1, "[)"))
 
 
@@ -27,9 +28,9 @@ class CoordinatorConfig(Section, name="coordinator"):
 class CheckpointConfig(Section, name="checkpoint"):
     """When checkpoints are written, and how many are kept."""
 
-    # steps between checkpoints; the last step and SIGTERM write one too
+    # steps between checkpoints; the last step and SIGTERM also write one
     every: int = setting(10, at_least(1))
-    # finished checkpoints to keep; with 2 or more, one may be damaged
+    # number of complete checkpoints to keep; with 2 or more, a run survives a damaged one
     keep: int = setting(2, at_least(1))
 
 
@@ -37,24 +38,25 @@ class CheckpointConfig(Section, name="checkpoint"):
 class ObserveConfig(Section, name="observe"):
     """Output of a run in addition to metrics.jsonl."""
 
-    # make the run's files readable by their owner only (0700, 0600), since prompts and responses
+    # make the run's files readable by their owner only (0700, 0600), because prompts and responses
     # may be private; False: use the shell's umask
     private: bool = True
-    samples_every: int = setting(1, at_least(0))  # steps between files samples/STEP.jsonl; 0: never
+    samples_every: int = setting(1, at_least(0))  # steps between files samples/STEP.jsonl; 0: none
     trace: bool = True  # write spans to trace.json (Chrome, Perfetto)
     # steps between updates of report.html; 0: only at the end
     report_every: int = setting(0, at_least(0))
-    profile_steps: str = ""  # steps to trace in profile/ for xprof: "3:5", both included; "": none
-    # write the order of each process's program launches to launches/PROCESS.txt; a difference
-    # between the files marks where a job hangs
+    # steps to profile, in profile/ for xprof: "3:5", both included; "": none
+    profile_steps: str = ""
+    # write the order of each process's program launches to launches/PROCESS.txt; the first
+    # difference between these files shows where a job hangs
     launches: bool = False
-    # further destinations of metrics, config, samples, plan and report: tensorboard, wandb, mlflow,
-    # trackio, my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
+    # additional destinations of metrics, config, samples, plan and report: tensorboard, wandb,
+    # mlflow, trackio, my_module:MyTracker or file.py:MyTracker (docs/trackers.md)
     trackers: tuple[str, ...] = ("tensorboard",)
     # project or experiment in trackers; "": $WANDB_PROJECT, $MLFLOW_EXPERIMENT_NAME or
     # $TRACKIO_PROJECT, else distflow_jax
     tracker_project: str = ""
-    # maximum time that the end of a run waits for its trackers; 5 s after an error or SIGTERM
+    # maximum time that a run waits for its trackers at its end; 5 s after an error or SIGTERM
     tracker_seconds: float = setting(60.0, above(0))
 
     def __post_init__(self):
@@ -67,21 +69,21 @@ class ObserveConfig(Section, name="observe"):
 class HealthConfig(Section, name="health"):
     """The watchdog of each process, and when a process counts as dead or stuck."""
 
-    enabled: bool = True  # start a watchdog process beside each controller
-    # seconds between two beats of a controller
+    enabled: bool = True  # start a watchdog process for each controller
+    # seconds between two heartbeats of a controller
     heartbeat_seconds: float = setting(1.0, above(0))
-    # seconds without a beat after which a process counts as stopped, or its host as gone; at least
-    # 3 beats, and longer than the longest pause of a busy host
+    # seconds without a heartbeat after which a process counts as stopped, or its host as lost; at
+    # least 3 heartbeats, and longer than the longest pause of a busy host
     dead_seconds: float = setting(30.0, above(0))
-    # seconds in which no process begins or ends a phase, after which the job counts as stuck;
-    # longer than the longest compilation, rollout, update or evaluation: each is one phase
+    # seconds in which no process begins or ends a phase, after which the job counts as stuck. Must
+    # exceed the longest compilation, rollout, update or evaluation, because each is one phase
     stuck_seconds: float = setting(1800.0, above(0))
 
     def __post_init__(self):
         super().__post_init__()
         if self.dead_seconds < 3 * self.heartbeat_seconds:
             raise ValueError(
-                f"health.dead_seconds={self.dead_seconds:g} must be at least 3 beats: use "
+                f"health.dead_seconds={self.dead_seconds:g} must be at least 3 heartbeats: use "
                 f"{3 * self.heartbeat_seconds:g} or more, or lower health.heartbeat_seconds="
                 f"{self.heartbeat_seconds:g}"
             )
@@ -100,8 +102,8 @@ def parse_steps(text: str) -> range:
     first, last = (int(n or found[1]) for n in found.groups()) if found else (0, 0)
     if not 0 < first <= last:
         raise ValueError(
-            f"observe.profile_steps={text!r} names no steps: write FIRST:LAST, both counted from 1 "
-            "and both profiled, 3:5, or one step, 3"
+            f"observe.profile_steps={text!r} names no steps: write FIRST:LAST, counted from 1 and "
+            "both included, such as 3:5, or a single step, such as 3"
         )
     return range(first, last + 1)
 

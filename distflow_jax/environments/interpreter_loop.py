@@ -89,7 +89,7 @@ class BashSession:
             os.write(1, b"" if code == b"0\n" else b"(exit code %d)\n" % int(code))
             return code == b"0\n"
         self._codes.close()
-        os.write(1, b"(the shell ended with exit code %d)\n" % self._shell.wait())
+        os.write(1, b"(the shell exited with code %d)\n" % self._shell.wait())
         self._shell = None
         return False
 

@@ -29,8 +29,8 @@ class Interpreter:
     def __init__(self, sandbox: SandboxConfig):
         if sandbox.level == "remote":
             raise ValueError(
-                "the tools python and bash keep programs alive, which sandbox.level=remote cannot: "
-                "use another level"
+                "the tools python and bash need sandbox sessions, which sandbox.level=remote does "
+                "not support: use another level"
             )
         self._sandbox = shared_sandbox(sandbox)
         self._session: SandboxSession | None = None
@@ -74,8 +74,8 @@ class Interpreter:
         except (TimeoutError, FramesEnded) as error:
             self.close()
             # no seconds and no cause: another interpreter that is given the code must answer alike
-            what = "gave no result in time" if isinstance(error, TimeoutError) else "has ended"
-            new = "the next call has a new one"
+            what = "timed out" if isinstance(error, TimeoutError) else "exited"
+            new = "the next call starts a new one"
             raise Unsuccessful(f"error: the interpreter {what}; {new}") from None
         text = answer[1:].decode("utf-8", "replace").rstrip("\n")
         if answer[:1] != b"+":
@@ -89,8 +89,8 @@ class Python(Interpreter):
     language = "python"
 
     async def __call__(self, code: str) -> str:
-        """Runs Python code, and returns what it prints and the value of its last expression. Its
-        variables stay for the next call.
+        """Runs Python code, and returns its output and the value of its last expression. Variables
+        persist between calls.
 
         Args:
           code: the code.
@@ -104,8 +104,8 @@ class Bash(Interpreter):
     language = "bash"
 
     async def __call__(self, command: str) -> str:
-        """Runs a command in a shell of bash, and returns what it prints. Its folder, files and
-        variables stay for the next call.
+        """Runs a command in a bash shell, and returns its output. The working folder, files and
+        variables persist between calls.
 
         Args:
           command: the command.

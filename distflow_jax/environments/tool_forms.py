@@ -62,7 +62,7 @@ _OPENING, _CLOSING = re.compile(rf"<tool(?:{_NAME})?\s*>"), "</tool>"
 def _json_call(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
-        wanted = 'a call has the form {"name": "...", "arguments": {...}}'
+        wanted = 'a call must have the form {"name": "...", "arguments": {...}}'
         return ToolCall(problem=f"{wanted}, got {shown(value)}")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):  # JSON in JSON

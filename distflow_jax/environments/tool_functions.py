@@ -120,13 +120,13 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(called)
     except NameError as error:
-        raise ValueError(f"tool {name!r}: the types of its parameters: {error}") from error
+        raise ValueError(f"tool {name!r}: the type of a parameter is unknown: {error}") from error
     properties = {}
     for parameter in parameters:
         kind = _kind(hints.get(parameter.name, str))
         if kind is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ValueError(
-                f"tool {name!r}: a model cannot give its parameter {str(parameter)!r}; use "
+                f"tool {name!r}: a model cannot set its parameter {str(parameter)!r}; use "
                 "parameters of type str, int, float, bool, list or dict"
             )
         said = about.get(parameter.name)

@@ -90,7 +90,7 @@ class Tools:
         answers = [await self._answer(call) for call in calls[: self._max_calls]]
         name_call("step")
         if len(calls) > self._max_calls:
-            answers.append((f"error: only {self._max_calls} calls in one turn", False))
+            answers.append((f"error: a turn may have at most {self._max_calls} calls", False))
         failed = sum(not good for _, good in answers)
         logged = {"tool_calls": len(calls), "tool_errors": failed}
         return Turn(self._observation([answer for answer, _ in answers]), logged=logged)
@@ -151,12 +151,12 @@ def _opened(
     found = {name: load_tool(name, where) for name, where in named}
     form = form or form_of(tokenizer)
     if form not in FORMS:
-        raise ValueError(f"unknown form of calls {form!r}; {hint(form, FORMS)}")
+        raise ValueError(f"unknown call format form={form!r}; {hint(form, FORMS)}")
     for tool in found.values():
         if form == "tags" and len(tool.required) > 1:
             raise ValueError(
-                f"tool {tool.name!r} needs {len(tool.required)} arguments, and a call in the form "
-                "tags has one text: choose another form, or let the tool take one"
+                f"tool {tool.name!r} needs {len(tool.required)} arguments, but form='tags' passes "
+                "only one: choose another form, or give the tool one argument"
             )
     return FORMS[form], found
 

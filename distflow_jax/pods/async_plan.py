@@ -76,13 +76,13 @@ class AsyncPlan:
         for o in self.options:
             seconds = f"{o.seconds:.3g}", f"{base / o.seconds:.2f}"
             rows.append((o.name, o.where, str(o.width), *seconds))
-        how = "seconds that the run measured" if lengths.measured else "EXPECTED seconds"
+        how = "the run's measured seconds" if lengths.measured else "EXPECTED seconds"
         text = (
-            f"{self.pod.describe()}\n{lengths.counts.sum():,} lengths of responses: mean "
+            f"{self.pod.describe()}\n{lengths.counts.sum():,} response lengths: mean "
             f"{lengths.mean:.0f}, longest {lengths.longest:,} tokens\n"
-            f"an event model with {how}, each row in its best layout; a difference "
-            f"below {LEAST_GAIN - 1:.0%} is none (docs/asynchronous.md)\n\n{text_table(rows)}\n\n"
-            f"choose: {self.best.name}\n\n"
+            f"from an event model with {how}, each row in its best layout; differences "
+            f"below {LEAST_GAIN - 1:.0%} count as equal (docs/asynchronous.md)\n\n"
+            f"{text_table(rows)}\n\nchoose: {self.best.name}\n\n"
         )
         flags = broken_command(self.best.flags, WIDTH - 2)
         return fill_lines(text) + "".join(f"  {line}\n" for line in flags)
@@ -138,8 +138,8 @@ def plan_async(
     add("synchronous", SYNCHRONOUS, layouts.on_all(work.decode, 0))
     if not options:
         raise ValueError(
-            f"no synchronous layout of {pod.name} leaves {SPARE:.0%} of its memory: --sweep "
-            "searches meshes that do"
+            f"no synchronous layout of {pod.name} leaves {SPARE:.0%} of its memory free: use "
+            "--sweep to find a mesh that does"
         )
     add("shared devices", Schedule("shared", staleness), layouts.on_all(work.decode, staleness))
     beside = Schedule("in_flight", staleness, own_devices=True)

@@ -44,14 +44,14 @@ def calibrated(pod: Pod, path: Path) -> Pod:
     tree = read_json_object(path, "--calibrate")
     if missing := [key for key in _TREE if key not in tree]:
         raise ValueError(
-            f"--calibrate={path} has no {missing[0]!r}: give the --out of benchmarks/gpu.py"
+            f"--calibrate={path} has no {missing[0]!r}: use the --out of benchmarks/gpu.py"
         )
     check_fields(tree, _TREE, f"--calibrate={path}")
     chip = chip_of(tree["device_kind"])
     if chip is None or chip.name != pod.chip.name:
         raise ValueError(
             f"--calibrate={path} was measured on {tree['device_kind']!r}, but {pod.name} has "
-            f"{pod.chip.name}: measure there with benchmarks/gpu.py, or leave --calibrate out"
+            f"{pod.chip.name}: run benchmarks/gpu.py there, or remove --calibrate"
         )
     measured = tree["measured"]
     _check(measured, _MEASURED, ("memory_bandwidth",), f"--calibrate={path}: measured")
@@ -73,7 +73,7 @@ def calibrated(pod: Pod, path: Path) -> Pod:
         if sizes[0] != sizes[1] or not sizes[0]:
             raise ValueError(
                 f"--calibrate={path}: a result of 'decode' has {sizes[0]} seconds and {sizes[1]} "
-                "first_token_seconds: give the --out of benchmarks/gpu.py"
+                "first_token_seconds: use the --out of benchmarks/gpu.py"
             )
     if decodes:
         constants = [_constant(r, measured["memory_bandwidth"]) for r in decodes]
@@ -110,5 +110,5 @@ def _check(
     """Raises ValueError unless the needed fields are there, and all have their kinds."""
     for key in needed:
         if key not in values:
-            raise ValueError(f"{place} has no {key!r}: give the --out of benchmarks/gpu.py")
+            raise ValueError(f"{place} has no {key!r}: use the --out of benchmarks/gpu.py")
     check_fields(values, kinds, place)

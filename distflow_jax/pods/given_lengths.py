@@ -101,29 +101,29 @@ def _checked(entries: Iterable[Any], where: str, most: int) -> ResponseLengths:
         pair = entry if isinstance(entry, Sequence) and not isinstance(entry, str) else (entry, 1)
         if len(pair) != 2 or not all(type(n) is int for n in pair):
             raise ValueError(
-                f"{where}: entry {number} is {shown(entry)}: write a length, or a length and a "
-                "count, as whole numbers"
+                f"{where}: entry {number} must be a length, or a length and a count, as integers, "
+                f"got {shown(entry)}"
             )
         length, count = pair
         if length < 1 or count < 0:
             raise ValueError(
-                f"{where}: entry {number} is {shown(entry)}: a length is 1 token or more, and a "
-                "count 0 or more"
+                f"{where}: entry {number} must have a length of at least 1 and a count of at "
+                f"least 0, got {shown(entry)}"
             )
         if length > most:
             raise ValueError(
                 f"{where}: entry {number} has {length} tokens, above "
-                f"rollout.max_response_length={most}: raise that, or leave the entry out"
+                f"rollout.max_response_length={most}: increase it, or remove the entry"
             )
         counts[length] = counts.get(length, 0) + count
     if not sum(counts.values()):
-        raise ValueError(f"{where} has no lengths: write one for each response that you have seen")
+        raise ValueError(f"{where} has no lengths: write one for each observed response")
     return ResponseLengths(np.array(list(counts)), np.array(list(counts.values())), where)
 
 
 def _of_run(folder: pathlib.Path, where: str, config: Config, devices: int) -> ResponseLengths:
     if not (folder / "metrics.jsonl").is_file():
-        raise ValueError(f"{where} is no folder of a run: it has no metrics.jsonl")
+        raise ValueError(f"{where} is not a run folder: it has no metrics.jsonl")
     settings = read_config(folder)
     _check_settings(settings, config, where)
     run = read_run(folder)
@@ -131,7 +131,7 @@ def _of_run(folder: pathlib.Path, where: str, config: Config, devices: int) -> R
     had = str(start.get("devices", "")).partition(" ")[0]
     if had.isdigit() and int(had) != devices:
         raise ValueError(
-            f"{where} ran on {had} devices, and --topology has {devices}: name the machine of "
+            f"{where} ran on {had} devices, but --topology has {devices}: use the topology of "
             "the run"
         )
     names = [p.stem for p in (folder / "samples").glob("*.jsonl") if p.stem.isdigit()]
@@ -144,7 +144,7 @@ def _of_run(folder: pathlib.Path, where: str, config: Config, devices: int) -> R
     lengths = _checked(found, where, config.rollout.max_response_length)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "timing_s/gen" in row]
     if not rows:
-        raise ValueError(f"{where} has no step with timing_s/gen: name a run that has trained")
+        raise ValueError(f"{where} has no step with timing_s/gen: use a run that has trained")
     responses = config.data.prompts_per_step * config.rollout.num_samples
     seconds = _seconds(rows[1:] or rows, responses / start.get("processes", 1))
     return dataclasses.replace(lengths, measured=seconds)
@@ -153,15 +153,15 @@ def _of_run(folder: pathlib.Path, where: str, config: Config, devices: int) -> R
 def _check_settings(settings: Mapping[str, Any], config: Config, where: str) -> None:
     if staleness := settings.get("stream.max_staleness", 0):
         raise ValueError(
-            f"{where} is a run with stream.max_staleness={staleness}, whose seconds overlap: name "
-            "a synchronous one"
+            f"{where} is a run with stream.max_staleness={staleness}, whose times overlap: use "
+            "a synchronous run"
         )
     for key in _SHARED:
         section, name = key.split(".")
         wanted = getattr(getattr(config, section), name)
         if settings.get(key, wanted) != wanted:
             raise ValueError(
-                f"{where} has {key}={settings[key]}, and the plan {wanted}: give "
+                f"{where} has {key}={settings[key]}, but the plan has {wanted}: use "
                 f"--config.{key}={settings[key]}"
             )
 

@@ -288,7 +288,7 @@ def _load(pod: Pod, planned: RunPlan, mean_response: int) -> Load:
     if mean_response > longest:
         raise ValueError(
             f"--mean_response={mean_response} is above rollout.max_response_length={longest}; use "
-            "at most that"
+            f"at most {longest}"
         )
     responses = config.data.prompts_per_step * config.rollout.num_samples
     hosts = pod.hosts // sizes.sampler_hosts  # samplers

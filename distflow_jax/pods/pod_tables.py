@@ -9,25 +9,25 @@ from distflow_jax.programs.units import format_bytes, format_decimal
 def describe_plan(plan: PodPlan) -> str:
     """The plan of a pod as tables of text."""
     how = (
-        "of each program, as compiled"
+        "for each compiled program"
         if _is_compiled(plan)
-        else "of each program, by formulas: nothing was compiled"
+        else "for each program, by formulas (nothing was compiled)"
     )
     parts = [
         plan.pod.describe(),
-        f"memory of a chip, {how}\n\n{text_table(_memory_rows(plan))}\n",
+        f"memory per chip, {how}\n\n{text_table(_memory_rows(plan))}\n",
         f"{plan.memory.describe()}\n{_spare(plan)}",
-        f"traffic of a chip, over all trips of loops\n\n{text_table(_traffic_rows(plan))}\n",
+        f"traffic per chip, summed over loop iterations\n\n{text_table(_traffic_rows(plan))}\n",
     ]
     if plan.reshards:
         parts.append(f"reshards between layouts\n\n{text_table(_reshard_rows(plan))}\n")
     parts.append(
-        f"ESTIMATED seconds{'' if plan.filled else ', all rows filled'} (docs/scaling.md): the "
-        "terms and the bound at peak rates, and the range that is expected at "
-        f"{plan.pod.efficiency.source} shares of these rates; nothing of "
-        f"this was measured\n\n{text_table(_seconds_rows(plan))}\n\n"
+        f"ESTIMATED seconds{'' if plan.filled else ', all rows filled'} (docs/scaling.md): terms "
+        "and bound at peak rates, and the range that is expected at "
+        f"{plan.pod.efficiency.source} shares of these rates; nothing was "
+        f"measured\n\n{text_table(_seconds_rows(plan))}\n\n"
         f"a step: expected {plan.expected} s, bound {plan.seconds:.3g} s, without rewards and "
-        "other work of the hosts"
+        "other host work"
         f"{', without programs that are too large' if plan.refused else ''}"
         f"{', without programs that were not compiled' if plan.left_out else ''}\n"
     )
@@ -36,15 +36,15 @@ def describe_plan(plan: PodPlan) -> str:
 
 def _spare(plan: PodPlan) -> str:
     fullest = plan.memory.fullest
-    text = f"{plan.spare:.1%} of HBM to spare, in {fullest.name!r}"
+    text = f"{plan.spare:.1%} of HBM free in {fullest.name!r}, the fullest segment"
     if plan.refused:
-        return f"{text}, without what is too large\n"
+        return f"{text}, without programs that are too large\n"
     if plan.memory.unknown:
         return f"{text}, without temporaries of {', '.join(plan.memory.unknown)}\n"
     if not _is_compiled(plan):
-        text += ", with temporaries by formulas"
+        text += ", with temporaries estimated by formulas"
     if plan.spare < SPARE:
-        return f"WARNING: {text}: below {SPARE:.0%}, a run may exceed memory\n"
+        return f"WARNING: {text}: below {SPARE:.0%}, a run may run out of memory\n"
     return f"{text}\n"
 
 
@@ -55,7 +55,7 @@ def _is_compiled(plan: PodPlan) -> bool:
 def _memory_rows(plan: PodPlan) -> list[tuple[str, ...]]:
     rows = [
         ("program", "arguments", "outputs", "in place of", "temporaries", "sum", "of HBM",
-         "FLOPs of a chip"),
+         "FLOPs per chip"),
     ]  # fmt: skip
     for name, cost in plan.costs.items():
         sizes = cost.argument_bytes, cost.output_bytes, cost.alias_bytes, cost.temp_bytes
@@ -81,7 +81,7 @@ def _traffic_rows(plan: PodPlan) -> list[tuple[str, ...]]:
 
 
 def _reshard_rows(plan: PodPlan) -> list[tuple[str, ...]]:
-    rows = [("field", "from", "to", "layouts", "bytes", "on a chip then")]
+    rows = [("field", "from", "to", "layouts", "bytes", "per chip then")]
     for r in plan.reshards:
         sizes = format_bytes(r.bytes), format_bytes(r.chip_bytes)
         rows.append((r.field, r.source, r.target, r.layouts, *sizes))

@@ -192,8 +192,8 @@ def _left(pricing: Pricing, found: list[TrainingMesh]) -> list[TrainingMesh]:
         sizes = sorted({mesh.values[key] for mesh in found})
         if size and sizes and size not in sizes:
             raise ValueError(
-                f"{key}={size}: no training mesh of {pricing.pod.name} has that size here; use "
-                f"one of {sizes}, or leave it to the sweep"
+                f"{key}={size}: no training mesh of {pricing.pod.name} can have this size; use "
+                f"one of {sizes}, or let the sweep choose"
             )
         found = [mesh for mesh in found if size in (0, mesh.values[key])]
     return found

@@ -103,16 +103,16 @@ class Sweep:
         if tried:
             why = "; ".join(f"{_text(c)}: {c.verdict()}" for c in tried)
             return (
-                f"none of the {len(tried)} fastest layouts leaves {SPARE:.0%} of HBM ({why}): "
-                "compile more of them (--sweep_compile)"
+                f"none of the {len(tried)} fastest layouts leaves {SPARE:.0%} of HBM free ({why}): "
+                "compile more layouts with --sweep_compile"
             )
         least = min(self.candidates, key=lambda c: c.guess.memory.fullest.total)
         fullest = least.guess.memory.fullest
         on_chips = least.guess.planned.config.training.offload == "none"
         return (
             f"no layout of {self.pod.name} leaves {SPARE:.0%} of a chip's "
-            f"{format_bytes(self.pod.chip.memory)}: the smallest is {_text(least)}, which takes "
-            f"about {format_bytes(fullest.total)} in {fullest.name!r}; use more "
+            f"{format_bytes(self.pod.chip.memory)} free: the smallest is {_text(least)}, which "
+            f"needs about {format_bytes(fullest.total)} in {fullest.name!r}; use more "
             f"chips{', or training.offload=idle' if on_chips else ''}"
         )
 
@@ -123,10 +123,10 @@ class Sweep:
         large = sum(not c.is_small for c in self.candidates)
         parts = [
             self.pod.describe(),
-            "the best settings for each training mesh, by EXPECTED seconds of a step; nothing of "
-            f"this was measured\n\n{text_table([_TITLES, *map(_row, shown)])}\n",
-            f"{len(self.candidates)} in all, of which {large} take more than {1 - SPARE:.0%} of a "
-            "chip's memory\n",
+            "the best settings for each training mesh, by EXPECTED seconds per step; nothing "
+            f"was measured\n\n{text_table([_TITLES, *map(_row, shown)])}\n",
+            f"{len(self.candidates)} layouts, {large} of which need more than {1 - SPARE:.0%} of "
+            "a chip's memory\n",
         ]
         if self.best is None:
             return fill_lines("\n".join(parts))
@@ -205,7 +205,7 @@ def price(search: Search, say: Callable[[str], None] = lambda line: None) -> lis
     plans = [(mesh, search.best_of(mesh)) for mesh in meshes]
     candidates = [Candidate(mesh, plan) for mesh, plan in plans if plan]
     if not candidates:
-        raise ValueError(f"no layout of {search.pricing.pod.name} suits this run: {search.reason}")
+        raise ValueError(f"this run fits no layout of {search.pricing.pod.name}: {search.reason}")
     return _sorted(candidates)
 
 

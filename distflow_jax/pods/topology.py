@@ -109,8 +109,8 @@ class Pod:
         if c.dims:
             links += f"on each of {2 * c.dims} links"
         else:
-            links += f"within a node, {c.network_bandwidth / 1e9:.0f} GB/s out of it"
-        halves = f"two are a chip, {c.inner_bandwidth / 1e9:.0f} GB/s from one to the other; "
+            links += f"within a node, {c.network_bandwidth / 1e9:.0f} GB/s between nodes"
+        halves = f"two per chip, {c.inner_bandwidth / 1e9:.0f} GB/s between them; "
         what, notes = ("devices", halves) if c.devices > 1 else ("chips", "")
         return (
             f"{self.name}: {self.size} {what} {c.name} in {self.hosts} hosts of {self.per_host}\n"
@@ -178,7 +178,7 @@ def open_topology(name: str) -> Pod:
         return _nodes(name, found) if not found.chip.dims else _slice(name, found)
     if chip is None:
         raise ValueError(
-            f"--topology={name}: use the name of a machine, such as v5litepod-8, v5p-32 or h100-8, "
+            f"--topology={name}: use a machine name, such as v5litepod-8, v5p-32 or h100-8, "
             "or sizes: of a TPU's torus (v5p:4x4x8, v5e:16x16), or nodes x GPUs (h100:64x8); chips "
             f"are {', '.join(CHIPS)}"
         )
@@ -225,8 +225,8 @@ def _slice(name: str, machine: NamedMachine) -> Pod:
         raise ValueError(f"--topology={name}: a slice of {chip.name} has at most {most} chips")
     if importlib.util.find_spec("libtpu") is None:
         raise FileNotFoundError(
-            f"--topology={name} needs libtpu as its compiler (no TPU is needed): pip install -r "
-            f"{REQUIREMENTS}, or away from a checkout 'distflow_jax[tpu]'"
+            f"--topology={name} needs libtpu to compile (no TPU is needed): pip install -r "
+            f"{REQUIREMENTS}, or without a checkout: pip install 'distflow_jax[tpu]'"
         )
     for key, value in _ALONE.items():
         os.environ.setdefault(key, value)

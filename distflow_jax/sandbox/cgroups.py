@@ -34,7 +34,7 @@ def find(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
         if folder.is_relative_to(root) and os.access(folder, os.W_OK):
             if _NEEDED <= set((folder / "cgroup.subtree_control").read_text().split()):
                 return (str(folder),)
-    raise OSError("no group of the memory and pids controllers may be made below this process's")
+    raise OSError("cannot create a cgroup with the memory and pids controllers")
 
 
 def clear(parents: tuple[str, ...], zygote: int) -> None:

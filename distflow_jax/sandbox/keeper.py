@@ -148,7 +148,7 @@ class _Watch:
         if self._start.plan.root:  # the child was init
             status = told.get("status", signal.SIGKILL)
             if not told and self._cause == "ended":
-                told["error"] = "the init of a program has ended"
+                told["error"] = "the init process of a program exited"
         return os.waitstatus_to_exitcode(status), told.get("error", "")
 
     def _feed(self, poll: select.poll) -> None:

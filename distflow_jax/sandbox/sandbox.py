@@ -95,9 +95,7 @@ class Sandbox:
         Raises ValueError for a provider of somebody else, which runs programs to their end only.
         """
         if self._provider:
-            raise ValueError(
-                "sandbox.level=remote runs no program that lives on; use another level"
-            )
+            raise ValueError("sandbox.level=remote does not support sessions; use another level")
         return self._zygote.begin(program, has_frames=True)
 
     def close(self) -> None:
@@ -112,7 +110,7 @@ class Sandbox:
             raise SandboxError(why)
         self._zygote = ZygoteProcess(level, scratch, packages)
         found = attack(self.run, self.limits, scratch)
-        log.info("sandbox: level %s; attempts to leave it:\n%s", level, table(found))
+        log.info("sandbox: level %s; what stopped each escape attempt:\n%s", level, table(found))
         if through := [name for name, error in found.items() if not error]:
             raise SandboxError(f"does not stop: {', '.join(through)}")
         return found

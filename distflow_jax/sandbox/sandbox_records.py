@@ -39,7 +39,7 @@ class SandboxProgram:
 
     def __post_init__(self):
         if not self.argv or any("\0" in argument for argument in self.argv):
-            raise ValueError(f"{self.argv!r} names no program: it is empty, or has a zero byte")
+            raise ValueError(f"{self.argv!r} names no program: it is empty, or has a null byte")
         for name in self.files:
             if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(name.split("/")):
                 raise ValueError(f"{name!r} is not a path below the scratch folder")

@@ -60,7 +60,7 @@ class SandboxSession(Frames):
             try:
                 told = marshal.loads(self._keeper.receive(seconds=self._seconds))
             except (FramesEnded, TimeoutError) as error:
-                raise SandboxError(f"a program's keeper has ended: {error}") from None
+                raise SandboxError(f"the keeper of a program exited: {error}") from None
             finally:  # not before: a program that meets the end of its pipe would end by itself
                 self._control.close()
                 while self._ends:

@@ -19,35 +19,35 @@ from distflow_jax.sandbox.system_calls import NUMBERS
 
 # {attempt: its code}; {run} is the number of the run's process, {canary} a file that all may read
 ATTEMPTS = {
-    "read a file of the user": "open({canary!r}).read()",
-    "write to it": "open({canary!r}, 'a')",
-    "link to it": "os.link({canary!r}, 'link')",
-    "change its mode": "os.chmod({canary!r}, 0o600)",
-    "list the folder of temporary files": "os.listdir({folder!r})",
+    "read a user's file": "open({canary!r}).read()",
+    "write to this file": "open({canary!r}, 'a')",
+    "link to this file": "os.link({canary!r}, 'link')",
+    "change the mode of this file": "os.chmod({canary!r}, 0o600)",
+    "list the temporary folder": "os.listdir({folder!r})",
     "read the run's environment": "open('/proc/{run}/environ').read()",
-    "read the parent's memory": "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
-    "signal the run": "os.kill({run}, 0)",
-    "trace the run": "call({ptrace}, 16, {run}, 0, 0)",
-    "open a socket of TCP": "socket.socket()",
-    "open a socket of Unix": "socket.socket(socket.AF_UNIX)",
-    "open a pair of datagram sockets": "socket.socketpair(type=socket.SOCK_DGRAM)",
-    "enter namespaces": "call({unshare}, 0x10020000)",
+    "read the parent process's memory": "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
+    "signal the run's process": "os.kill({run}, 0)",
+    "trace the run's process": "call({ptrace}, 16, {run}, 0, 0)",
+    "open a TCP socket": "socket.socket()",
+    "open a Unix socket": "socket.socket(socket.AF_UNIX)",
+    "open a datagram socket pair": "socket.socketpair(type=socket.SOCK_DGRAM)",
+    "create namespaces": "call({unshare}, 0x10020000)",
     "set up io_uring": "call({io_uring_setup}, 1, 0)",
     "become root": "os.setuid(0) if os.getuid() else call({unshare}, 0x20000)",
-    "take more memory than its limit": "bytearray({memory})",
-    "start more processes than its limit": "fork_all()",
+    "exceed the memory limit": "bytearray({memory})",
+    "exceed the process limit": "fork_all()",
 }
 _REASONS = {
-    "": "NOTHING",
+    "": "NOT STOPPED",
     "EACCES": "Landlock",
-    "EPERM": "the filter of system calls, or the user's rights",
-    "ENOSYS": "the filter of system calls",
-    **dict.fromkeys(("ENOENT", "ESRCH", "ENOTDIR"), "not there"),
+    "EPERM": "system call filter, or permissions",
+    "ENOSYS": "system call filter",
+    **dict.fromkeys(("ENOENT", "ESRCH", "ENOTDIR"), "not visible"),
     "EROFS": "read-only",
-    "EXDEV": "another file system",
-    "EINVAL": "no such user there",
-    "EAGAIN": "limit of processes",
-    "MemoryError": "limit of memory",
+    "EXDEV": "different file system",
+    "EINVAL": "no such user in the namespace",
+    "EAGAIN": "process limit",
+    "MemoryError": "memory limit",
 }
 _PROGRAM = """
 import ctypes, errno, json, os, signal, socket
@@ -107,7 +107,7 @@ def attack(
         outcome = run(SandboxProgram(("python3", "main.py"), files, b"", limits))
     if not outcome.succeeded:
         shown = outcome.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"a program ended by {outcome.cause} ({outcome.exit_code}): {shown}")
+        raise SandboxError(f"a test program failed: {outcome.cause} ({outcome.exit_code}): {shown}")
     return json.loads(outcome.stdout)
 
 

@@ -74,9 +74,9 @@ def numbers(machine: str) -> dict[str, int]:
 def unsupported() -> str:
     """Why this machine can have no sandbox of ours; "" if it may have one."""
     if sys.platform != "linux":
-        return f"{sys.platform} is not Linux"
+        return f"the sandbox needs Linux, not {sys.platform}"
     if platform.machine() not in MACHINES:
-        return f"the architecture {platform.machine()} is none of {', '.join(MACHINES)}"
+        return f"the sandbox needs {' or '.join(MACHINES)}, not {platform.machine()}"
     return ""
 
 

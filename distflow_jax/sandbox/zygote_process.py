@@ -87,7 +87,7 @@ class ZygoteProcess:
             )
         ours.settimeout(GRACE_SECONDS)
         answer = ours.recv(1 << 16)
-        if error := json.loads(answer) if answer else "its process has ended":
+        if error := json.loads(answer) if answer else "the sandbox process exited":
             ours.close()
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)

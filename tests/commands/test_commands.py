@@ -196,7 +196,7 @@ def test_an_argument_that_a_config_does_not_take_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="^config 'tiny' takes no argument, got 'x'$"):
         open_config("tiny:x")
     (tmp_path / "own.py").write_text("def get_config(size):\n    return size\n")
-    with pytest.raises(ValueError, match="own.py' needs one: .*own.py:ARGUMENT"):
+    with pytest.raises(ValueError, match="own.py' needs an argument: .*own.py:ARGUMENT"):
         open_config(tmp_path / "own.py")
 
 

@@ -45,8 +45,8 @@ def levels(found):
     [
         ("0.10.2", OK, "0.10.2"),
         ("0.12.1.dev7", OK, "0.12.1.dev7"),
-        ("0.9.0", PROBLEM, "0.9.0 is not <0.13,>=0.10"),
-        ("0.13.0", NOTE, "0.13.0 is not <0.13,>=0.10"),  # newer than what was tested
+        ("0.9.0", PROBLEM, "0.9.0; <0.13,>=0.10 is required"),
+        ("0.13.0", NOTE, "0.13.0; <0.13,>=0.10 is required"),  # newer than what was tested
         (None, PROBLEM, "is not installed"),
     ],
 )
@@ -121,8 +121,8 @@ def test_facts_are_read_among_other_lines():
 @pytest.mark.parametrize(
     "facts, present, environ, expected",
     [
-        ({"devices": CPU}, [], {}, [(OK, "2 cpu, with the memory of the host")]),
-        ({"devices": GPUS}, [GPU], {}, [(OK, "8 NVIDIA H200, 113.0 GiB for a run on each")]),
+        ({"devices": CPU}, [], {}, [(OK, "2 cpu, using host memory")]),
+        ({"devices": GPUS}, [GPU], {}, [(OK, "8 NVIDIA H200, 113.0 GiB available on each")]),
         (
             {"devices": CPU},
             [GPU],
@@ -133,7 +133,7 @@ def test_facts_are_read_among_other_lines():
             {"devices": CPU},
             [GPU],
             {"JAX_PLATFORMS": "cpu"},
-            [(OK, "2 cpu"), (NOTE, "JAX_PLATFORMS=cpu leaves /dev/nvidia0 out: unset")],
+            [(OK, "2 cpu"), (NOTE, "JAX_PLATFORMS=cpu excludes /dev/nvidia0: unset")],
         ),
         (
             {"devices": CPU, "messages": ["CUDA backend failed to initialize: no driver.\nmore"]},
@@ -165,7 +165,7 @@ def test_what_an_answer_means(facts, present, environ, expected):
 @pytest.mark.parametrize(
     "error, environ, fix",
     [
-        ("RuntimeError: The TPU is already in use by process with pid 7", {}, "end the process"),
+        ("RuntimeError: The TPU is already in use by process with pid 7", {}, "stop the process"),
         ("ModuleNotFoundError: No module named 'jax'", {}, "install the packages"),
         (
             "RuntimeError: Unable to initialize backend 'cuda'",
@@ -205,7 +205,7 @@ def test_a_folder_that_cannot_be_written_has_a_fix(tmp_path, monkeypatch):
 
     monkeypatch.setattr(host_findings.tempfile, "TemporaryFile", refuse)
     found = host_findings.disk_finding("cache", tmp_path, "set DISTFLOW_CACHE")
-    text = f"{tmp_path} cannot be written (Read-only file system)"
+    text = f"{tmp_path} is not writable (Read-only file system)"
     assert found == Finding(NOTE, "cache", text, "set DISTFLOW_CACHE")
 
 
@@ -224,7 +224,7 @@ def test_the_folder_of_programs_is_counted(tmp_path, monkeypatch):
     (folder / "b-atime").write_bytes(b"x")
     owner = host_findings.owner_of(folder)
     found = host_findings.program_finding({})
-    assert found == Finding(OK, "programs", f"{folder}, 1 programs, 2.0 KiB, of {owner}")
+    assert found == Finding(OK, "programs", f"{folder}, 1 programs, 2.0 KiB, owned by {owner}")
     other = host_findings.program_finding({program_folder.VARIABLE: str(tmp_path / "other")})
     assert f"other ({program_folder.VARIABLE}) does not exist yet" in other.text
     bucket = host_findings.program_finding({program_folder.VARIABLE: "gs://bucket/x"})
@@ -236,7 +236,7 @@ def test_a_port_in_use_is_named():
         port = taken.getsockname()[1]
         found = list(host_findings.port_findings({port: "distflow serve"}))
     assert levels(found) == [OK, NOTE]
-    assert found[1].text == f"{port}, of distflow serve, is in use"
+    assert found[1].text == f"{port} (distflow serve) is in use"
 
 
 def test_variables_are_shown_without_secrets():

@@ -42,7 +42,10 @@ def options_of(**changes):
 
 @pytest.mark.parametrize(
     ("topology", "says"),
-    [("", "temporaries of update_weights, rollout"), ("gpu:1x8", "with temporaries by formulas")],
+    [
+        ("", "temporaries of update_weights, rollout"),
+        ("gpu:1x8", "with temporaries estimated by formulas"),
+    ],
 )
 def test_a_run_in_partial_batches_is_planned(topology, says, capsys):
     """On this machine and for a pod; the output says what no sum has, or what is estimated."""

@@ -39,7 +39,7 @@ REFUSED = [
     ({"policy_loss": "gpg", "clip": 0.1}, "no effect with algorithm.policy_loss='gpg'"),
     ({"policy_loss": "clip_cov", "clip_cov_lb": 6.0}, "must be below algorithm.clip_cov_ub=5.0"),
     ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 has no effect"),
-    ({"clip": 0.1, "clip_low": 0.2, "clip_high": 0.3}, "clip=0.1 has no effect beside"),
+    ({"clip": 0.1, "clip_low": 0.2, "clip_high": 0.3}, "clip=0.1 has no effect if"),
     ({"clip_low": 1.5}, "clip_low must be at most 1"),
     ({"token_budget": 100}, "token_budget=100 and algorithm.aggregation='token-mean'"),
     ({"aggregation": "fixed-budget"}, "token_budget=0 and algorithm.aggregation='fixed-budget'"),

@@ -137,7 +137,7 @@ def test_type_and_meaning_of_some_keys():
     assert keys["critic.optimizer.lr"].default == 1e-5  # of the critic, not of OptimizerConfig
     assert keys["checkpoint.every"].meaning.startswith("steps between checkpoints")
     # two lines above the field
-    assert keys["coordinator.balance_threshold"].meaning.endswith("for rows to move")
+    assert keys["coordinator.balance_threshold"].meaning.endswith("for rows to be moved")
 
 
 def test_no_package_is_imported():

@@ -67,7 +67,7 @@ def test_the_table_has_every_framework_and_is_read_when_a_key_is_unknown():
         ("output_dir=runs/x", "(the run's folder is the flag --workdir)"),
         ("max_async_level=2", "(did you mean config.stream.max_staleness?)"),
         ("reward.name=x", "(config.reward has: conversational, function"),
-        ("flow.max_lag=2", "config.flow.max_lag is now called config.stream.max_staleness"),
+        ("flow.max_lag=2", "config.flow.max_lag was renamed to config.stream.max_staleness"),
     ],
 )
 def test_a_name_of_another_framework_leads_to_ours(given, meant):

@@ -80,10 +80,10 @@ def test_python_keeps_its_state_and_shows_the_last_value():
         ("input()", "EOFError"),
         ("def f(): f()\nf()", "RecursionError"),
         ("' ' * (1 << 40)", "MemoryError"),
-        ("import os; os._exit(3)", "error: the interpreter has ended; the next call has a new"),
-        ("import os; os.kill(os.getpid(), 9)", "error: the interpreter has ended"),
-        ("import os; os.closerange(0, 99)", "error: the interpreter has ended"),
-        ("import os; os.write(4, b'\\xff' * 8)", "error: the interpreter has ended"),
+        ("import os; os._exit(3)", "error: the interpreter exited; the next call starts a new"),
+        ("import os; os.kill(os.getpid(), 9)", "error: the interpreter exited"),
+        ("import os; os.closerange(0, 99)", "error: the interpreter exited"),
+        ("import os; os.write(4, b'\\xff' * 8)", "error: the interpreter exited"),
         ("print('\\ud800'); 1 / 0", "\\ud800\nTraceback"),
     ],
 )
@@ -108,7 +108,7 @@ def test_output_of_every_kind_is_shown_in_its_order_and_cut():
 def test_bash_keeps_its_folder_and_variables():
     commands = ["pwd; ls -A", "x=3; mkdir d; cd d; echo $x > f", "cat f; echo $x; exit 4", "ls"]
     results, logged = answers(*(("bash", command) for command in commands))
-    assert results == ["/scratch", "", "3\n3\n(the shell ended with exit code 4)", "d"]
+    assert results == ["/scratch", "", "3\n3\n(the shell exited with code 4)", "d"]
     results, _ = answers(("bash", "echo 'a"), ("bash", "cat"), ("bash", "false"))
     assert "unexpected EOF" in results[0] and results[1:] == ["", "(exit code 1)"]
     assert logged == {"tool_calls": 4, "tool_errors": 1}
@@ -158,7 +158,7 @@ def test_code_that_takes_too_long_is_the_models_mistake(monkeypatch):
         with monkeypatch.context() as short:
             short.setattr(interpreters, "_LONGEST", 0.2)
             (outcome,) = outcomes("<tool>while True: pass</tool>")
-        assert "error: the interpreter gave no result in time; the next" in text_of(outcome)
+        assert "error: the interpreter timed out; the next" in text_of(outcome)
         assert outcome.logged == {"tool_calls": 1, "tool_errors": 1}
         (outcome,) = outcomes("<tool>x</tool>")
         assert "NameError: name 'x' is not defined" in text_of(outcome)
@@ -253,7 +253,7 @@ def test_failures_of_the_sandbox_are_none_of_the_model(monkeypatch):
 
 def test_a_machine_without_such_a_sandbox_is_refused_before_step_1(monkeypatch):
     remote = SandboxConfig(level="remote", url="http://127.0.0.1:1/run")
-    with pytest.raises(ValueError, match="which sandbox.level=remote cannot"):
+    with pytest.raises(ValueError, match="which sandbox.level=remote does not support"):
         Tools(TOKENIZER, tools="python", sandbox=remote).reset(PROMPTS[0])
 
     def refuse(*_):

@@ -173,7 +173,7 @@ def test_results_are_messages_of_the_template_in_order(template, own, name):
 WRONG = {
     "hermes": [
         ("<tool_call>{]</tool_call>", "error: the call is not valid JSON"),
-        ("<tool_call>[1]</tool_call>", 'a call has the form {"name": "...", "arguments": {...}}'),
+        ("<tool_call>[1]</tool_call>", 'a call must have the form {"name": "...", "arguments": {'),
         ('<tool_call>{"name": "look_up", "arguments": [1]}', "of look_up must be an object, {...}"),
         ('<tool_call>{"name": "lok_up", "arguments": {}}', "no tool 'lok_up'; did you mean 'look_"),
         ('<tool_call>{"name": "look_up", "arguments": {}}', "look_up needs the argument 'city'"),
@@ -313,10 +313,10 @@ def test_an_object_of_a_class_lives_as_long_as_its_response(template, own):
         ({"tools": ("pyton",)}, "unknown tool 'pyton'; did you mean 'python'?"),
         (
             {"tools": "calculator", "form": "herms"},
-            "unknown form of calls 'herms'; did you",
+            "unknown call format form='herms'; did you",
         ),
-        ({"tools": ("{own}:parts",)}, "a model cannot give its parameter '\\*values'"),
-        ({"tools": ("{own}:odd",)}, "a model cannot give its parameter 'value: object'"),
+        ({"tools": ("{own}:parts",)}, "a model cannot set its parameter '\\*values'"),
+        ({"tools": ("{own}:odd",)}, "a model cannot set its parameter 'value: object'"),
         ({"tools": ()}, "at least one tool"),
         ({"tools": (1,)}, "at least one tool, each as text"),
     ],
@@ -332,7 +332,7 @@ def test_wrong_settings_are_named(template, own, kwargs, message):
 def test_a_tool_of_two_arguments_needs_a_form_that_has_them(template, tmp_path):
     file = tmp_path / "two.py"
     file.write_text("def two(a, b):\n    return a + b\n")
-    with pytest.raises(ValueError, match="needs 2 arguments, and a call in the form tags has one"):
+    with pytest.raises(ValueError, match="needs 2 arguments, but form='tags' passes only one"):
         Tools(template("plain"), tools=(f"{file}:two",))
     call = '<tool_call>{"name": "two", "arguments": {"a": "x", "b": "y"}}</tool_call>'
     found = Tools(template("plain"), tools=(f"{file}:two",), form="hermes", role="user")

@@ -162,7 +162,7 @@ def test_all_calls_of_a_turn_are_answered_up_to_a_number():
     _, seen = turn(tools, "<tool>1</tool> and <tool>2</tool>", chat=False)
     assert seen == "<result>1</result>\n<result>2</result>"
     answer, seen = turn(tools, "<tool>1</tool>" * 5, chat=False)
-    assert seen.endswith("<result>error: only 2 calls in one turn</result>")
+    assert seen.endswith("<result>error: a turn may have at most 2 calls</result>")
     assert answer.logged == {"tool_calls": 5, "tool_errors": 1}
 
 

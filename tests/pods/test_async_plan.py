@@ -63,13 +63,13 @@ def test_lengths_are_read_in_every_form(tmp_path, name, text):
         ("[]", "has no lengths"),
         ("[[10, 0]]", "has no lengths"),
         ("", "has no lengths"),
-        ("[10, -5]", "entry 2 is -5: a length is 1 token or more"),
-        ("[[10, -1]]", r"entry 1 is \[10, -1\]"),
-        ("[10.5]", "entry 1 is 10.5: write a length"),
-        ("[true]", "entry 1 is true|entry 1 is True"),
-        ("10\nmany\n", "entry 2 is 'many'|entry 2 is many"),
+        ("[10, -5]", "entry 2 must have a length of at least 1 .* got -5"),
+        ("[[10, -1]]", r"entry 1 must have .* got \[10, -1\]"),
+        ("[10.5]", "entry 1 must be a length, .* got 10.5"),
+        ("[true]", "entry 1 must be .* got (true|True)"),
+        ("10\nmany\n", "entry 2 must be .* got '?many"),
         ("[201]", "201 tokens, above rollout.max_response_length=200"),
-        ("[[1, 2, 3]]", "entry 1 is"),
+        ("[[1, 2, 3]]", "entry 1 must be"),
         ('{"a": [', "not valid JSON"),
     ],
 )
@@ -108,16 +108,16 @@ def test_a_run_gives_lengths_and_seconds(tmp_path):
 
 
 def test_folders_that_do_not_suit_the_plan_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no folder of a run"):
+    with pytest.raises(ValueError, match="is not a run folder"):
         read(tmp_path)
     run_folder(tmp_path, devices=2)
-    with pytest.raises(ValueError, match="ran on 2 devices, and --topology has 4"):
+    with pytest.raises(ValueError, match="ran on 2 devices, but --topology has 4"):
         read(tmp_path)
-    with pytest.raises(ValueError, match=r"give --config\.data\.prompts_per_step=8"):
+    with pytest.raises(ValueError, match=r"use --config\.data\.prompts_per_step=8"):
         read(tmp_path, **{"data.prompts_per_step": 16})
     (other := tmp_path / "ahead").mkdir()
     run_folder(other, staleness=1)
-    with pytest.raises(ValueError, match="stream.max_staleness=1, whose seconds overlap"):
+    with pytest.raises(ValueError, match="stream.max_staleness=1, whose times overlap"):
         read(other)
 
 

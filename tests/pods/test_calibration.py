@@ -69,7 +69,7 @@ def test_no_share_is_above_the_peak(of):
     ("changes", "says"),
     [
         ({"device_kind": "NVIDIA H200"}, "measured on 'NVIDIA H200', but h100:2x8 has h100"),
-        ({"device_kind": "cpu"}, "measured on 'cpu', but .*measure there with benchmarks/gpu.py"),
+        ({"device_kind": "cpu"}, "measured on 'cpu', but .*run benchmarks/gpu.py there"),
         ({"device_kind": 3}, "device_kind must be text, got 3"),
         ({"measured": []}, "measured must be an object"),
         ({"measured": {}}, "measured has no 'memory_bandwidth'"),

@@ -21,7 +21,7 @@ def test_nodes_of_gpus():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("v7:4x4", "--topology=v7:4x4: use the name of a machine, .* chips are v4, v5e, v5p"),
+        ("v7:4x4", "--topology=v7:4x4: use a machine name, .* chips are v4, v5e, v5p"),
         ("v7-8", "--topology=v7-8: .* one of v4, v5e, v5p"),
         ("v5e-12", "--topology=v5e-12: .* use v5e-1 or v5e-4 or v5e-8 or v5e-16"),
         ("l4:2x8", "--topology=l4:2x8: .* plan for one node: l4:1x8"),
@@ -30,7 +30,7 @@ def test_nodes_of_gpus():
         ("v5e:32x16", r"a slice of v5e has at most 16x16 chips"),
         ("gpu:64x9", r"write nodes x GPUs, with 1 to 8 GPUs per node: h100:64x8 has 512"),
         ("gpu:64", r"write nodes x GPUs"),
-        ("", "--topology=: use the name of a machine"),
+        ("", "--topology=: use a machine name"),
     ],
 )
 def test_names_that_are_none(name, says):

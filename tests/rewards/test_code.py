@@ -121,23 +121,23 @@ def g(stack): return stack.push(sum(stack))
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
-        (None, "the row has no cases"),
-        ("", "the row has no cases"),
-        ([], "has no cases"),
-        ({"inputs": [], "outputs": []}, "the row has no cases"),
-        ({"inputs": ["1"]}, "the row has no cases"),
-        ("42", "has no cases.* got 42"),
+        (None, "the row has no test cases"),
+        ("", "the row has no test cases"),
+        ([], "has no test cases"),
+        ({"inputs": [], "outputs": []}, "the row has no test cases"),
+        ({"inputs": ["1"]}, "the row has no test cases"),
+        ("42", "has no test cases.* got 42"),
         ("{'inputs': 3}", "not valid JSON at character 2"),
-        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs and 1 outputs"),
-        ({"inputs": [1], "outputs": ["1"]}, "are text or lists of lines, got 1"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs but 1 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, "must be text or lists of lines, got 1"),
         ({"fn_name": "f(", "inputs": [[1]], "outputs": [1]}, "fn_name must be the name"),
-        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "are lists of arguments, got 1"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must be a list of arguments, got 1"),
         ({"fn_name": "f", "inputs": ["1,"], "outputs": ["1"]}, "not valid JSON"),
-        (["assert f(1) = 2"], "must be Python text"),
+        (["assert f(1) = 2"], "must be Python code"),
         (["f(1) == 2"], "must assert something"),
-        (["assert max(1, 2) == 2"], "must assert something of the program"),
-        (["import math\nassert math.pi > 3"], "must assert something of the program"),
-        ([3], "must be Python text"),
+        (["assert max(1, 2) == 2"], "must assert something about the program"),
+        (["import math\nassert math.pi > 3"], "must assert something about the program"),
+        ([3], "must be Python code"),
     ],
 )
 def test_bad_cases_are_errors_in_one_line(truth, problem):
@@ -288,5 +288,5 @@ def test_what_the_model_did_not_do_is_not_a_0():
     with RewardPool(RewardConfig(function="code", num_workers=1), SETTINGS) as pool:
         results = pool.score(bad + requests(3))
     assert [r.score for r in results[1:]] == [1.0, 0.0, 1.0] and math.isnan(results[0].score)
-    assert "the row has no cases" in results[0].error
+    assert "the row has no test cases" in results[0].error
     assert failures(results)["failed"] == failures(results)["not_scored"] == 1

@@ -27,12 +27,12 @@ def prepared(tmp_path, rows, *settings):
     [
         ("reference", "def f(n):\n    return 2 * n", "'reference' fails the row's own cases"),
         ("reference", "while True:\n    pass", "'reference' fails the row's own cases"),
-        ("ground_truth", {"inputs": [], "outputs": []}, "the row has no cases"),
+        ("ground_truth", {"inputs": [], "outputs": []}, "the row has no test cases"),
         ("ground_truth", "{", "not valid JSON"),
         (
             "ground_truth",
             {"fn_name": "f", "inputs": [[2], [3]], "outputs": [4]},
-            "2 inputs and 1 outputs: give one output for each input",
+            "2 inputs but 1 outputs: give one output for each input",
         ),
     ],
 )

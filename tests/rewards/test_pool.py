@@ -265,7 +265,7 @@ def test_unknown_built_in_and_bad_kwargs():
     with pytest.raises(ValueError, match="takes no 'methid'; did you mean 'method'"):
         RewardPool(RewardConfig(kwargs={"methid": "strict"}))
     with pytest.raises(
-        ValueError, match="num_workers 0 is for boxed_only, exact, format, gsm8k, zero; 'math'"
+        ValueError, match="num_workers=0 is only for boxed_only, exact, format, gsm8k, zero; 'math'"
     ):
         RewardConfig(function="math", num_workers=0)
 

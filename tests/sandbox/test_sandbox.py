@@ -301,7 +301,7 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
             if victim(zygote) == zygote:
                 for keeper in keepers:
                     os.kill(keeper, signal.SIGKILL)
-            with pytest.raises(SandboxError, match="keeper has ended"):
+            with pytest.raises(SandboxError, match="the keeper of a program exited"):
                 run.result()
         assert best.run(python("print(1)")).stdout == b"1\n"
 
@@ -553,7 +553,7 @@ def test_page():
             printed.append(check([sys.executable, "-c", block.text]))
         elif block.language in ("", "bash"):
             printed += [check([sys.executable, *line[1:]]) for line in commands(block.text)]
-    assert "42" in printed[0] and "read a file of the user" in printed[0]
+    assert "42" in printed[0] and "read a user's file" in printed[0]
 
 
 def check(command):

@@ -11,8 +11,8 @@ _OWN = f"{_AHEAD} ; mesh.devices=0:4 ; mesh.roles={{'ROLLOUT':{{'devices':'4:8'}
 _WORKERS = f"{_AHEAD} ; stream.workers=True"
 
 KEYS_AND_TYPES = [
-    ("mesh.stage=2", "config.mesh.stage is now called config.mesh.pipeline: write that"),
-    ("mesh.roles={'CRITIC': {'stage': 2}}", "CRITIC.stage is now called pipeline: write that"),
+    ("mesh.stage=2", "config.mesh.stage was renamed to config.mesh.pipeline: use that name"),
+    ("mesh.roles={'CRITIC': {'stage': 2}}", "CRITIC.stage was renamed to pipeline: use that name"),
     ("trainin.steps=3", "unknown key config.trainin.steps (did you mean config.training.steps?)"),
     ("training.optimizer.learning_rate=1", "(did you mean config.training.optimizer.lr?)"),
     ("training.optimizer.zzz=1", "config.training.optimizer has: b1, b2, "),
@@ -61,7 +61,7 @@ ENVIRONMENTS = [
         "rollout.max_trajectories=7 is below rollout.num_slots=8",
     ),
     ("rollout.environment=calculator ; rollout.turn_length=17", "from 0 to rollout.max_response_l"),
-    ("rollout.environment_seconds=5", "is now called config.rollout.environment_timeout: write"),
+    ("rollout.environment_seconds=5", "was renamed to config.rollout.environment_timeout: use"),
     (
         "rollout.environment=tools ; rollout.environment_kwargs={'tools': {'a': 'calclator'}}",
         "unknown tool 'calclator'; did you mean 'calculator'?",
@@ -106,7 +106,7 @@ SIZES = [
     ),
     (
         "flow.stagger=2",
-        "config.flow.stagger is gone and needs nothing in its place: take it out",
+        "config.flow.stagger was removed and needs no replacement: delete it",
     ),
     ("dag=sft ; stream.max_staleness=1", "dag 'sft' trains on answers from the data; use 0"),
     (
@@ -122,7 +122,7 @@ SIZES = [
             ),
             (
                 "stream.divergence=0.5 ; stream.round_tokens=4096",
-                "stream.divergence=0.5 leaves older",
+                "stream.divergence=0.5 keeps older",
             ),
             (
                 "stream.partial_batches=counter",
@@ -168,7 +168,7 @@ SIZES = [
     *_under(
         _OWN,
         [
-            ("flow.stagger=1", "config.flow.stagger is gone and needs nothing in its place: "),
+            ("flow.stagger=1", "config.flow.stagger was removed and needs no replacement: "),
             (
                 "stream.round_tokens=4096 ; stream.partial_batches=ready ; "
                 "stream.partial_batch_rows=4",
@@ -365,7 +365,7 @@ DATA_CASES = [
     ("data.columns={'prompt': 'x'}", "'task:arithmetic?size=32' has none: leave it empty"),
     ("data.train=task:shapes", "task:shapes, row 1: has images, and the model has no vision tower"),
     ("data.train={dir}/good.jsonl ; data.image_root={dir}/lost", "/lost does not exist"),
-    ("data.columns.prompt=x", "config.data.columns has no keys; set it whole, as a dict"),
+    ("data.columns.prompt=x", "config.data.columns has no keys; set the whole dict"),
     ("data.train={dir}/good.jsonl ; data.max_prompt_length=9", "{dir}/good.jsonl, row 1: the prom"),
     ("data.train={dir}/god.jsonl", "data file {dir}/god.jsonl does not exist; did you mean"),
     ("eval.dataset={dir}/god.jsonl", "did you mean {dir}/good.jsonl?"),
@@ -400,5 +400,5 @@ REWARD_CASES = [
     ("reward.function={dir}/imports.py:f ; reward.num_workers=1", "imports.py, line 2)"),
     ("reward.function={dir}/syntax.py:f ; reward.num_workers=1", "({dir}/syntax.py, line 1)"),
     ("reward.kwargs={'ground_truth': 1}", "'ground_truth' is an argument that the run itself"),
-    ("reward.function=math ; reward.num_workers=0", "may hang or crash and needs at least 1"),
+    ("reward.function=math ; reward.num_workers=0", "may hang or crash, so use at least 1"),
 ]

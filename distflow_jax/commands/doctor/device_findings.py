@@ -126,39 +126,39 @@ def device_findings(
         yield Finding(OK, "devices", described(devices))
     for text in messages:
         if text.startswith("Jax plugin configuration error"):
-            yield Finding(PROBLEM, "plugin", text, "install it again, or uninstall it")
+            yield Finding(PROBLEM, "plugin", text, "reinstall or uninstall the plugin")
     for one in present if devices["platform"] == "cpu" else ():
         yield _unused(one, messages, chosen)
     if attention := answer.facts.get("attention"):
         text = f"training: {attention['rows']}; sampling: {attention['decode']}"
         yield Finding(OK, "attention", text)
     for device, error in answer.facts.get("errors", {}).items():
-        fix = "restart the machine, or leave the device out"
+        fix = "restart the machine, or exclude the device"
         yield Finding(PROBLEM, f"device {device}", error.splitlines()[0], fix)
 
 
 def described(devices: Mapping[str, Any]) -> str:
-    """Number, kind and memory of devices: "8 NVIDIA H200, 104.8 GiB for a run on each"."""
+    """Number, kind and memory of devices: "8 NVIDIA H200, 104.8 GiB available on each"."""
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(devices["kinds"]).items()))
     least = min(devices["memory"], default=0)
     if devices["platform"] == "cpu":
-        return f"{kinds}, with the memory of the host"
+        return f"{kinds}, using host memory"
     return f"{kinds}, " + (
-        f"{format_bytes(least)} for a run on each" if least else "memory unknown"
+        f"{format_bytes(least)} available on each" if least else "memory unknown"
     )
 
 
 def _unused(one: Accelerator, messages: Sequence[str], chosen: str) -> Finding:
     """The finding about an accelerator that JAX does not use."""
     if chosen and "cpu" in chosen:
-        text = f"cpu only: JAX_PLATFORMS={chosen} leaves {one.file} out"
+        text = f"JAX uses the CPU: JAX_PLATFORMS={chosen} excludes {one.file}"
         return Finding(NOTE, one.extra, text, f"unset JAX_PLATFORMS to use the {one.extra.upper()}")
     if not one.plugin:
         fix = f"pip install 'distflow_jax[{one.extra}]'"
-        return Finding(NOTE, one.extra, f"cpu only, and {one.file} exists", fix)
+        return Finding(NOTE, one.extra, f"JAX uses the CPU, but {one.file} exists", fix)
     names = {"gpu": ("cuda", "gpu"), "tpu": ("tpu",)}[one.extra]
     told = [text for text in messages if any(name in text.lower() for name in names)]
-    text = f"{one.plugin} is installed, {one.file} exists, and JAX uses the CPU"
+    text = f"{one.plugin} is installed and {one.file} exists, but JAX uses the CPU"
     fix = told[-1] if told else "check the driver"
     return Finding(PROBLEM, one.extra, text, fix)
 
@@ -167,13 +167,13 @@ def _remedy(error: str, chosen: str) -> str:
     """The remedy for a probe that failed."""
     if error.startswith("no answer"):
         return (
-            "a driver or plugin hangs, or the hosts of a TPU slice wait for each other (start "
-            "doctor on all); --device_seconds=600 waits longer"
+            "a driver or plugin hangs, or the hosts of a TPU slice wait for each other (run "
+            "doctor on all hosts); --device_seconds=600 waits longer"
         )
     if "already in use" in error:
-        return "end the process that holds it"
+        return "stop the process that uses it"
     if "No module named" in error or "cannot import" in error or "is not installed" in error:
-        return "install the packages as above"
+        return "install the packages as listed above"
     if chosen:
-        return f"JAX_PLATFORMS={chosen} asks for it: mend its plugin, or unset JAX_PLATFORMS"
-    return "mend its driver or plugin, or set JAX_PLATFORMS=cpu to train on the CPU"
+        return f"JAX_PLATFORMS={chosen} requires it: fix its plugin, or unset JAX_PLATFORMS"
+    return "fix its driver or plugin, or set JAX_PLATFORMS=cpu to train on the CPU"

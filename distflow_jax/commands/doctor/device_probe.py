@@ -44,7 +44,7 @@ def computes(device: jax.Device) -> str:
         wrong = float(jnp.abs(ones @ ones - _SIDE).max())
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
-    return f"a product of matrices is wrong by {wrong}" if wrong else ""
+    return f"a matrix product is off by {wrong}" if wrong else ""
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def memory_finding(total: int, free: int) -> Finding:
     """The memory of the host, in bytes."""
     text = format_bytes(total) + (f", {format_bytes(free)} available" if free else "")
     if 0 < free < LEAST_MEMORY:
-        fix = f"end other programs: the default model takes {format_bytes(LEAST_MEMORY)}"
+        fix = f"stop other programs: the default model needs {format_bytes(LEAST_MEMORY)}"
         return Finding(NOTE, "memory", text, fix)
     return Finding(OK, "memory", text)
 
@@ -73,11 +73,11 @@ def disk_finding(name: str, folder: pathlib.Path, fix: str) -> Finding:
             pass
         free = shutil.disk_usage(place).free
     except OSError as error:
-        text = f"{folder} cannot be written ({error.strerror})"
+        text = f"{folder} is not writable ({error.strerror})"
         return Finding(NOTE, name, text, fix)
     text = f"{folder}, {format_bytes(free)} free"
     if free < LEAST_FREE:
-        return Finding(PROBLEM, name, text, "make room: a run cannot write its files")
+        return Finding(PROBLEM, name, text, "free disk space: a run cannot write its files")
     if free < LEAST_DISK:
         return Finding(NOTE, name, text, "two checkpoints of 0.5B parameters take 10 GiB")
     return Finding(OK, name, text)
@@ -92,9 +92,9 @@ def cache_findings() -> Iterator[Finding]:
         yield Finding(NOTE, "home", str(error), fix)
         return
     if not os.access(home, os.W_OK | os.X_OK):
-        yield Finding(NOTE, "home", f"{home} cannot be written", fix)
+        yield Finding(NOTE, "home", f"{home} is not writable", fix)
     else:
-        yield Finding(OK, "home", f"{home} can be written")
+        yield Finding(OK, "home", f"{home} is writable")
     yield disk_finding("cache", cache, fix)
 
 
@@ -104,22 +104,24 @@ def program_finding(environ: Mapping[str, str]) -> Finding:
     try:
         if "://" in chosen:
             check_program_bucket(VARIABLE, chosen)
-            return Finding(OK, name, f"{chosen} ({VARIABLE}), which JAX reads itself")
+            return Finding(OK, name, f"{chosen} ({VARIABLE}), which JAX accesses directly")
         folder = pathlib.Path(chosen) if chosen else automatic_folder()
     except ValueError as error:
-        return Finding(NOTE, name, f"none are kept: {error}", "choose a folder that you own")
+        return Finding(
+            NOTE, name, f"compiled programs are not kept: {error}", "choose a folder that you own"
+        )
     by = f" ({VARIABLE})" if chosen else ""
-    fix = "set compilation_cache to a folder of your own; without one every start compiles again"
+    fix = "set compilation_cache to a folder that you own; without it, every start compiles again"
     try:
         if not folder.exists():
             return Finding(OK, name, f"{folder}{by} does not exist yet")
         sizes = [entry.stat().st_size for entry in folder.glob(ENTRIES)]
         owner = owner_of(folder)
     except OSError as error:
-        return Finding(NOTE, name, f"{folder}{by} cannot be read ({error.strerror})", fix)
-    text = f"{folder}{by}, {len(sizes)} programs, {format_bytes(sum(sizes))}, of {owner}"
+        return Finding(NOTE, name, f"{folder}{by} is not readable ({error.strerror})", fix)
+    text = f"{folder}{by}, {len(sizes)} programs, {format_bytes(sum(sizes))}, owned by {owner}"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(NOTE, name, f"{text}, cannot be written", fix)
+        return Finding(NOTE, name, f"{text}, not writable", fix)
     return Finding(OK, name, text)
 
 
@@ -148,11 +150,11 @@ def port_findings(ports: Mapping[int, str]) -> Iterator[Finding]:
             used[port] = use
     free = [f"{port} ({use})" for port, use in ports.items() if port not in used]
     yield Finding(
-        OK, "ports", ", ".join([f"{LOOPBACK} can be bound", *(f"{x} free" for x in free)])
+        OK, "ports", ", ".join([f"{LOOPBACK} is available", *(f"{x} free" for x in free)])
     )
     for port, use in used.items():
-        fix = "choose another where it starts, or end the process that has it"
-        yield Finding(NOTE, "ports", f"{port}, of {use}, is in use", fix)
+        fix = "choose another port at its start, or stop the process that uses it"
+        yield Finding(NOTE, "ports", f"{port} ({use}) is in use", fix)
 
 
 def file_finding(soft: int, hard: int) -> Finding:

@@ -25,7 +25,7 @@ def package_findings() -> Iterator[Finding]:
         metadata = importlib.metadata.metadata("distflow_jax")
     except importlib.metadata.PackageNotFoundError:
         yield Finding(OK, "python", f"{platform.python_version()}, {sys.executable}")
-        text = f"{own}, is not installed, so bounds of packages are unknown"
+        text = f"{own}, is not installed, so required package versions are unknown"
         yield Finding(NOTE, "distflow_jax", text, f"pip install -e {folder.parent}")
         return
     yield python_finding(platform.python_version(), metadata["Requires-Python"] or "")
@@ -41,15 +41,15 @@ def package_findings() -> Iterator[Finding]:
         else:
             within += 1
     yield package_finding(Requirement(REQUIREMENT), installed("google-jetstream"), INSTALL)
-    yield Finding(OK, "other packages", f"{within} within their bounds")
+    yield Finding(OK, "other packages", f"{within} have the required versions")
 
 
 def python_finding(version: str, bounds: str) -> Finding:
     """Python's version against the bounds in the metadata, such as ">=3.11"."""
     if SpecifierSet(bounds).contains(version, prereleases=True):
         return Finding(OK, "python", f"{version}, {sys.executable}")
-    fix = f"make an environment of Python {bounds}"
-    return Finding(PROBLEM, "python", f"{version}, {sys.executable}, is not {bounds}", fix)
+    fix = f"create an environment with Python {bounds}"
+    return Finding(PROBLEM, "python", f"{version}, {sys.executable}; {bounds} is required", fix)
 
 
 def package_finding(requirement: Requirement, version: str | None, install: str = "") -> Finding:
@@ -67,7 +67,9 @@ def package_finding(requirement: Requirement, version: str | None, install: str 
         return Finding(OK, requirement.name, version)
     broken = [one for one in bounds if not one.contains(version, prereleases=True)]
     newer = all(one.operator in ("<", "<=") for one in broken)
-    return Finding(NOTE if newer else PROBLEM, requirement.name, f"{version} is not {bounds}", fix)
+    return Finding(
+        NOTE if newer else PROBLEM, requirement.name, f"{version}; {bounds} is required", fix
+    )
 
 
 def needed() -> list[tuple[Requirement, bool]]:

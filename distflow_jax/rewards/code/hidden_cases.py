@@ -56,7 +56,7 @@ Case = PrintCase | CallCase | AssertCase
 def hidden_cases(truth: Any) -> list[Case]:
     """The cases of a ground truth. Raises ValueError for one without any, or of no known form."""
     if is_missing(truth):
-        raise ValueError(f"the row has no cases: {_FORMS}")
+        raise ValueError(f"the row has no test cases: {_FORMS}")
     if isinstance(truth, str):
         truth = parse_json(truth, "the cases in the ground truth")
     if isinstance(truth, Mapping) and truth.get("assert_case"):
@@ -64,14 +64,14 @@ def hidden_cases(truth: Any) -> list[Case]:
     if isinstance(truth, list) and truth:
         return [_assertion(text) for text in truth]
     if not isinstance(truth, Mapping):
-        raise ValueError(f"the ground truth has no cases: {_FORMS}, got {shown(truth)}")
+        raise ValueError(f"the ground truth has no test cases: {_FORMS}, got {shown(truth)}")
     inputs, outputs = truth.get("inputs"), truth.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        raise ValueError(f"the row has no cases: {_FORMS}, got {shown(truth)}")
+        raise ValueError(f"the row has no test cases: {_FORMS}, got {shown(truth)}")
     if len(inputs) != len(outputs):
         raise ValueError(
-            f"the cases have {len(inputs)} inputs and {len(outputs)} outputs: give one output for "
-            "each input"
+            f"the test cases have {len(inputs)} inputs but {len(outputs)} outputs: give one output "
+            "for each input"
         )
     name = truth.get("fn_name")
     pairs = list(zip(inputs, outputs, strict=True))
@@ -91,7 +91,7 @@ def _text(value: Any) -> str:
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
         raise ValueError(
-            f"inputs and outputs without fn_name are text or lists of lines, got {shown(value)}"
+            f"inputs and outputs without fn_name must be text or lists of lines, got {shown(value)}"
         )
     return "\n".join(lines)
 
@@ -105,7 +105,7 @@ def _call(given: Any, expected: Any) -> tuple[list[Any], Any]:
             expected = parse_json(expected, "the cases' outputs")
         return arguments, expected
     if not isinstance(given, list):
-        raise ValueError(f"the inputs of fn_name are lists of arguments, got {shown(given)}")
+        raise ValueError(f"an input of fn_name must be a list of arguments, got {shown(given)}")
     return given, expected
 
 
@@ -117,7 +117,7 @@ def _assertion(text: Any) -> AssertCase:
     try:
         found = list(ast.walk(ast.parse(text)))
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"an assertion must be Python text, got {shown(text)}: {error}") from error
+        raise ValueError(f"an assertion must be Python code, got {shown(text)}: {error}") from error
     names = [node for node in found if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in found if isinstance(node, ast.arg)}
@@ -127,5 +127,5 @@ def _assertion(text: Any) -> AssertCase:
     before_dots = {ast.unparse(n.value) for n in found if isinstance(n, ast.Attribute)}
     modules = free & before_dots & sys.stdlib_module_names
     if free == modules or not any(isinstance(node, ast.Assert) for node in found):
-        raise ValueError(f"an assertion must assert something of the program, got {shown(text)}")
+        raise ValueError(f"an assertion must assert something about the program, got {shown(text)}")
     return AssertCase(text, tuple(sorted(free - modules)), tuple(sorted(modules)))
