@@ -84,6 +84,7 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
 
 def _be_init(child: int, report: int) -> None:
     """Waits for the program, and for what has lost its parent; never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # only a handler lets programs signal their init
     call("close_range", 0, report - 1, 0)  # the program's pipes end with the program
     call("close_range", report + 1, _LAST, 0)
     ended, status = 0, 0

@@ -12,9 +12,11 @@ from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxOutcome, SandboxProgram
 
 GRACE_SECONDS = 30.0  # for a keeper after its program's deadline
-# beside a program that imports it
-FRAMES_FILE = {
-    "distflow_jax/sandbox/byte_frames.py": pathlib.Path(byte_frames.__file__).read_bytes()
+# beside a program that imports byte_frames; a package of that name among its others is not taken
+FRAMES_FILES = {
+    "distflow_jax/__init__.py": b"",
+    "distflow_jax/sandbox/__init__.py": b"",
+    "distflow_jax/sandbox/byte_frames.py": pathlib.Path(byte_frames.__file__).read_bytes(),
 }
 
 

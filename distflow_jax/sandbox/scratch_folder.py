@@ -46,9 +46,10 @@ def _open(name: str, above: int | None = None) -> tuple[int, Iterator[os.DirEntr
 def remove_folder(folder: str) -> None:
     """Removes a folder in which nothing runs any more.
 
-    What is in a folder inside moves up, one level at a time: no path becomes longer than that.
+    What is in a folder inside moves up, one level at a time: no path becomes longer than that. Its
+    new names are random: whoever filled the folder has taken none of them.
     """
-    moved = 0
+    mark, moved = os.urandom(16).hex(), 0
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -58,7 +59,7 @@ def remove_folder(folder: str) -> None:
             for inner in list(os.scandir(entry.path)):
                 if inner.is_dir(follow_symlinks=False):
                     os.chmod(inner.path, 0o700)  # its own ".." changes
-                    os.rename(inner.path, f"{folder}/moved-{moved}")
+                    os.rename(inner.path, f"{folder}/{mark}-{moved}")
                     moved += 1
                 else:
                     os.unlink(inner.path)

@@ -64,8 +64,7 @@ class _Zygote:
         self._counted = -COUNT_SECONDS
 
     def serve(self) -> Callable[[], None]:
-        """Answers requests to their end; gives what is to run then, in the process of a program
-        the program."""
+        """Answers requests; gives what is to run then: the end, or in a program's process that."""
         while True:
             ready, _, _ = select.select([self._server, *self._keepers], [], [])
             for ended in ready:

@@ -88,6 +88,11 @@ def test_greedy_program_ends(found, name):
         assert outcome["stdout"] <= limits.output
 
 
+def test_signals_to_init_end_nothing(found):
+    """They would fail the sandbox, and a program chooses its outcome by no failure of that."""
+    assert {told["init"] for told in found.values()} <= {"ended", ""}
+
+
 def test_nothing_is_left(found):
     left = {(user, level): told["greedy"][""]["left"] for user, level, told in levels(found)}
     assert set(map(tuple, left.values())) == {()}, left

@@ -156,6 +156,15 @@ def test_scratch_folders_are_new(sandbox):
     assert [sandbox.run(python(source)).stdout for _ in range(2)] == [b"['main.py']\n"] * 2
 
 
+def test_no_name_hinders_the_removal_of_a_scratch_folder(sandbox):
+    """A program's folders have an outcome, whatever their names, and end no other program."""
+    names = "import os\nfor i in range(9):\n for top in 'amz': os.makedirs(f'{top}oved-{i}/b/c')\n"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(sandbox.run, python("import time; time.sleep(0.5); print(1)"))
+        assert sandbox.run(python(names)).succeeded
+        assert other.result().stdout == b"1\n"
+
+
 def test_output_is_cut_at_the_limit(sandbox):
     limits = dataclasses.replace(LIMITS, output=1000)
     exact = sandbox.run(python("print('x' * 999)", limits=limits))

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any, ClassVar
 
 from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
 from distflow_jax.data.drawn.hash_stream import HashStream
+from distflow_jax.data.generated_rows import range_of
 
 _SIX = [
     *((0.9, 0.05), (0.4, 0.1), (0.05, 0.55), (0.15, 0.9), (0.55, 1.0)),
@@ -47,7 +47,7 @@ class Digits(DrawnTask):
     digits: str = "1-2"  # of a number; "3" or a range
 
     def _check(self) -> None:
-        low, high = self._lengths()
+        low, high = range_of(self.digits)
         if not 1 <= low <= high <= _MOST_DIGITS:
             raise ValueError(
                 f"{self.name} digits must be like 2 or 1-3, at most {_MOST_DIGITS}, got "
@@ -60,12 +60,8 @@ class Digits(DrawnTask):
                 f"{self.sides!r}: raise sides, or lower digits"
             )
 
-    def _lengths(self) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9])(?:-([0-9]))?", self.digits)
-        return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-
     def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
-        length = stream.between(*self._lengths())
+        length = stream.between(*range_of(self.digits))
         first = stream.between(1 if length > 1 else 0, 9)
         answer = str(first) + "".join(str(stream.below(10)) for _ in range(length - 1))
         cell = width / length

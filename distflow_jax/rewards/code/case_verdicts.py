@@ -22,13 +22,13 @@ from distflow_jax.rewards.code.hidden_cases import AssertCase, CallCase, Case, P
 from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxLimits, SandboxProgram
-from distflow_jax.sandbox.sandbox_session import FRAMES_FILE
+from distflow_jax.sandbox.sandbox_session import FRAMES_FILES
 
 TRIES = 8  # of a case whose sandbox fails
 _PAUSE_SECONDS = 0.01  # before the second try; each further pause is twice as long
 _CLOSE = 1e-9  # relative difference of floats that are equal
 _MOST_ANSWER = 4 << 20  # bytes
-_CALLS = {"program_calls.py": pathlib.Path(program_calls.__file__).read_bytes()} | FRAMES_FILE
+_CALLS = {"program_calls.py": pathlib.Path(program_calls.__file__).read_bytes()} | FRAMES_FILES
 _FIRST, _NO_KEYWORDS = {"object": 0}, {"dict": []}  # the first object of which a server has told
 # what reading a value may raise that a program wrote
 _NO_VALUE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
@@ -70,15 +70,16 @@ class Judge:
 
     def _tried(self, main: bytes, limits: SandboxLimits, case: Case) -> tuple[bool, float]:
         """The verdict on a case and its seconds, in as many tries as the sandbox needs."""
-        for attempt in range(1, TRIES):
-            with contextlib.suppress(SandboxError):
-                return self._timed(main, limits, case)
-            time.sleep(_PAUSE_SECONDS * 2**attempt)
-        return self._timed(main, limits, case)
-
-    def _timed(self, main: bytes, limits: SandboxLimits, case: Case) -> tuple[bool, float]:
-        start = time.monotonic()
-        return self._passes(main, limits, case), time.monotonic() - start
+        tries = 0
+        while True:
+            start = time.monotonic()
+            try:
+                return self._passes(main, limits, case), time.monotonic() - start
+            except SandboxError:
+                tries += 1
+                if tries == TRIES:
+                    raise
+            time.sleep(_PAUSE_SECONDS * 2**tries)
 
     def _passes(self, main: bytes, limits: SandboxLimits, case: Case) -> bool:
         if isinstance(case, PrintCase):
