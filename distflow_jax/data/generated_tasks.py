@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
-from distflow_jax.data.drawn.drawn_task import is_held_out
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
-from distflow_jax.data.example import Dataset, Example, instruction
+from distflow_jax.data.example import Dataset, Example
+from distflow_jax.data.generated_rows import GeneratedRows
 from distflow_jax.data.program_task import Programs
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.checked_fields import at_least
@@ -22,12 +22,14 @@ MAX_DRAWS = 10_000  # a split without a problem in so many draws counts as empty
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic(Section, name="task:arithmetic "):
-    """Arithmetic problems such as `12 + 35`. A row is a function of (options, row) alone.
+class Arithmetic(GeneratedRows, Section, name="task:arithmetic "):
+    """Arithmetic problems such as `12 + 35`.
 
     A hash of a problem's text decides its split: for all seeds, sizes and templates, a held-out
     problem never occurs in training data. Within a split, problems are drawn with replacement.
     """
+
+    KIND, VERSION = "arithmetic", "2"
 
     operands: int = setting(2, at_least(2))  # numbers in a problem
     operators: str = "+"  # any of + - *; usual precedence
@@ -52,45 +54,17 @@ class Arithmetic(Section, name="task:arithmetic "):
         self._bounds()
         self.problem(0)
 
-    @property
-    def name(self) -> str:
-        """Name of the data in messages."""
-        return "task:arithmetic"
-
-    @property
-    def first_image_row(self) -> None:
-        """No row has an image."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all options: the rows are a function of them."""
-        return hashlib.sha256(f"arithmetic 2 {dataclasses.astuple(self)}".encode()).hexdigest()[:32]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, row: int) -> Example:
-        if not 0 <= row < self.size:
-            raise IndexError(f"row {row} of {self.size}")
+    def _row(self, row: int) -> Example:
         problem = self.problem(row)
-        prompt = instruction(
-            self.template.replace("{problem}", problem),
-            system_prompt=self.system_prompt,
-            prompt_suffix=self.prompt_suffix,
-        )
         return Example(
-            prompt=prompt,
-            data_source="arithmetic",
+            prompt=self._prompt(self.template.replace("{problem}", problem)),
+            data_source=self.KIND,
             ground_truth=str(value_of(problem)),
             extra_info={"index": row, "problem": problem},
             ability="math",
             chosen=str(value_of(problem)),
             rejected=str(value_of(problem) + self._mistake(row)),
         )
-
-    def place(self, row: int) -> str:
-        """Name and number of a row."""
-        return f"{self.name}, row {row + 1}"
 
     def _mistake(self, row: int) -> int:
         """Error of the rejected answer: -9 to 9, not 0."""
@@ -106,7 +80,7 @@ class Arithmetic(Section, name="task:arithmetic "):
             for _ in range(self.operands - 1):
                 operator = self.operators[next(words) % len(self.operators)]
                 problem += f" {operator} {low + next(words) % (high - low)}"
-            if is_held_out(problem) == self.held_out:
+            if self._has(problem):
                 return problem
         raise ValueError(
             f"task:arithmetic with operands={self.operands}, operators={self.operators}, "
@@ -114,8 +88,7 @@ class Arithmetic(Section, name="task:arithmetic "):
         )
 
     def _bounds(self) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", self.digits)
-        fewest, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        fewest, most = self._range("digits")
         if not 1 <= fewest <= most <= 18:
             raise ValueError(
                 f"task:arithmetic digits must be like 2 or 1-3, at most 18, got {self.digits!r}"

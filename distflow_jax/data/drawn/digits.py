@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any, ClassVar
 
 from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
@@ -47,7 +46,7 @@ class Digits(DrawnTask):
     digits: str = "1-2"  # of a number; "3" or a range
 
     def _check(self) -> None:
-        low, high = self._lengths()
+        low, high = self._range("digits")
         if not 1 <= low <= high <= _MOST_DIGITS:
             raise ValueError(
                 f"{self.name} digits must be like 2 or 1-3, at most {_MOST_DIGITS}, got "
@@ -60,12 +59,8 @@ class Digits(DrawnTask):
                 f"{self.sides!r}: raise sides, or lower digits"
             )
 
-    def _lengths(self) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9])(?:-([0-9]))?", self.digits)
-        return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-
     def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
-        length = stream.between(*self._lengths())
+        length = stream.between(*self._range("digits"))
         first = stream.between(1 if length > 1 else 0, 9)
         answer = str(first) + "".join(str(stream.below(10)) for _ in range(length - 1))
         cell = width / length

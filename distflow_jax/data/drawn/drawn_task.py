@@ -7,15 +7,14 @@ training data, for all seeds and sizes.
 
 import dataclasses
 import functools
-import hashlib
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from distflow_jax.data.drawn.hash_stream import HashStream
-from distflow_jax.data.example import Example, instruction
+from distflow_jax.data.example import Example
+from distflow_jax.data.generated_rows import GeneratedRows
 from distflow_jax.images import pillow
 from distflow_jax.images.picture_files import DrawnPicture
 from distflow_jax.parsing.checked_fields import at_least, between, check_fields, one_of
@@ -30,7 +29,6 @@ COLOURS = {
 }
 MOST_SIDE = 2048
 MOST_DRAWS = 10_000  # a split without a scene in so many draws counts as empty
-ONE_IN = 10  # one in so many problems belongs to the held-out split
 
 Paint = Callable[[Any], None]  # draws on an ImageDraw
 
@@ -50,17 +48,18 @@ class Scene:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnTask:
-    """Rows of scenes; a subclass has `_scene` and the names of its questions.
+class DrawnTask(GeneratedRows):
+    """Rows of scenes; a subclass has a KIND, `_scene` and the names of its questions.
 
     Within a split, scenes are drawn with replacement.
     """
 
-    KIND: ClassVar[str] = ""
     ASKS: ClassVar[tuple[str, ...]] = ()  # what may be asked; the first is the default
     LEAST_SIDE: ClassVar[int] = 16
     BRIGHT: ClassVar[int] = 225  # darkest background
     MOST: ClassVar[int] = 0  # largest value of `most`, where a task has it
+
+    first_image_row = 0
 
     ask: str = ""
     sides: str = "32-96"  # pixels of width and height, each drawn on its own; "64": all alike
@@ -87,39 +86,16 @@ class DrawnTask:
         raise AssertionError(f"{type(self).__name__} draws no scenes")
 
     @property
-    def name(self) -> str:
-        """Name of the data in messages."""
-        return f"task:{self.KIND}"
-
-    @property
-    def first_image_row(self) -> int:
-        """Every row has an image."""
-        return 0
-
-    @property
     def made_by(self) -> str:
         """Pillow with its version."""
         return f"pillow=={pillow.load().__version__}"
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of all options and Pillow's version: the rows are a function of them."""
-        version = pillow.load().__version__
-        content = f"{self.KIND} 1 {dataclasses.astuple(self)} {version}"
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
+    def _depends_on(self) -> str:
+        return f" {pillow.load().__version__}"
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, row: int) -> Example:
-        if not 0 <= row < self.size:
-            raise IndexError(f"row {row} of {self.size}")
+    def _row(self, row: int) -> Example:
         scene, height, width, background = self._problem(row)
-        messages = instruction(
-            self.question or scene.question,
-            system_prompt=self.system_prompt,
-            prompt_suffix=self.prompt_suffix,
-        )
+        messages = self._prompt(self.question or scene.question)
         text = {"type": "text", "text": messages[-1]["content"]}
         messages[-1]["content"] = [{"type": "image"}, text]
         wrong = HashStream(f"{self.seed}/{row}/mistake").pick(scene.wrong)
@@ -135,10 +111,6 @@ class DrawnTask:
             images=(DrawnPicture(f"{self.place(row)}, image 1", height, width, draw),),
         )
 
-    def place(self, row: int) -> str:
-        """Name and number of a row."""
-        return f"{self.name}, row {row + 1}"
-
     def _problem(self, row: int) -> tuple[Scene, int, int, tuple[int, int, int]]:
         """The first scene of this row's stream that belongs to this split, its size and ground."""
         low, high = self._bounds()
@@ -148,25 +120,18 @@ class DrawnTask:
             red, green, blue = (stream.between(self.BRIGHT, 255) for _ in range(3))
             scene = self._scene(stream, height, width)
             content = f"{height} {width} {red} {green} {blue} {scene.objects}"
-            if is_held_out(content) == self.held_out:
+            if self._has(content):
                 return scene, height, width, (red, green, blue)
         raise ValueError(f"{self.name} has no scene of this split; allow more sizes in 'sides'")
 
     def _bounds(self) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.sides)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        low, high = self._range("sides")
         if not self.LEAST_SIDE <= low <= high <= MOST_SIDE:
             raise ValueError(
                 f"{self.name} sides must be like 64 or 32-96, from {self.LEAST_SIDE} to "
                 f"{MOST_SIDE} pixels, got {self.sides!r}"
             )
         return low, high
-
-
-def is_held_out(problem: str) -> bool:
-    """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
-    digest = hashlib.sha256(problem.encode()).digest()
-    return int.from_bytes(digest[:8], "little") % ONE_IN == 0
 
 
 def _check_ranges(task: DrawnTask) -> None:
