@@ -4,22 +4,21 @@ import dataclasses
 import functools
 import hashlib
 import re
-from typing import ClassVar
+from typing import Any
 
-from distflow_jax.data.example import Example, Message, instruction
+from distflow_jax.data.example import Example, instruction
 
 ONE_IN = 10  # one in so many problems belongs to the held-out split
 
 
 class GeneratedRows:
-    """Base of a frozen dataclass whose fields are the options of a task, with `size`,
+    """Base of a frozen dataclass whose fields are the options of a task, with `size`, `held_out`,
     `system_prompt` and `prompt_suffix` among them.
 
     A subclass has a KIND, `_row`, and a VERSION that changes when equal options give other rows.
     """
 
-    KIND: ClassVar[str] = ""
-    VERSION: ClassVar[str] = "1"
+    KIND, VERSION = "", "1"
     first_image_row = None
 
     @property
@@ -52,7 +51,17 @@ class GeneratedRows:
         """Text of what rows depend on beside the options."""
         return ""
 
-    def _prompt(self, question: str) -> list[Message]:
+    def _has(self, problem: str) -> bool:
+        """Whether a problem belongs to the split of these rows."""
+        return is_held_out(problem) == self.held_out
+
+    def _range(self, option: str) -> tuple[int, int]:
+        """(2, 2) of an option "2", (1, 3) of "1-3", (0, 0) of text of another form."""
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", getattr(self, option))
+        return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+
+    def _prompt(self, question: str) -> list[Any]:
+        """The messages of a question."""
         return instruction(
             question, system_prompt=self.system_prompt, prompt_suffix=self.prompt_suffix
         )
@@ -62,9 +71,3 @@ def is_held_out(problem: str) -> bool:
     """Whether a problem belongs to the held-out split: one in ten, by a hash of its text."""
     digest = hashlib.sha256(problem.encode()).digest()
     return int.from_bytes(digest[:8], "little") % ONE_IN == 0
-
-
-def range_of(text: str) -> tuple[int, int]:
-    """(2, 2) of "2", (1, 3) of "1-3", (0, 0) of text of another form."""
-    match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
-    return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)

@@ -6,14 +6,13 @@ import math
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 from distflow_jax.data.drawn.bar_charts import BarCharts
 from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example
-from distflow_jax.data.generated_rows import GeneratedRows, is_held_out, range_of
+from distflow_jax.data.generated_rows import GeneratedRows
 from distflow_jax.data.program_task import Programs
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.checked_fields import at_least
@@ -30,8 +29,7 @@ class Arithmetic(GeneratedRows, Section, name="task:arithmetic "):
     problem never occurs in training data. Within a split, problems are drawn with replacement.
     """
 
-    KIND: ClassVar[str] = "arithmetic"
-    VERSION: ClassVar[str] = "2"
+    KIND, VERSION = "arithmetic", "2"
 
     operands: int = setting(2, at_least(2))  # numbers in a problem
     operators: str = "+"  # any of + - *; usual precedence
@@ -82,7 +80,7 @@ class Arithmetic(GeneratedRows, Section, name="task:arithmetic "):
             for _ in range(self.operands - 1):
                 operator = self.operators[next(words) % len(self.operators)]
                 problem += f" {operator} {low + next(words) % (high - low)}"
-            if is_held_out(problem) == self.held_out:
+            if self._has(problem):
                 return problem
         raise ValueError(
             f"task:arithmetic with operands={self.operands}, operators={self.operators}, "
@@ -90,7 +88,7 @@ class Arithmetic(GeneratedRows, Section, name="task:arithmetic "):
         )
 
     def _bounds(self) -> tuple[int, int]:
-        fewest, most = range_of(self.digits)
+        fewest, most = self._range("digits")
         if not 1 <= fewest <= most <= 18:
             raise ValueError(
                 f"task:arithmetic digits must be like 2 or 1-3, at most 18, got {self.digits!r}"

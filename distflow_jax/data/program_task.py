@@ -1,17 +1,17 @@
 """`task:programs`: functions or programs to write, with hidden cases that verify them."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example
-from distflow_jax.data.generated_rows import GeneratedRows, is_held_out, range_of
+from distflow_jax.data.generated_rows import GeneratedRows
 from distflow_jax.data.operations import MOST_DRAWS, STARTS, Composition
 from distflow_jax.parsing.checked_fields import at_least, one_of
 from distflow_jax.parsing.setting_checks import Section, setting
 
 
-class _Form(NamedTuple):
+class _ProgramForm(NamedTuple):
     """The question, an example, and a program before and after its expression, as templates.
 
     {start} is a ValueKind, {words} the operations; {i}, {line} and {o} are an input, also as a line
@@ -24,14 +24,14 @@ class _Form(NamedTuple):
     after: str
 
 
-_FUNCTION = _Form(
+_FUNCTION = _ProgramForm(
     "Write a Python function f({start.name}) that takes {start.words}, {words}, and returns the "
     "result.",
     " For example, f({i!r}) returns {o!r}.",
     "def f({start.name}):\n    return ",
     "",
 )
-_PROGRAM = _Form(
+_PROGRAM = _ProgramForm(
     "Write a Python program that reads {start.words} from a line of standard input, {words}, and "
     "prints the result.",
     " For the input {line} it prints {o}.",
@@ -50,7 +50,7 @@ class Programs(GeneratedRows, Section, name="task:programs "):
     held-out composition never occurs in training data. Problems are drawn with replacement.
     """
 
-    KIND: ClassVar[str] = "programs"
+    KIND = "programs"
 
     operations: str = "2-3"  # composed in a problem, a number or a range
     kinds: str = "+".join(STARTS)  # of what a program gets
@@ -105,7 +105,7 @@ class Programs(GeneratedRows, Section, name="task:programs "):
             stream = HashStream(f"programs/{self.seed}/{row}/{draw}")
             start = stream.pick(STARTS[stream.pick(self.kinds.split("+"))])
             composition = Composition.drawn(stream, start, stream.between(low, high))
-            if is_held_out(composition.description) != self.held_out:
+            if not self._has(composition.description):
                 continue
             cases = composition.cases(stream, self.shown + self.cases)
             if cases:
@@ -115,7 +115,7 @@ class Programs(GeneratedRows, Section, name="task:programs "):
         )
 
     def _bounds(self) -> tuple[int, int]:
-        fewest, most = range_of(self.operations)
+        fewest, most = self._range("operations")
         if not 1 <= fewest <= most <= 5:
             raise ValueError(
                 "task:programs operations must be like 2 or 1-3, at most 5, got "

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from distflow_jax.data.dataset import open_dataset
-from distflow_jax.data.generated_tasks import is_held_out, value_of
+from distflow_jax.data.generated_rows import is_held_out
+from distflow_jax.data.generated_tasks import value_of
 from distflow_jax.data.hub import choose
 
 GSM8K = [  # the form of GSM8K's rows

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from distflow_jax.data.drawn.drawn_task import COLOURS, DrawnTask, Scene
 from distflow_jax.data.drawn.hash_stream import HashStream
-from distflow_jax.data.generated_rows import range_of
 
 _SIX = [
     *((0.9, 0.05), (0.4, 0.1), (0.05, 0.55), (0.15, 0.9), (0.55, 1.0)),
@@ -47,7 +46,7 @@ class Digits(DrawnTask):
     digits: str = "1-2"  # of a number; "3" or a range
 
     def _check(self) -> None:
-        low, high = range_of(self.digits)
+        low, high = self._range("digits")
         if not 1 <= low <= high <= _MOST_DIGITS:
             raise ValueError(
                 f"{self.name} digits must be like 2 or 1-3, at most {_MOST_DIGITS}, got "
@@ -61,7 +60,7 @@ class Digits(DrawnTask):
             )
 
     def _scene(self, stream: HashStream, height: int, width: int) -> Scene:
-        length = stream.between(*range_of(self.digits))
+        length = stream.between(*self._range("digits"))
         first = stream.between(1 if length > 1 else 0, 9)
         answer = str(first) + "".join(str(stream.below(10)) for _ in range(length - 1))
         cell = width / length

@@ -14,7 +14,7 @@ import numpy as np
 
 from distflow_jax.data.drawn.hash_stream import HashStream
 from distflow_jax.data.example import Example
-from distflow_jax.data.generated_rows import GeneratedRows, is_held_out, range_of
+from distflow_jax.data.generated_rows import GeneratedRows
 from distflow_jax.images import pillow
 from distflow_jax.images.picture_files import DrawnPicture
 from distflow_jax.parsing.checked_fields import at_least, between, check_fields, one_of
@@ -120,12 +120,12 @@ class DrawnTask(GeneratedRows):
             red, green, blue = (stream.between(self.BRIGHT, 255) for _ in range(3))
             scene = self._scene(stream, height, width)
             content = f"{height} {width} {red} {green} {blue} {scene.objects}"
-            if is_held_out(content) == self.held_out:
+            if self._has(content):
                 return scene, height, width, (red, green, blue)
         raise ValueError(f"{self.name} has no scene of this split; allow more sizes in 'sides'")
 
     def _bounds(self) -> tuple[int, int]:
-        low, high = range_of(self.sides)
+        low, high = self._range("sides")
         if not self.LEAST_SIDE <= low <= high <= MOST_SIDE:
             raise ValueError(
                 f"{self.name} sides must be like 64 or 32-96, from {self.LEAST_SIDE} to "
