@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from distflow_jax.cluster.startup import Handshakes
+from distflow_jax.cluster.handshakes import Handshakes
 from distflow_jax.parsing.token_proof import same_secret
 
 _SIZE = struct.Struct("<Q")  # before every message

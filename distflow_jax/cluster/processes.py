@@ -25,21 +25,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from distflow_jax.cluster.handshakes import open_listener
 from distflow_jax.cluster.host_exchange import HostExchange, listen
 from distflow_jax.cluster.job import ALONE, DISTRIBUTED, Job
 from distflow_jax.cluster.mutual_tls import set_mutual_tls
-from distflow_jax.cluster.startup import (
-    JOIN_SECONDS,
-    Address,
-    Registrar,
-    StartMonitor,
-    leave_job,
-    open_listener,
-    register,
-    reserved_port,
-)
+from distflow_jax.cluster.startup import JOIN_SECONDS, Registrar, StartMonitor, register
+from distflow_jax.parsing.addresses import Address, reserved_port
 
 LATER_SECONDS = 30  # for jax to give up after this job has, which names whom it waits for
+LEAVE_SECONDS = 1.0  # in which whoever started the processes sees the first end before the others
+EXIT_LOST = 1
 ADDRESS_BYTES = 128  # room for "host port token"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -102,7 +97,13 @@ def met_others() -> None:
 
 
 def _leave(reason: str) -> None:
-    leave_job(reason, _joined.before_leaving)
+    """Ends this process, which cannot go on without another one."""
+    log.error("%s; this process ends too", reason)
+    for call in _joined.before_leaving:
+        call()
+    time.sleep(LEAVE_SECONDS)
+    logging.shutdown()
+    os._exit(EXIT_LOST)
 
 
 def stop_others() -> None:

@@ -17,22 +17,20 @@ and "end TEXT" from the registrar, who sees them all. Processes that come later 
 """
 
 import contextlib
-import errno
-import ipaddress
 import logging
 import os
 import secrets
-import select
 import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from typing import NamedTuple
 
+from distflow_jax.cluster.handshakes import LOOK_SECONDS, Arrival, Handshakes, arrived
 from distflow_jax.cluster.job import Job
+from distflow_jax.parsing.addresses import Address
 from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key, is_signed, sign
 
 _MAGIC = b"distflow job 2\n"
@@ -40,127 +38,17 @@ _NONCE_BYTES, _TEXT_BYTES, _PLACE_BYTES, _LINE_CHARS = 16, 400, 80, 800
 _APPLICATION = struct.Struct(f">II{_PLACE_BYTES}s{_NONCE_BYTES}s")  # index, P, place, nonce
 _REPLY = struct.Struct(f">?{_TEXT_BYTES}s")  # admitted, text
 JOIN_SECONDS = 300.0  # for all processes of a job to be there
-TRY_SECONDS = 0.25  # between two attempts to connect, or to listen
+TRY_SECONDS = 0.25  # between two attempts to connect
 ANSWER_SECONDS = 10.0  # for the registrar's bytes to come
-RELEASE_SECONDS = 10.0  # for an earlier run's process 0 to release the address
-GREETING_SECONDS = 10.0  # after which a connection without a whole greeting is closed
-MOST_WAITING = 256  # connections without a whole greeting; beyond it the oldest ones are closed
-ACCEPTED_AT_ONCE = 64  # between two looks at the greetings that have arrived
-LOOK_SECONDS = 0.2  # between two looks at all processes
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # without a beat, after which a process is named
 LOST_SECONDS = 60.0  # without a beat, after which the job ends: no call holds Python for so long
 SAY_SECONDS = 10.0  # between two lines about the same
-LEAVE_SECONDS = 1.0  # in which whoever started the processes sees the first end before the others
-EXIT_LOST = 1
 NAMED = 8  # missing processes that a line lists, and strangers that the log names
 
+_Trouble = tuple[str, str, bool]  # subject, a line about it, whether it ends the job
+
 log = logging.getLogger("distflow_jax")
-
-
-class Address(NamedTuple):
-    """Where a service listens."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Address":
-        """HOST:PORT, IPv6 in brackets."""
-        host, _, port = text.rpartition(":")
-        return cls(host.strip("[]"), int(port))
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Arrival:
-    """A connection, which does not block, and its greeting; whoever takes it closes it."""
-
-    def __init__(self, connection: socket.socket, peer: Address, opening: bytes):
-        self.connection, self.peer, self.opening, self.greeting = connection, peer, opening, b""
-        self.deadline = time.monotonic() + GREETING_SECONDS
-
-
-class Handshakes:
-    """Accepts connections and reads their greetings side by side, of `size` bytes each.
-
-    A port that is open to a network is also open to port scanners, to processes of an earlier job
-    and to connections that never send a byte. None of them delays the processes of the job.
-    `opening` makes the bytes that are sent to each connection first, at most a few hundred.
-    """
-
-    def __init__(
-        self, listener: socket.socket, size: int, opening: Callable[[], bytes] = lambda: b""
-    ):
-        self._listener, self._size, self._opening = listener, size, opening
-        listener.setblocking(False)
-        self._waiting: dict[socket.socket, Arrival] = {}  # the oldest first
-
-    def read(
-        self, seconds: float = LOOK_SECONDS, members: Iterable[socket.socket] = ()
-    ) -> list[Arrival]:
-        """Arrivals whose greetings are complete, perhaps none after at most `seconds`, or as soon
-        as one of `members` hangs up."""
-        ready, complete = _ready([self._listener, *self._waiting], members, seconds), []
-        for arrival in [self._waiting[one] for one in self._waiting if one in ready]:
-            try:
-                data = arrival.connection.recv(self._size - len(arrival.greeting))
-            except BlockingIOError:
-                continue
-            except OSError:
-                data = b""
-            arrival.greeting += data
-            if len(arrival.greeting) == self._size:
-                complete.append(self._waiting.pop(arrival.connection))
-            elif not data:
-                self._drop(arrival)
-        if self._listener in ready:
-            self._accept()
-        for place, arrival in enumerate(tuple(self._waiting.values()), -len(self._waiting)):
-            if place < -MOST_WAITING or arrival.deadline < time.monotonic():
-                self._drop(arrival)
-        return complete
-
-    def close(self) -> None:
-        """Closes the listener and all connections that have not been returned."""
-        for arrival in tuple(self._waiting.values()):
-            self._drop(arrival)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                connection, peer = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:  # gone while it waited in the kernel's queue
-                continue
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._waiting:
-                    raise
-                return self._drop(next(iter(self._waiting.values())))
-            connection.setblocking(False)
-            arrival = Arrival(connection, Address(*peer[:2]), self._opening())
-            self._waiting[connection] = arrival
-            with contextlib.suppress(OSError):  # it has ended, which reading finds
-                connection.send(arrival.opening)
-
-    def _drop(self, arrival: Arrival) -> None:
-        del self._waiting[arrival.connection]
-        arrival.connection.close()
-
-
-def _ready(
-    sources: Iterable[socket.socket], members: Iterable[socket.socket], seconds: float
-) -> set[socket.socket]:
-    """The sources that can be read; what members send wakes nobody, their end does."""
-    poll, found = select.poll(), {one.fileno(): one for one in sources}
-    for one in found:
-        poll.register(one, select.POLLIN)
-    for member in members:
-        poll.register(member, getattr(select, "POLLRDHUP", select.POLLHUP))
-    return {found[number] for number, _ in poll.poll(1000 * seconds) if number in found}
 
 
 class _Member:
@@ -176,15 +64,10 @@ class _Member:
 
     def read(self, now: float) -> list[str]:
         """The lines that have arrived."""
-        try:
-            while data := self.connection.recv(4096):
-                self._rest += data
-                self.heard, self.confirmed = now, True
-            self.ended = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.ended = True
+        while data := arrived(self.connection, 4096):
+            self._rest += data
+            self.heard, self.confirmed = now, True
+        self.ended |= data == b""
         *lines, self._rest = self._rest.split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
@@ -192,6 +75,17 @@ class _Member:
         """Sends a line, unless the process has ended or does not read."""
         with contextlib.suppress(OSError):
             self.connection.send(line[:_LINE_CHARS].encode() + b"\n")
+
+    def trouble(self, now: float) -> Iterator[_Trouble]:
+        """Reasons to warn of the process, or to end the job."""
+        silent = now - self.heard
+        line = f"{self.name} has given no sign of life for {silent:.0f} s"
+        if self.ended:
+            yield self.name, f"{self.name} ended while the job was starting", True
+        elif silent > LOST_SECONDS:
+            yield self.name, line, True
+        elif silent > SILENT_SECONDS:
+            yield self.name, f"{line}: it is stopped, or its host is overloaded", False
 
 
 class StartMonitor:
@@ -237,21 +131,24 @@ class StartMonitor:
         for index, member in tuple(self.members.items()):
             for line in member.read(now):
                 self._obey(member, line)
-            silent = now - member.heard
-            line = f"{member.name} has given no sign of life for {silent:.0f} s"
             if member.ended:
                 member.connection.close()
                 if not member.confirmed:
                     del self.members[index]
-                elif not member.met:
-                    self._end(f"{member.name} ended while the job was starting")
-            elif not member.met and silent > LOST_SECONDS:
+        for subject, line, ends in self._troubles(now):
+            if ends:
                 self._end(line)
-            elif not member.met and silent > SILENT_SECONDS:
-                self._say(member.name, f"{line}: it is stopped, or its host is overloaded")
+            elif not self.done and now - self._said.get(subject, -SAY_SECONDS) >= SAY_SECONDS:
+                self._said[subject] = now
+                self._say(line)
         if not self.done and now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self._send("")
+
+    def _troubles(self, now: float) -> Iterator[_Trouble]:
+        for member in self.members.values():
+            if not member.met:
+                yield from member.trouble(now)
 
     def _obey(self, member: _Member, line: str) -> None:
         kind, _, text = line.partition(" ")
@@ -264,14 +161,8 @@ class StartMonitor:
             self.stopped()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, subject: str, line: str) -> bool:
-        """Logs a line unless it has just logged one about the same; returns whether it did."""
-        now = time.monotonic()
-        if self.done or now - self._said.get(subject, -SAY_SECONDS) < SAY_SECONDS:
-            return False
-        self._said[subject] = now
+    def _say(self, line: str) -> None:
         log.warning(line)
-        return True
 
     def _end(self, line: str) -> None:
         if not self.done:
@@ -299,9 +190,10 @@ class Registrar(StartMonitor):
         self._count, self._key = job.num_processes, derive_key("job", job.token)
         self._service, self._strangers = service, 0
         self._began, self._own_met = time.monotonic(), False
-        size = _APPLICATION.size + MAC_BYTES
         self._handshakes = Handshakes(
-            listener, size, lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES)
+            listener,
+            _APPLICATION.size + MAC_BYTES,
+            lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES),
         )
         super().__init__(job, leave, None)
 
@@ -328,23 +220,26 @@ class Registrar(StartMonitor):
 
     def _look(self) -> None:
         super()._look()
+        if self._own_met and not self.done and len(self.members) == self._count - 1:
+            self.done = all(member.met for member in self.members.values())
+            if self.done:
+                self._send("met")
+
+    def _troubles(self, now: float) -> Iterator[_Trouble]:
+        yield from super()._troubles(now)
         missing = [i for i in range(1, self._count) if i not in self.members]
         more = f" and {len(missing) - NAMED} more" * (len(missing) > NAMED)
         names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:NAMED]))}{more}"
-        waited = time.monotonic() - self._began
+        waited = now - self._began
         if missing and waited > JOIN_SECONDS:
-            self._end(f"{names} of {self._count} did not come within {waited:.0f} s")
+            yield "", f"{names} of {self._count} did not come within {waited:.0f} s", True
         elif missing and waited > SAY_SECONDS:
             line = f"waiting for {names} of {self._count}, for {waited:.0f} s so far"
-            self._say("missing", f"{line}: start what is missing, or see its log")
-        elif self._own_met and not (missing or self.done):
-            self.done = all(member.met for member in self.members.values())
-            self._send("met" * self.done)
+            yield "", f"{line}: start what is missing, or see its log", False
 
-    def _say(self, subject: str, line: str) -> bool:
-        if said := super()._say(subject, line):
-            self._send(f"say {line}")
-        return said
+    def _say(self, line: str) -> None:
+        super()._say(line)
+        self._send(f"say {line}")
 
     def _end(self, line: str) -> None:
         if not self.done:
@@ -390,22 +285,22 @@ def register(job: Job, seconds: float = JOIN_SECONDS) -> tuple[str, socket.socke
     process runs. Raises ValueError for a process that is refused, and ConnectionError if process 0
     is not there in time.
     """
+    first = f"process 0 at {job.coordinator}"
     began = said = time.monotonic()
     while True:
         try:
             return _register_once(job, Address.parse(job.coordinator))
         except OSError as error:  # process 0, or the name of its host, is not there yet
             now = time.monotonic()
-            first, waited = f"process 0 at {job.coordinator}", f"{now - began:.0f} s so far"
-            if now - said >= SAY_SECONDS:
-                said = now
-                line = f"process {job.process_id} waits for {first}, for {waited} ({error})"
-                log.warning("%s: start process 0, or see its log", line)
             if now - began >= seconds:
                 raise ConnectionError(
                     f"process {job.process_id} cannot reach {first} ({error}); see the log of "
                     "process 0"
                 ) from error
+            if now - said >= SAY_SECONDS:
+                said = now
+                line = f"process {job.process_id} waits for {first}, for {now - began:.0f} s so far"
+                log.warning("%s (%s): start process 0, or see its log", line, error)
         time.sleep(TRY_SECONDS)
 
 
@@ -446,66 +341,6 @@ def _receive(connection: socket.socket, size: int) -> bytes:
             raise ConnectionError("it closed the connection")
         data += part
     return data
-
-
-def leave_job(reason: str, before: Collection[Callable[[], object]] = ()) -> None:
-    """Ends this process, which cannot go on without another one; calls `before` first."""
-    log.error("%s; this process ends too", reason)
-    for call in before:
-        call()
-    time.sleep(LEAVE_SECONDS)
-    logging.shutdown()
-    os._exit(EXIT_LOST)
-
-
-def open_listener(coordinator: str) -> socket.socket:
-    """The registrar's listening socket, on the interface of the coordinator's address.
-
-    Raises ValueError if another process has the address.
-    """
-    address = Address.parse(coordinator)
-    fails = f"process 0 cannot listen on {coordinator}"
-    try:
-        family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ValueError(f"{fails} ({error.strerror})") from error
-    if _is_loopback(str(place[0])) and not _is_loopback(address.host):
-        log.warning(
-            f"{address.host} is {place[0]} on this host: no process on another host can reach it; "
-            "name the job by an address of the network"
-        )
-    deadline = time.monotonic() + RELEASE_SECONDS
-    while True:
-        try:
-            return socket.create_server(place[:2], family=family)
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # forwarded to this host
-                log.warning(f"{address.host} is no address of this host; listening on all of them")
-                place, family = ("", address.port), socket.AF_INET
-            elif error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
-                raise ValueError(
-                    f"{fails} ({error.strerror}): end the process that has this port, perhaps "
-                    "process 0 of the same job, or choose another"
-                ) from error
-        time.sleep(TRY_SECONDS)
-
-
-@contextlib.contextmanager
-def reserved_port(host: str) -> Iterator[str]:
-    """HOST:PORT of a free port, which no other process gets while the body runs.
-
-    A server that sets SO_REUSEPORT, as gRPC does, can listen on it within the body.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, 0))
-        yield str(Address(host, holder.getsockname()[1]))
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _own_place() -> str:

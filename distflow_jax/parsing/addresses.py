@@ -3,12 +3,31 @@
 `name` is the flag, the key or the variable that gave an address: messages begin with it.
 """
 
+import contextlib
 import re
 import socket
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from distflow_jax.parsing.one_line import shown
 
 _ADDRESS = re.compile(r"(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\w.:%-]+\]):(\d{1,5})", re.ASCII)
+
+
+class Address(NamedTuple):
+    """Host, without brackets, and port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """HOST:PORT, which is one (`is_address`)."""
+        host, _, port = text.rpartition(":")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def is_address(text: str, *, least_port: int = 1) -> bool:
@@ -42,3 +61,15 @@ def listen(name: str, host: str, port: int | str) -> socket.socket:
             f"{name}: cannot listen on {address} ({error.strerror}); name an address of this host "
             "and a free port above 1023, or port 0"
         ) from error
+
+
+@contextlib.contextmanager
+def reserved_port(host: str) -> Iterator[str]:
+    """HOST:PORT of a free port, which no other process gets while the body runs.
+
+    A server that sets SO_REUSEPORT, as gRPC does, can listen on it within the body.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        yield str(Address(host, holder.getsockname()[1]))

@@ -27,7 +27,7 @@ from distflow_jax.report.json_lines import (
     write_atomic,
 )
 from distflow_jax.report.page import report
-from distflow_jax.report.trackers.follower import cut_states
+from distflow_jax.report.trackers.follower import note_start
 from distflow_jax.report.trackers.sender import Trackers
 
 PULSE_SECONDS = 30.0  # between two events of steps
@@ -65,6 +65,7 @@ class RunWriter:
         if not enabled:
             return
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        note_start(self.folder, self._last_step)
         self._metrics_path = self.folder / "metrics.jsonl"
         truncate_metrics(self._metrics_path, self._last_step)
         self._stragglers_path = self.folder / "stragglers.jsonl"
@@ -73,7 +74,6 @@ class RunWriter:
             found = _SAMPLES.fullmatch(path.stem)
             if found and int(found[1]) > self._last_step:
                 path.unlink()
-        cut_states(self.folder, self._last_step, trackers.specs if trackers else ())
         self._events = RunEvents(self.folder / "events.jsonl")
 
     def config(self, config: Mapping[str, Any]) -> None:

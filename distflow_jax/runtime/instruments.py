@@ -71,13 +71,8 @@ def open_instruments(
     return Instruments(compilations, spans, phases, profile)
 
 
-def open_trackers(config: ObserveConfig, folder: pathlib.Path, step: int) -> Trackers | None:
-    """The trackers of process 0, None elsewhere; `step` is the checkpoint's, 0 in a new run."""
+def open_trackers(config: ObserveConfig, folder: pathlib.Path) -> Trackers | None:
+    """The trackers of process 0, None elsewhere."""
     if processes.process_index():
         return None
-    return Trackers(
-        config.trackers,
-        folder,
-        last_step=step or -1,
-        seconds=config.tracker_seconds,
-    )
+    return Trackers(config.trackers, folder, seconds=config.tracker_seconds)

@@ -55,7 +55,7 @@ class Recorder:
             enabled=self._is_first,
             resume_step=state.step or None,
             report_every=observe.report_every,
-            trackers=open_trackers(observe, folder, state.step),
+            trackers=open_trackers(observe, folder),
         )
         self._progress: RunProgress | None = None
 

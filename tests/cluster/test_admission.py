@@ -8,15 +8,11 @@ import threading
 import pytest
 from support.waiting import HANG
 
-from distflow_jax.cluster import startup
+from distflow_jax.cluster import handshakes, startup
+from distflow_jax.cluster.handshakes import open_listener
 from distflow_jax.cluster.job import Job
-from distflow_jax.cluster.startup import (
-    Address,
-    Registrar,
-    open_listener,
-    register,
-    reserved_port,
-)
+from distflow_jax.cluster.startup import Registrar, register
+from distflow_jax.parsing.addresses import Address, reserved_port
 
 SERVICE = "127.0.0.1:4711"
 
@@ -117,7 +113,7 @@ def test_an_application_cannot_be_sent_again(registrar, monkeypatch):
 
 
 def test_an_address_that_is_taken_is_an_error(registrar, monkeypatch):
-    monkeypatch.setattr(startup, "RELEASE_SECONDS", 0.0)
+    monkeypatch.setattr(handshakes, "RELEASE_SECONDS", 0.0)
     with pytest.raises(
         ValueError, match=f"process 0 cannot listen on {registrar[0]} .*process 0 of"
     ):

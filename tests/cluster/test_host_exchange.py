@@ -11,7 +11,7 @@ import pytest
 from support import gathers
 from support.waiting import HANG
 
-from distflow_jax.cluster import startup
+from distflow_jax.cluster import handshakes
 from distflow_jax.cluster.host_exchange import MESSAGE_BYTES, HostExchange, Traffic, listen
 
 TOKEN = bytes(range(16))
@@ -20,7 +20,7 @@ TOKEN = bytes(range(16))
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Nobody is late, but where a test says so."""
-    monkeypatch.setattr(startup, "GREETING_SECONDS", HANG)
+    monkeypatch.setattr(handshakes, "GREETING_SECONDS", HANG)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def arrivals():
     listener = listen("127.0.0.1")
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(
-            contextlib.closing(startup.Handshakes(listener, 4, lambda: b"who?"))
+            contextlib.closing(handshakes.Handshakes(listener, 4, lambda: b"who?"))
         )
         address = listener.getsockname()
         yield reader, lambda: stack.enter_context(socket.create_connection(address, timeout=HANG))
@@ -158,7 +158,7 @@ def collect(reader, count):
 
 def test_silent_connections_are_bounded_in_number(arrivals, monkeypatch):
     reader, connect = arrivals
-    monkeypatch.setattr(startup, "MOST_WAITING", 5)
+    monkeypatch.setattr(handshakes, "MOST_WAITING", 5)
     silent = [connect() for _ in range(8)]
     while not all(map(closed, silent[:3])):
         assert reader.read(0.05) == []
@@ -167,7 +167,7 @@ def test_silent_connections_are_bounded_in_number(arrivals, monkeypatch):
 
 def test_silent_connections_are_bounded_in_time(arrivals, monkeypatch):
     reader, connect = arrivals
-    monkeypatch.setattr(startup, "GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(handshakes, "GREETING_SECONDS", 0.1)
     silent = [connect(), connect()]
     silent[1].sendall(b"abc")
     while not all(map(closed, silent)):

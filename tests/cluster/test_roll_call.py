@@ -16,16 +16,11 @@ import pytest
 from support.paths import ROOT
 from support.waiting import HANG, until
 
-from distflow_jax.cluster import startup
+from distflow_jax.cluster import processes, startup
+from distflow_jax.cluster.handshakes import open_listener
 from distflow_jax.cluster.job import Job
-from distflow_jax.cluster.startup import (
-    Address,
-    Registrar,
-    StartMonitor,
-    open_listener,
-    register,
-    reserved_port,
-)
+from distflow_jax.cluster.startup import Registrar, StartMonitor, register
+from distflow_jax.parsing.addresses import Address, reserved_port
 
 ME = f"host {socket.gethostname()}, pid {os.getpid()}"
 
@@ -183,7 +178,7 @@ def test_processes_say_whom_they_wait_for_and_who_ended(tmp_path):
                 wait_for(tmp_path, everybody, index, f"{who} has given no sign of life for . s: it")
             peers[2].kill()
             for index in (0, 1):
-                assert everybody[index].wait(HANG) == startup.EXIT_LOST
+                assert everybody[index].wait(HANG) == processes.EXIT_LOST
                 log = (tmp_path / f"log.{index}").read_text()
                 assert re.search(f"{who} ended while the job was starting; this process", log)
                 assert "Traceback" not in log

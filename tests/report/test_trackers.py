@@ -32,8 +32,8 @@ from distflow_jax.report.trackers import sender
 from distflow_jax.report.trackers.follower import (
     Cursor,
     Follower,
-    cut_states,
-    lock,
+    State,
+    note_start,
     read_state,
     state_path,
     write_state,
@@ -133,7 +133,7 @@ class Dies(Lines):
 def patient(monkeypatch):
     """Nobody is late, but where a test says so."""
     monkeypatch.setattr(sender, "LATE_SECONDS", HANG)
-    monkeypatch.setattr(sender, "_CLOSING_SECONDS", HANG)
+    monkeypatch.setattr(sender, "HASTY_SECONDS", HANG)
 
 
 def Trackers(specs, folder, *, seconds=HANG, **how):
@@ -304,18 +304,13 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(
     tmp_path, own, caplog, name, warning, monkeypatch
 ):
     folder, before = tmp_path / "run", family(os.getpid())
-    end = sender._Sender.end
-    if "did not end" in warning:  # its time is soon over, not that of the others
-        monkeypatch.setattr(
-            sender._Sender,
-            "end",
-            lambda self, seconds, leave: end(
-                self, seconds if self._spec == "tensorboard" else 1, leave=leave
-            ),
-        )
-    trackers = Trackers([own(name), "tensorboard"], folder)
+    trackers = Trackers(["tensorboard", own(name)], folder)
     writer = RunWriter(folder, trackers=trackers)
     writer.plan("1. rollout")
+    if "did not end" in warning:  # its time is soon over, not that of the others
+        process = trackers._processes[own(name)]
+        wait = process.wait
+        monkeypatch.setattr(process, "wait", lambda seconds=None: wait(seconds and 1))
     for step in range(1, 5):
         writer.metrics(step, metrics(step))
     writer.close()
@@ -324,6 +319,13 @@ def test_a_bad_tracker_costs_a_warning_and_no_step(
     assert [step for step, _ in rows(folder)] == [1, 2, 3, 4]
     assert {step for step, _, _ in scalars(folder)} == {1, 2, 3, 4}
     assert set(family(os.getpid())) <= set(before)
+
+
+def test_a_tracker_that_takes_no_step_is_named_once(tmp_path, own, caplog, monkeypatch):
+    monkeypatch.setattr(sender, "LATE_SECONDS", 0.0)
+    folder = tmp_path / "run"
+    record(folder, 1, 2, 3, trackers=Trackers([own("Hangs")], folder, seconds=0.1))
+    assert sum("no step was taken for 0 s" in message for message in caplog.messages) == 1
 
 
 def test_steps_that_a_tracker_missed_are_given_by_hand(tmp_path, own, caplog, monkeypatch):
@@ -358,7 +360,7 @@ def await_line(folder):
 @pytest.mark.parametrize("last", ["", "end"])
 def test_the_process_of_a_tracker_outlives_its_run_only_for_a_while(tmp_path, own, name, last):
     seconds = 0.5 if name == "Hangs" else HANG
-    options = ["--run", "-1", str(seconds)]
+    options = ["--run", "token", str(seconds)]
     folder = finished(tmp_path / "run")
     process = feeder(folder, own(name), *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     await_line(folder)
@@ -395,7 +397,7 @@ def test_processes_that_a_tracker_leaves_hold_neither_run_nor_lock(tmp_path, own
     folder = tmp_path / "run"
     try:
         for step in (1, 2):
-            trackers = Trackers([own("Forks")], folder, last_step=step - 1 or -1)
+            trackers = Trackers([own("Forks")], folder)
             record(folder, step, resume_step=step - 1 or None, trackers=trackers)
     finally:
         for kind, pid, *_ in lines(folder):
@@ -414,11 +416,12 @@ def test_a_run_that_failed_waits_little_and_its_trackers_store_the_rest(
     tmp_path, own, caplog, monkeypatch
 ):
     monkeypatch.setattr(sender, "HASTY_SECONDS", 0.5)
-    folder, before = tmp_path / "run", family(os.getpid())
-    record(folder, 1, failed=True, trackers=Trackers([own("Gated")], folder))
+    folder, spec = tmp_path / "run", own("Gated")
+    trackers = Trackers([spec], folder)
+    record(folder, 1, failed=True, trackers=trackers)
     assert "it has no step of 1" in caplog.messages[-1]
     (tmp_path / "open").touch()
-    until(lambda: set(family(os.getpid())) <= set(before))
+    assert trackers._processes[spec].wait(HANG) == 0
     assert [step for step, _ in taken(folder)] == [1]
     assert lines(folder)[-1] == ["closed", True]
 
@@ -444,9 +447,9 @@ def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, o
     record(tmp_path, 1)
     for spec in ("tensorboard", own("Lines")):
         path = state_path(tmp_path, spec)
-        write_state(path, "lines-1", Cursor(3))
+        write_state(path, State("lines-1", Cursor(3)), 0)
         state_path(tmp_path, spec).write_text("")  # after a power failure
-    trackers = Trackers(["tensorboard", own("Lines")], tmp_path, last_step=1)
+    trackers = Trackers(["tensorboard", own("Lines")], tmp_path)
     record(tmp_path, 2, resume_step=1, trackers=trackers)
     assert sum("json cannot be read" in message for message in caplog.messages) == 2
     assert [step for step, _ in taken(tmp_path)] == [1, 2]
@@ -461,7 +464,7 @@ def test_steps_that_a_start_without_the_tracker_drops_are_replaced_in_it(
 
     def attempt(first, last, attempt, trackers):
         before = first - 1 or None
-        fed = Trackers(trackers, tmp_path, last_step=before or -1)
+        fed = Trackers(trackers, tmp_path)
         steps = range(first, last + 1)
         record(tmp_path, *steps, attempt=attempt, resume_step=before, trackers=fed)
 
@@ -482,7 +485,7 @@ def test_late_evaluations_reach_a_tracker_once(tmp_path, own, resume_step):
 
     def attempt(first, last):
         before = first - 1 or None
-        fed = Trackers(trackers, tmp_path, last_step=before or -1)
+        fed = Trackers(trackers, tmp_path)
         writer = RunWriter(tmp_path, resume_step=before, trackers=fed)
         for step in range(first, last + 1):
             late = step - 2
@@ -518,41 +521,31 @@ def evaluated(folder):
     return {row["step"] for row in found if any(name.startswith("val-") for name in row)}
 
 
-HOLDER = """
-import pathlib, sys
-from distflow_jax.report.trackers.follower import lock
-with lock(pathlib.Path(sys.argv[1]), wait=False):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_state_that_is_held_is_cut_when_it_is_free(tmp_path):
+def test_a_state_forgets_what_the_run_has_dropped_since_it_was_written(tmp_path):
     path = state_path(tmp_path, "wandb")
-    write_state(path, "id", Cursor(8, late=5))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    holder = subprocess.Popen(  # as the process of a killed run
-        [sys.executable, "-c", HOLDER, path],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout.readline() == b"held\n"
-    assert lock(path, wait=False) is None
-    cut_states(tmp_path, 5)  # a thread waits
-    cut_states(tmp_path, 4, fed=["wandb"])  # its follower does it
-    assert read_state(path) == ("id", (8, 5))
-    holder.communicate()
-    until(lambda: read_state(path) == ("id", (5, 5)))
-    cut_states(tmp_path, -1)
-    assert not path.exists()
+    note_start(tmp_path, 9)
+    assert not path.parent.exists()  # no tracker has anything
+    write_state(path, State("id", Cursor(8, late=5)), 0)
+    assert read_state(path).cursor == (8, 5)
+    note_start(tmp_path, 6)
+    note_start(tmp_path, 7)
+    assert read_state(path) == State("id", Cursor(6, 5), 6)
+    write_state(path, State("id", Cursor(7, late=3)), 2)
+    assert read_state(path).cursor == (7, 3)
+    note_start(tmp_path, 4)
+    assert read_state(path).cursor == (4, 3)
+    write_state(path, State("id", Cursor(7, late=6)), 2)  # by the process of the start before
+    assert read_state(path).cursor == (4, 4)
+    note_start(tmp_path, -1)
+    assert read_state(path) == State()
+    write_state(path, State("new", Cursor(1)), 4)
+    assert read_state(path) == State("new", Cursor(1), 1)
 
 
 def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, caplog):
     spec = own("HangsAtFirst")
-    state = Cursor(2)
-    write_state(state_path(tmp_path, spec), "id", state)
-    trackers = Trackers([spec], tmp_path, last_step=2, seconds=2)
+    write_state(state_path(tmp_path, spec), State("id", Cursor(2)), 0)
+    trackers = Trackers([spec], tmp_path, seconds=2)
     record(tmp_path, 3, resume_step=2, trackers=trackers)
     assert "it has the steps to 2 of 3." in caplog.messages[-1]
 
@@ -568,9 +561,9 @@ def test_modules_of_the_working_directory_are_not_those_of_a_tracker(
 
 @pytest.mark.parametrize("name", ["RaisesOnce", "RefusesStep3"])
 def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own, name):
-    folder, told = tmp_path / "run", []
+    folder = tmp_path / "run"
     writer = RunWriter(folder)
-    feed = Follower(own(name), folder, -1, told.append)
+    feed = Follower(own(name), folder)
     for step in range(1, 7):
         writer.samples(step, [json_line({"prompt": "2+2"})])
         writer.metrics(step, metrics(step))
@@ -581,8 +574,7 @@ def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own
     assert tables == [1, 2, 3, 4, 5, 6]  # once, however often their row is given
     refused = name == "RefusesStep3"
     assert [step for step, _ in taken(folder)] == [1, 2, *([] if refused else [3]), 4, 5, 6]
-    problems = [message["problem"] for message in told if "problem" in message]
-    assert ("the row of step 3 was refused and left out" in problems) == refused
+    assert ("the row of step 3 was refused and left out" in feed.state.problems) == refused
 
 
 def scalars(folder):

@@ -32,9 +32,7 @@ def main() -> None:
     """Runs until it is killed, or closes."""
     folder, job = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
     first, last = job["first"], job["last"]
-    trackers = Trackers(
-        job["trackers"], folder, last_step=first - 1 or -1, seconds=job.get("seconds", 600)
-    )
+    trackers = Trackers(job["trackers"], folder, seconds=job.get("seconds", 600))
     writer = RunWriter(folder, resume_step=first - 1 or None, trackers=trackers)
     writer.config({"seed": 1, "training": {"steps": 20, "optimizer": {"lr": 1e-5}}})
     writer.plan("1. rollout", svg="<svg xmlns='http://www.w3.org/2000/svg'/>", tree="{}")

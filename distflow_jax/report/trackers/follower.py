@@ -2,30 +2,32 @@
 
 metrics.jsonl is the truth: a follower gives the rows after its cursor, the last ones that the
 tracker has stored. Nothing waits for it, and nothing is queued: what a slow tracker has not taken
-yet lies in the files. Its state is trackers/NAME.json, {"run_id": text or null, "step": step,
-"late": step}; the process that feeds the tracker holds the lock trackers/NAME.lock.
+yet lies in the files. Its state is trackers/NAME.json; the process that feeds the tracker holds the
+lock trackers/NAME.lock. Each start of a run appends the step that it goes on from to
+trackers/starts.txt: a state that does not know of a start forgets the later steps.
 """
 
+import concurrent.futures
 import contextlib
 import fcntl
 import itertools
 import json
 import logging
 import pathlib
-import queue
 import re
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import IO, Any, NamedTuple
 
-from distflow_jax.report.json_lines import metrics_row, write_atomic
+from distflow_jax.report.json_lines import append, complete_lines, metrics_row, write_atomic
 from distflow_jax.report.trackers.tracker import MOST_RECORDS, TrackedRun, Tracker, open_tracker
 
 _POLL_SECONDS = 0.5  # between two looks at metrics.jsonl
 _TRIES = 3  # of a row, before it may be left out, and of a file
+_MOST_PROBLEMS = 8  # that a run is told of
 _KINDS = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}
 
 log = logging.getLogger("distflow_jax")
@@ -37,6 +39,17 @@ class Cursor(NamedTuple):
 
     step: int = -1
     late: int = -1
+
+
+class State(NamedTuple):
+    """Content of trackers/NAME.json."""
+
+    run_id: str | None = None  # the tracker's own
+    cursor: Cursor = Cursor()  # stored for sure
+    given: int = -1  # the last step that the tracker has taken
+    url: str = ""
+    problems: tuple[str, ...] = ()  # each once
+    reader: str = ""  # the start of the run that this is written for; "": by hand
 
 
 class _Place(NamedTuple):
@@ -53,43 +66,37 @@ class Follower:
     Args:
       spec: the tracker's name in observe.trackers.
       folder: the run's folder.
-      last_step: step that the run goes on from; -1: nothing is kept of an earlier start. None: all
-        rows of the folder are final.
-      tell: takes {"step": last step given}, {"problem": text} or {"url": text}, as they come.
+      reader: as in `State`.
+
+    Attributes:
+      state: as it was written last.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        folder: pathlib.Path,
-        last_step: int | None,
-        tell: Callable[[Mapping[str, Any]], None],
-    ):
-        self._spec, self._folder, self._tell = spec, folder.resolve(), tell
-        self._metrics, self._state = self._folder / "metrics.jsonl", state_path(self._folder, spec)
-        self._run_id, self._cursor = None, Cursor()
+    def __init__(self, spec: str, folder: pathlib.Path, reader: str = ""):
+        self._spec, self._folder = spec, folder.resolve()
+        self._metrics, self._path = self._folder / "metrics.jsonl", state_path(self._folder, spec)
+        self._starts, self.state = len(_starts(self._path)), State()
         try:
-            self._run_id, self._cursor = read_state(self._state, last_step)
-        except (OSError, ValueError) as error:
+            self.state = read_state(self._path)
+        except ValueError as error:
             self._problem(f"{error}; a new run of the tracker is begun", error)
-        tell({"step": self._cursor.step})
+        self._cursor = self.state.cursor  # given
+        self._keep(self._cursor, reader=reader)
         self._tracker: Tracker | None = None
         self._given: deque[tuple[float, Cursor]] = deque()  # with times; not stored for sure yet
         self._place, self._tries = _Place(), 0  # of the first row that was not given
         self._files = {"config.json": 0, "plan.svg": 0}  # still to give, how often that was tried
 
-    def follow(self, ends: "queue.SimpleQueue[str]") -> None:
-        """Gives each row soon after it is written, until `ends` has a word: "end", or another one
-        for a run that ended before its end."""
-        end, seen = "", None
-        while not end:
+    def follow(self, failed: Future[bool]) -> None:
+        """Gives each row soon after it is written, until it is known whether the run `failed`."""
+        seen, has_ended = None, False
+        while not has_ended:
             size = self._metrics.stat().st_size if self._metrics.exists() else 0
             if size != seen:
                 self.catch_up()
             seen = size
-            with contextlib.suppress(queue.Empty):
-                end = ends.get(timeout=_POLL_SECONDS)
-        self.close(failed=end != "end")
+            has_ended = bool(concurrent.futures.wait([failed], _POLL_SECONDS).done)
+        self.close(failed.result())
 
     def catch_up(self) -> bool:
         """Gives the files and rows that the tracker has not had; returns whether it has all."""
@@ -111,7 +118,6 @@ class Follower:
                 self._problem(f"the row of step {row['step']} was refused and left out")
                 end = after[1]
             self._tries, self._place = 0, end
-            self._tell({"step": self._cursor.step})
         return True
 
     def close(self, failed: bool) -> None:
@@ -126,17 +132,15 @@ class Follower:
     def _open(self) -> None:
         path = self._folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        run = TrackedRun(self._folder, config, self._run_id, self._cursor.step)
+        known = self.state.run_id
+        run = TrackedRun(self._folder, config, known, self._cursor.step)
         tracker = open_tracker(self._spec, run)
         opened = str(getattr(tracker, "run_id", ""))
-        if self._run_id not in (None, opened):
-            self._problem(f"it has no run {self._run_id!r} any more; begun anew as {opened!r}")
+        if known not in (None, opened):
+            self._problem(f"it has no run {known!r} any more; begun anew as {opened!r}")
             self._cursor = Cursor()
-            self._tell({"step": -1})
-        self._tracker, self._run_id = tracker, opened
-        self._keep(self._cursor)
-        if url := getattr(tracker, "url", ""):
-            self._tell({"url": url})
+        self._tracker = tracker
+        self._keep(self._cursor, run_id=opened, url=str(getattr(tracker, "url", "")))
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], _Place]]:
         """The rows after the cursor, each with the place in the file where it ends."""
@@ -169,13 +173,17 @@ class Follower:
             return False
         self._cursor = self._cursor._replace(**{"late" if end.late else "step": step})
         self._given.append((time.monotonic(), self._cursor))
-        settled = time.monotonic() - getattr(self._tracker, "settle_seconds", 0.0)
-        while self._given and self._given[0][0] <= settled:
-            self._keep(self._given.popleft()[1])
+        stored, settled = self.state.cursor, getattr(self._tracker, "settle_seconds", 0.0)
+        while self._given and self._given[0][0] <= time.monotonic() - settled:
+            stored = self._given.popleft()[1]
+        self._keep(stored)
         return True
 
-    def _keep(self, cursor: Cursor) -> None:
-        self._attempt(lambda: write_state(self._state, self._run_id, cursor))
+    def _keep(self, stored: Cursor, **changed: Any) -> None:
+        """Writes the state."""
+        state = self.state._replace(cursor=stored, given=self._cursor.step, **changed)
+        self.state = state
+        self._attempt(lambda: write_state(self._path, state, self._starts))
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         try:
@@ -188,7 +196,10 @@ class Follower:
 
     def _problem(self, text: str, error: BaseException | None = None) -> None:
         log.debug("tracker %s: %s", self._spec, text, exc_info=error)
-        self._tell({"problem": text})
+        if text not in self.state.problems and len(self.state.problems) < _MOST_PROBLEMS:
+            self.state = self.state._replace(problems=(*self.state.problems, text))
+            with contextlib.suppress(OSError):
+                write_state(self._path, self.state, self._starts)
 
 
 def state_path(folder: pathlib.Path, spec: str) -> pathlib.Path:
@@ -197,52 +208,47 @@ def state_path(folder: pathlib.Path, spec: str) -> pathlib.Path:
     return folder / "trackers" / f"{name}.json"
 
 
-def read_state(path: pathlib.Path, last_step: int | None = None) -> tuple[str | None, Cursor]:
-    """(run_id, cursor) of a tracker, (None, Cursor()) without a file; ValueError for no state.
+def note_start(folder: pathlib.Path, last_step: int) -> None:
+    """Notes that a run drops the steps after `last_step`, which the trackers that it has had may
+    have; -1: all."""
+    if (folder / "trackers").is_dir():
+        append(folder / "trackers" / "starts.txt", f"{last_step}\n")
 
-    Steps after `last_step` are forgotten, also in the file; -1: all, None: none.
+
+def _starts(path: pathlib.Path) -> list[int]:
+    """The steps that the starts of a run have gone on from; `path`: of a state."""
+    noted = path.with_name("starts.txt")
+    return [int(line) for line in complete_lines(noted.read_text())] if noted.exists() else []
+
+
+def read_state(path: pathlib.Path) -> State:
+    """A tracker's id and cursor, without steps that the run has dropped meanwhile.
+
+    Raises ValueError for a file that is no state.
     """
-    if last_step == -1:
-        path.unlink(missing_ok=True)
     if not path.exists():
-        return None, Cursor()
+        return State()
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        run_id, late = state["run_id"], state.get("late", -1)  # not in older files
-        run_id, cursor = run_id and str(run_id), Cursor(int(state["step"]), int(late))
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        run_id, late = tree["run_id"], tree.get("late", -1)  # not in older files
+        run_id, cursor = run_id and str(run_id), Cursor(int(tree["step"]), int(late))
+        dropped = _starts(path)[int(tree.get("starts", 0)) :]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__})") from error
-    if last_step is not None and max(cursor) > last_step:
-        cursor = Cursor(min(cursor.step, last_step), min(cursor.late, last_step))
-        write_state(path, run_id, cursor)
-    return run_id, cursor
+    last = min(dropped, default=max(cursor))
+    if dropped and last == -1:
+        return State()
+    cursor = Cursor(min(cursor.step, last), min(cursor.late, last))
+    return State(run_id, cursor, cursor.step)
 
 
-def write_state(path: pathlib.Path, run_id: str | None, cursor: Cursor) -> None:
-    """Writes a state; after a power failure it is the old one or the new."""
+def write_state(path: pathlib.Path, state: State, starts: int) -> None:
+    """Writes a state that knows of so many starts; after a power failure it is the old one or the
+    new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({"run_id": run_id, **cursor._asdict()}))
-
-
-def cut_states(folder: pathlib.Path, last_step: int, fed: Iterable[str] = ()) -> None:
-    """Forgets, in the states of all trackers of a run, the steps after `last_step`; -1: all.
-
-    The run drops these steps, also for a tracker that it does not feed this time. A state that the
-    process of a killed run still holds is cut when that has ended: by the follower of a tracker
-    that is `fed`, by a thread for others.
-    """
-
-    def cut(path: pathlib.Path, wait: bool) -> bool:
-        if not (held := lock(path, wait=wait)):
-            return False
-        with held, contextlib.suppress(ValueError):
-            read_state(path, last_step)
-        return True
-
-    own = {state_path(folder, spec) for spec in fed}
-    for path in (folder / "trackers").glob("*.json"):
-        if not cut(path, False) and path not in own:
-            threading.Thread(target=cut, args=(path, True), daemon=True).start()
+    tree = state._asdict() | state.cursor._asdict() | {"starts": starts}
+    del tree["cursor"]
+    write_atomic(path, json.dumps(tree))
 
 
 def lock(path: pathlib.Path, *, wait: bool) -> IO[str] | None:

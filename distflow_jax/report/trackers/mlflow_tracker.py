@@ -17,7 +17,6 @@ from mlflow.exceptions import MlflowException
 
 from distflow_jax.report.trackers.tracker import Records, TrackedRun, table
 
-_MOST = {"metrics": 1000, "params": 100}  # in a request
 _PARAM_CHARS = 500  # what older servers accept
 _UNKNOWN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of an id that a store lacks
 
@@ -33,7 +32,8 @@ class Mlflow:
         self.run_id = self._continued(run) or self._new(run, artifacts)
         known = self._client.get_run(self.run_id).data.params  # they cannot be changed
         flat = {_name(key): str(value)[:_PARAM_CHARS] for key, value in _flat(run.config)}
-        self._log("params", [Param(*item) for item in flat.items() if item[0] not in known])
+        params = [Param(name, value) for name, value in flat.items() if name not in known]
+        self._client.log_batch(self.run_id, params=params)
 
     def _continued(self, run: TrackedRun) -> str | None:
         """The run's id if the store has it."""
@@ -54,15 +54,11 @@ class Mlflow:
             experiment = self._client.create_experiment(name, artifact_location=artifacts)
         return self._client.create_run(experiment, run_name=run.name).info.run_id
 
-    def _log(self, kind: str, entities: list[Metric] | list[Param]) -> None:
-        for i in range(0, len(entities), _MOST[kind]):
-            self._client.log_batch(self.run_id, **{kind: entities[i : i + _MOST[kind]]})
-
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the metrics of a step; they are stored when this returns."""
         now = int(1000 * time.time())
         found = [Metric(_name(name), value, now, step) for name, value in values.items()]
-        self._log("metrics", found)
+        self._client.log_batch(self.run_id, metrics=found)
 
     def samples(self, step: int, kind: str, records: Records) -> None:
         """Adds a table, samples/KIND-STEP.json."""

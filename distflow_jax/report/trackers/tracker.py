@@ -3,7 +3,7 @@
     observe.trackers = ("tensorboard", "wandb", "my_module:MyTracker")
 
 A tracker receives only what the run's folder holds (follower.py). Its package is imported where it
-runs: in a process of its own (sender.py), TensorBoard's writer in a thread of the run.
+runs, in a process of its own (sender.py).
 """
 
 import dataclasses
