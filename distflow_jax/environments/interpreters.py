@@ -10,7 +10,7 @@ from distflow_jax.environments.tool_functions import Unsuccessful
 from distflow_jax.sandbox.byte_frames import FramesEnded
 from distflow_jax.sandbox.sandbox import shared_sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxProgram
-from distflow_jax.sandbox.sandbox_session import FRAMES_FILES, SandboxSession
+from distflow_jax.sandbox.zygote_process import FRAMES_FILES, SandboxSession
 
 _LONGEST = 60.0  # seconds of a call, where an environment's has no deadline
 _LIFE = 24 * 3600.0  # seconds of an interpreter, whose calls have deadlines of their own

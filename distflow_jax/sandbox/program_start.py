@@ -3,6 +3,8 @@
 By these steps a fresh process gives up all that it could reach, before a program has it.
 """
 
+import atexit
+import builtins
 import dataclasses
 import fcntl
 import functools
@@ -11,9 +13,12 @@ import os
 import resource
 import signal
 import sys
+import threading
+import types
+from _sitebuiltins import Quitter
 from collections.abc import Callable, Sequence
 
-from distflow_jax.sandbox import landlock, namespaces, syscall_filter, warm_python
+from distflow_jax.sandbox import landlock, namespaces, syscall_filter
 from distflow_jax.sandbox.cgroups import Cgroup
 from distflow_jax.sandbox.confinement import Confinement
 from distflow_jax.sandbox.sandbox_records import SandboxProgram
@@ -77,7 +82,7 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
     name, *arguments = program.argv
     is_python = name in ("python", "python3")
     if is_python and arguments and not arguments[0].startswith("-"):
-        return functools.partial(warm_python.run, program.argv, _variables(scratch), plan.path)
+        return functools.partial(_run_python, program.argv, _variables(scratch), plan.path)
     argv = [sys._base_executable if is_python else name, *arguments]
     return functools.partial(_execute, argv, _variables(scratch))
 
@@ -153,3 +158,53 @@ def _execute(argv: Sequence[str], variables: dict[str, str]) -> None:
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
         os._exit(127)
+
+
+def _run_python(argv: Sequence[str], variables: dict[str, str], path: Sequence[str]) -> None:
+    """Runs `argv[1]` in this interpreter, with no start and no import to wait for; never returns.
+
+    path: folders of modules; that of the program comes first.
+    """
+    for name in [name for name in sys.modules if name.split(".")[0] == "distflow_jax"]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = list(argv[1:])
+    sys.path[:] = [os.path.dirname(os.path.abspath(argv[1])), *path]
+    sys.executable = sys._base_executable
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.__stderr__ = open(
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
+    for name in ("exit", "quit"):  # programs expect them, and the zygote runs without site
+        setattr(builtins, name, Quitter(name, "Ctrl-D"))
+    module = types.ModuleType("__main__")
+    module.__file__, module.__builtins__ = argv[1], builtins
+    sys.modules["__main__"] = module
+    try:
+        with open(argv[1], "rb") as file:
+            source = file.read()
+        exec(compile(source, argv[1], "exec", dont_inherit=True), vars(module))
+    finally:
+        _end_python(sys.exception())
+
+
+def _end_python(error: BaseException | None) -> None:
+    """Ends the process as the interpreter does at the end of a program, without taking it down."""
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code
+    elif error is not None:
+        trace = error.__traceback__.tb_next  # without our own frame
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)

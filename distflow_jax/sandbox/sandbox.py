@@ -20,10 +20,9 @@ from distflow_jax.sandbox.sandbox_records import (
     SandboxOutcome,
     SandboxProgram,
 )
-from distflow_jax.sandbox.sandbox_session import SandboxSession
 from distflow_jax.sandbox.self_attack import attack, table
 from distflow_jax.sandbox.system_calls import unsupported
-from distflow_jax.sandbox.zygote_process import ZygoteProcess
+from distflow_jax.sandbox.zygote_process import SandboxSession, ZygoteProcess
 
 log = logging.getLogger("distflow_jax")
 _SHARED: dict[SandboxConfig, "Sandbox"] = {}

@@ -24,7 +24,7 @@ from distflow_jax.environments.registry import CallLimits, Environments, with_sa
 from distflow_jax.environments.tools import Tools
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError
-from distflow_jax.sandbox.sandbox_session import SandboxSession
+from distflow_jax.sandbox.zygote_process import SandboxSession
 
 SETTINGS = SandboxConfig()
 KWARGS = {"tools": ("python", "bash"), "max_calls": 9}

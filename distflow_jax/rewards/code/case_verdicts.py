@@ -22,7 +22,7 @@ from distflow_jax.rewards.code.hidden_cases import AssertCase, CallCase, Case, P
 from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxLimits, SandboxProgram
-from distflow_jax.sandbox.sandbox_session import FRAMES_FILES
+from distflow_jax.sandbox.zygote_process import FRAMES_FILES
 
 TRIES = 8  # of a case whose sandbox fails
 _PAUSE_SECONDS = 0.01  # before the second try; each further pause is twice as long
