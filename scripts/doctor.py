@@ -1,4 +1,4 @@
-"""Checks versions, devices, memory, disks, caches and ports, and says what to do.
+"""Checks versions, devices, memory, disks, caches and ports, and suggests fixes.
 
     python scripts/doctor.py
 

@@ -131,6 +131,7 @@ def test_adapters(tmp_path):
 
 @pytest.mark.slow
 def test_asynchronous(tmp_path):
+    (tmp_path / "lengths.json").write_text(json.dumps([[200, 7], [900, 2], [4000, 1]]))
     shown = [block for block in blocks(page("asynchronous.md")) if block.language != "text"]
     follow(shown, place(tmp_path), environment(tmp_path))
     rows = read_metrics(tmp_path / "runs/ahead/metrics.jsonl")
@@ -188,10 +189,12 @@ def test_plans(tmp_path, path):
 
 @pytest.mark.slow
 def test_rewards(tmp_path):
-    (command,) = lines(page("rewards.md"))
-    run(place(tmp_path), command)
-    rows = read_metrics(tmp_path / "runs/scored/metrics.jsonl")
-    assert all("reward/no_answer" in row for row in rows if row["step"])
+    place(tmp_path)
+    for command in lines(page("rewards.md")):
+        run(tmp_path, command)
+    for name, metric in (("scored", "reward/no_answer"), ("programs", "critic/score/mean")):
+        rows = read_metrics(tmp_path / f"runs/{name}/metrics.jsonl")
+        assert all(metric in row for row in rows if row["step"])
 
 
 @pytest.mark.slow

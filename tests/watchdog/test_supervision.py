@@ -15,6 +15,9 @@ import hashlib, os, signal, sys, threading
 from distflow_jax.watchdog import supervision
 from distflow_jax.watchdog.supervision import stop_on_signals
 
+# what a shell starts in the background ignores interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def hang():
     threading.Event().wait()
 
