@@ -10,7 +10,7 @@ from distflow_jax.environments.tool_functions import Unsuccessful
 from distflow_jax.sandbox.byte_frames import FramesEnded
 from distflow_jax.sandbox.sandbox import shared_sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxProgram
-from distflow_jax.sandbox.zygote_process import FRAMES_FILES, SandboxSession
+from distflow_jax.sandbox.zygote_process import SandboxSession
 
 _LONGEST = 60.0  # seconds of a call, where an environment's has no deadline
 _LIFE = 24 * 3600.0  # seconds of an interpreter, whose calls have deadlines of their own
@@ -65,9 +65,9 @@ class Interpreter:
         if self._session is None:
             # limits of processor time are those of a call, and it has many
             limits = dataclasses.replace(self._sandbox.limits, seconds=_LIFE, cpu_seconds=_LIFE)
-            files = {"main.py": _LOOP} | FRAMES_FILES
             argv = ("python3", "main.py", self.language)
-            self._session = self._sandbox.open(SandboxProgram(argv, files, limits=limits))
+            program = SandboxProgram(argv, {"main.py": _LOOP}, limits=limits)
+            self._session = self._sandbox.open(program)
             self._end_cancelled()
         try:
             answer = self._session.ask(code.encode("utf-8", "replace"), _MOST_BYTES, seconds)

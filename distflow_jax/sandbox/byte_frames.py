@@ -1,7 +1,6 @@
 """Frames of bytes between two processes: a size of 4 bytes, little-endian, and so many bytes.
 
-Runs inside the sandbox as well: a program that has this file beside it exchanges frames with
-`Frames(3, 4)`.
+A Python program of a session may import this module, and needs no file of it: `Frames(3, 4)`.
 """
 
 import os

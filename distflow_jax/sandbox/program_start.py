@@ -18,7 +18,7 @@ import types
 from _sitebuiltins import Quitter
 from collections.abc import Callable, Sequence
 
-from distflow_jax.sandbox import landlock, namespaces, syscall_filter
+from distflow_jax.sandbox import byte_frames, landlock, namespaces, syscall_filter
 from distflow_jax.sandbox.cgroups import Cgroup
 from distflow_jax.sandbox.confinement import Confinement
 from distflow_jax.sandbox.sandbox_records import SandboxProgram
@@ -82,7 +82,8 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
     name, *arguments = program.argv
     is_python = name in ("python", "python3")
     if is_python and arguments and not arguments[0].startswith("-"):
-        return functools.partial(_run_python, program.argv, _variables(scratch), plan.path)
+        kept = byte_frames.__name__ if len(given) > 3 else ""
+        return functools.partial(_run_python, program.argv, _variables(scratch), plan.path, kept)
     argv = [sys._base_executable if is_python else name, *arguments]
     return functools.partial(_execute, argv, _variables(scratch))
 
@@ -160,18 +161,21 @@ def _execute(argv: Sequence[str], variables: dict[str, str]) -> None:
         os._exit(127)
 
 
-def _run_python(argv: Sequence[str], variables: dict[str, str], path: Sequence[str]) -> None:
+def _run_python(
+    argv: Sequence[str], variables: dict[str, str], path: Sequence[str], kept: str
+) -> None:
     """Runs `argv[1]` in this interpreter, with no start and no import to wait for; never returns.
 
-    path: folders of modules; that of the program comes first.
+    path: folders of modules; that of the program comes first. kept: our module that it may import.
     """
     for name in [name for name in sys.modules if name.split(".")[0] == "distflow_jax"]:
-        del sys.modules[name]
+        if name != kept:
+            del sys.modules[name]
     os.environ.clear()
     os.environ.update(variables)
     sys.argv = list(argv[1:])
     sys.path[:] = [os.path.dirname(os.path.abspath(argv[1])), *path]
-    sys.executable = sys._base_executable
+    sys.executable, sys.dont_write_bytecode = sys._base_executable, True
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = open(

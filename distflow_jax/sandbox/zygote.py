@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -30,22 +29,22 @@ WARM = (
 COUNT_SECONDS = 1.0  # between two counts of the user's processes
 
 
-def main(descriptor: str, settings: str) -> None:
+def main(descriptor: str, level: str, scratch: str, packages: str) -> None:
     """Serves programs at a socket until its other end closes.
 
-    settings: a JSON object with the arguments of Confinement.prepare. The first answer is what the
-    level lacks here, in JSON; "": nothing.
+    level, scratch, packages: as of Confinement.prepare. The first message is "+", or "-" and what
+    the level lacks here.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # of the thread that started this process
     os.umask(0o022)
     server = socket.socket(fileno=int(descriptor))
     try:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        plan = Confinement.prepare(**json.loads(settings))
+        plan = Confinement.prepare(level, scratch, packages)
     except OSError as error:
-        server.send(json.dumps(str(error)).encode())
+        server.send(f"-{error}".encode())
         return
-    server.send(json.dumps("").encode())
+    server.send(b"+")
     for name in WARM:
         importlib.import_module(name)
     gc.collect()

@@ -1,7 +1,6 @@
 """The run's handles on its zygote, and on the programs that run there."""
 
 import contextlib
-import json
 import marshal
 import os
 import pathlib
@@ -13,17 +12,10 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from distflow_jax.sandbox import byte_frames
 from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxOutcome, SandboxProgram
 
 GRACE_SECONDS = 30.0  # for a zygote's start, and for a keeper after its program's deadline
-# beside a program that imports byte_frames; a package of that name among its others is not taken
-FRAMES_FILES = {
-    "distflow_jax/__init__.py": b"",
-    "distflow_jax/sandbox/__init__.py": b"",
-    "distflow_jax/sandbox/byte_frames.py": pathlib.Path(byte_frames.__file__).read_bytes(),
-}
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1])\n"
     "from distflow_jax.sandbox.zygote import main; main(*sys.argv[2:])"
@@ -134,11 +126,10 @@ class ZygoteProcess:
         folder = tempfile.mkdtemp(prefix="distflow-sandbox-", dir=self._scratch or None)
         self._folders.append(folder)
         os.chmod(folder, 0o711)  # a program's user enters its own folder there
-        settings = {"level": self._level, "scratch": folder, "packages": self._packages}
         root = str(pathlib.Path(__file__).parents[2])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            arguments = [root, str(theirs.fileno()), json.dumps(settings)]
+            arguments = [root, str(theirs.fileno()), self._level, folder, self._packages]
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _START, *arguments],
                 pass_fds=[theirs.fileno()],
@@ -150,10 +141,10 @@ class ZygoteProcess:
             )
         ours.settimeout(GRACE_SECONDS)
         answer = ours.recv(1 << 16)
-        if error := json.loads(answer) if answer else "the sandbox process exited":
+        if answer != b"+":
             ours.close()
             process.wait()
             shutil.rmtree(folder, ignore_errors=True)
-            raise SandboxError(error)
+            raise SandboxError(answer[1:].decode() or "the sandbox process exited")
         ours.settimeout(None)
         return process, ours

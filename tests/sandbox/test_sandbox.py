@@ -79,7 +79,7 @@ class Point:
     pass
 assert type(pickle.loads(pickle.dumps(Point()))) is Point
 assert __name__ == "__main__" and __file__ == "main.py" and sys.argv == ["main.py", "a", "b c"]
-assert os.getcwd() == os.environ["HOME"] and sys.path[0] == os.getcwd()
+assert os.getcwd() == os.environ["HOME"] == sys.path[0] and sys.dont_write_bytecode
 assert not [name for name in sys.modules if "distflow" in name]
 atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.05), print("thread", beside.value))).start()

@@ -22,13 +22,12 @@ from distflow_jax.rewards.code.hidden_cases import AssertCase, CallCase, Case, P
 from distflow_jax.sandbox.byte_frames import Frames, FramesEnded
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import SandboxError, SandboxLimits, SandboxProgram
-from distflow_jax.sandbox.zygote_process import FRAMES_FILES
 
 TRIES = 8  # of a case whose sandbox fails
 _PAUSE_SECONDS = 0.01  # before the second try; each further pause is twice as long
 _CLOSE = 1e-9  # relative difference of floats that are equal
 _MOST_ANSWER = 4 << 20  # bytes
-_CALLS = {"program_calls.py": pathlib.Path(program_calls.__file__).read_bytes()} | FRAMES_FILES
+_CALLS = pathlib.Path(program_calls.__file__).read_bytes()
 _FIRST, _NO_KEYWORDS = {"object": 0}, {"dict": []}  # the first object of which a server has told
 # what reading a value may raise that a program wrote
 _NO_VALUE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
@@ -107,7 +106,7 @@ _Ask = Callable[[bytes], bytes]  # the answer of a program to a message
 
 def _calls(mode: str, limits: SandboxLimits, program: bytes = b"") -> SandboxProgram:
     """The program that calls, or answers calls."""
-    files = _CALLS | {"main.py": program}
+    files = {"program_calls.py": _CALLS, "main.py": program}
     return SandboxProgram(("python3", "program_calls.py", mode), files, limits=limits)
 
 
