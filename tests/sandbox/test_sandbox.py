@@ -310,6 +310,7 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
             if victim(zygote) == zygote:
                 for keeper in keepers:
                     os.kill(keeper, signal.SIGKILL)
+                until(lambda zygote=zygote: is_zombie(zygote))
             with pytest.raises(SandboxError, match="the keeper of a program exited"):
                 run.result()
         assert best.run(python("print(1)")).stdout == b"1\n"
