@@ -12,32 +12,28 @@ does not choose on GPUs. Runs on the devices that JAX finds, in one process, wit
 with random weights. Several devices divide parameters and rows. Parts, the most worth first:
 
 check   log-probs, loss, gradient and sampled tokens of a small model against this machine's CPU, in
-        float32, and in bfloat16 by the chosen attention. A wrong result ends the program with
-        exit code 1 before anything is timed. JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
-update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW. MFU counts the FLOPs
-        of the mathematics (models/model_flops.py), causal attention as half of a square.
-decode  256 slots per device, prompts of 512 tokens, 512 new tokens: tokens/s, and the share of the
-        bandwidth.
+        float32, and in bfloat16 by the chosen attention. A wrong result ends the program before
+        anything is timed. JAX needs its CPU too (JAX_PLATFORMS=cuda,cpu).
+update  an optimizer step of a run's own program: rows of 4,096 tokens, AdamW.
+decode  256 slots per device, prompts of 512 tokens, 512 new tokens: share of the bandwidth.
 step    whole GRPO steps as scripts/train.py runs them, 32 prompts x 16 samples x up to 512 tokens,
-        and each segment's seconds next to the roofline's prediction at the chip's peak rates.
-        Starts a process for the reward, and writes some MB into a temporary folder.
-kernels every attention that the device has, ours and those of libraries, also beside cuDNN's plain
-        causal attention; at the end decode again by each of them.
+        and each segment's seconds next to what plan.py predicts at the chip's peak rates. Starts a
+        process for the reward, and writes some MB into a temporary folder.
+kernels every attention that the device has, also beside cuDNN's plain causal attention; at the end
+        decode again by each of them.
 batch   the update with the most rows at a time that memory holds.
 async   the part step with stream.max_staleness=1: unfinished responses continue in the next step.
 
-Every result is written to --out at once. A part that does not fit is reported, and the next part
-begins. A part begins if the seconds that it may take (benchmarks/device/tasks.py, compilation
-included) are left of --minutes; what still runs a minute after --minutes is given up. Tables for
-docs/benchmarks.md are printed at the end. Peak rates of devices that are not in planning/chips.py,
-such as CPUs, are measured first. The file is what scripts/plan.py --calibrate takes. Exit code 1:
-a wrong result or a failure; 2: a user error, in one line.
+Every result is written to --out at once, which is what scripts/plan.py --calibrate takes. A part
+that does not fit is reported, and the next part begins if the seconds that it may take
+(benchmarks/device/tasks.py) are left of --minutes; what still runs a minute after --minutes is
+given up. Peak rates of devices that are not in planning/chips.py, such as CPUs, are measured first.
+Exit code 1: a wrong result or a failure; 2: a user error, in one line.
 """
 
 import argparse
 import dataclasses
 import datetime
-import functools
 import gc
 import os
 import pathlib
@@ -46,10 +42,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from command_line import parser_of
 from device.check import check
 from device.decode import time_decode
 from device.kernels import of_platform, time_kernels
@@ -72,9 +69,7 @@ GRACE_SECONDS = 60.0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", default=",".join(SECONDS), help="comma-separated")
     parser.add_argument("--models", default="", help="model sources, comma-separated")
     parser.add_argument(
@@ -119,31 +114,27 @@ def work_of(args: argparse.Namespace) -> Work:
     return chosen.on(jax.device_count())
 
 
-def measurement(
+def measure(
     task: Task, args: argparse.Namespace, chip: Chip, folder: pathlib.Path
-) -> Callable[[], dict[str, Any]]:
-    """The function that measures a task."""
-    work, sources = work_of(args), {short(model): model for model in args.models}
+) -> dict[str, Any]:
+    """The result of a task."""
     if task.part == "check":
-        return functools.partial(checked, args)
-    model, rows = sources[task.model], args.step_rows * jax.device_count()
-    setting = task.variant.partition("=")[2]
+        found = check(jax.devices()[0], args.attention, args.decode_attention)
+        return {"comparisons": [vars(c) for c in found], "holds": all(c.holds for c in found)}
+    work, setting = work_of(args), task.variant.partition("=")[2]
+    model = next(source for source in args.models if short(source) == task.model)
     if task.part == "update":
-        rows = int(setting)
-        return functools.partial(time_update, model, chip, work, micro_rows=rows, remat=args.remat)
+        return time_update(model, chip, work, micro_rows=int(setting), remat=args.remat)
     if task.part == "batch":
-        return functools.partial(largest_batch, model, chip, work, remat=args.remat)
+        return largest_batch(model, chip, work, remat=args.remat)
     if task.part == "decode" or setting:
         work = dataclasses.replace(work, decode_attention=setting or work.decode_attention)
-        dtype = "float32" if chip.platform == "cpu" else "bfloat16"
-        return functools.partial(time_decode, model, chip, work, dtype)
+        return time_decode(model, chip, work, "float32" if chip.platform == "cpu" else "bfloat16")
     if task.part == "kernels":
-        return functools.partial(time_kernels, model, work)
+        return time_kernels(model, work)
+    rows, stale = args.step_rows * jax.device_count(), int(task.part == "async")
     here = folder / f"{task.part}-{task.model}"
-    stale = int(task.part == "async")
-    return functools.partial(
-        time_step, model, chip, work, micro_rows=rows, folder=here, staleness=stale
-    )
+    return time_step(model, chip, work, micro_rows=rows, folder=here, staleness=stale)
 
 
 def short(model: str) -> str:
@@ -151,13 +142,9 @@ def short(model: str) -> str:
     return model.rpartition("/")[2]
 
 
-def checked(args: argparse.Namespace) -> dict[str, Any]:
-    """The comparisons with the CPU, and whether all hold."""
-    found = check(jax.devices()[0], args.attention, args.decode_attention)
-    return {"comparisons": [vars(c) for c in found], "holds": all(c.holds for c in found)}
-
-
-def measured(task: Task, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured(
+    task: Task, args: argparse.Namespace, chip: Chip, folder: pathlib.Path
+) -> dict[str, Any]:
     """The result with its "part_seconds", or {"error": reason} if sizes are too large or do not fit
     together.
 
@@ -166,7 +153,7 @@ def measured(task: Task, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     print(f"{task.name} ...", flush=True)
     began = time.perf_counter()
     try:
-        found = run()
+        found = measure(task, args, chip, folder)
     except ValueError as error:
         found = {"error": str(error)}
     except Exception as error:
@@ -180,7 +167,7 @@ def measured(task: Task, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def show(found: Mapping[str, Any]) -> None:
     """Prints a result, in its table's rows."""
-    print(*lines(found), segments(found), f"took {found['part_seconds']} s", sep="\n", flush=True)
+    print(*lines(found), *segments(found), f"took {found['part_seconds']} s", sep="\n", flush=True)
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -268,7 +255,9 @@ def main() -> int:
             results,
             seconds=lambda task: expected_seconds(task, models, quick=args.quick),
             left=left,
-            run=lambda task: measured(task, measurement(task, args, chip, pathlib.Path(folder))),
+            run=lambda task: measured(
+                task, lambda: measure(task, args, chip, pathlib.Path(folder))
+            ),
             show=show,
         )
     limit.cancel()

@@ -7,7 +7,6 @@ tensor), for pods without access to them. Prints the table of docs/scaling.md in
 needs requirements-tpu-plan.txt.
 """
 
-import argparse
 import math
 
 import jax
@@ -50,7 +49,6 @@ def traffic(pod: Pod, axes: dict[str, int]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for name, axes in PODS:
         one = 2 * LAYERS * WIDTH * WIDTH / math.prod(axes.values()) * axes["fsdp"]
         found = traffic(open_topology(name), axes).get("fsdp", {})

@@ -4,22 +4,17 @@ python benchmarks/serve_under_attack.py --seconds=600
 python benchmarks/serve_under_attack.py --seconds=30     # a quick look
 
 One scripts/serve.py, and 12 threads that wait for nothing but their answers. In a slice of peace
-each sends small requests, through both protocols. In a slice of attack half of what each sends is
-the same small requests. The rest are requests of 8 samples that are given up (before or after the
-first token, or with the connection), garbage (wrong fields, damaged JSON, bytes that are no
-HTTP/2), prompts of 1 and 3.9 MB, which are refused, and the longest prompts that are not. Slices
-alternate, so that other jobs of the machine harm both alike; --seconds are those of all slices of
-attack, and one of peace is half as long.
+each sends small requests, through both protocols; in a slice of attack half of what each sends are
+`Attackers.actions`. Slices alternate, so that other jobs of the machine harm both alike; --seconds
+are those of all slices of attack, and one of peace is half as long.
 
-Answers are compared with those given one by one before. Memory is the server's resident memory
-between slices, once no request runs: the median of the second half of the slices over that of the
-first half, of each kind by itself, since memory that has just been freed is not given back at once.
-The exit code is 1 if an answer differs or is missing, if a refusal has another code than those of
+Memory is the server's resident memory between slices, once no request runs, of each kind by itself,
+since memory that has just been freed is not given back at once. The exit code is 1 if an answer is
+missing or differs from that given alone, if a refusal has another code than those of
 docs/serving.md, if p99 under attack is above --most times that in peace in either protocol, or if
 memory has grown by more than 2 %.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -27,23 +22,23 @@ import json
 import pathlib
 import random
 import re
-import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import grpc
+from command_line import parser_of
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from programs import running
 
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE
 
-ROOT = pathlib.Path(__file__).parents[1]
 THREADS = 12
 PROMPT, RESPONSE = 256, 32  # tokens at most
 SMALL = 16  # tokens of a small request's response
@@ -76,17 +71,24 @@ GARBAGE = [
 
 @dataclasses.dataclass
 class Found:
-    """Counts and latencies of 12 threads in slices of one kind."""
+    """What 12 threads found in slices of one kind."""
 
-    ours: list[float] = dataclasses.field(default_factory=list)  # seconds of small requests
-    jetstream: list[float] = dataclasses.field(default_factory=list)
+    # seconds of small requests, by protocol
+    seconds: dict[str, list[float]] = dataclasses.field(
+        default_factory=lambda: {"Sample": [], "Decode": []}
+    )
     sent: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     wrong: list[str] = dataclasses.field(default_factory=list)
+    memory: list[int] = dataclasses.field(default_factory=list)  # bytes at rest after each slice
 
-    def add(self, other: "Found") -> None:
-        """Takes what another slice has seen, too."""
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+    def p99(self, protocol: str) -> float:
+        """Seconds that 1 % of the small requests exceed."""
+        return statistics.quantiles(self.seconds[protocol], n=100, method="inclusive")[98]
+
+    def growth(self) -> float:
+        """Memory of the second half of the slices over that of the first, less 1."""
+        half = len(self.memory) // 2
+        return statistics.median(self.memory[half:]) / statistics.median(self.memory[:half]) - 1
 
 
 class Attackers:
@@ -108,8 +110,12 @@ class Attackers:
             b"[" * 1_000_000,  # these two are read
             json.dumps({"prompt": "y" * 1_000_000}).encode(),
         ]
-        self.alone = [(self._ours(i), self._jetstream(i)) for i in range(len(QUESTIONS))]
-        self.long_alone = self._long(0)
+        self._alone = {
+            (protocol, i): self._answer(protocol, i)
+            for protocol in ("Sample", "Decode")
+            for i in range(len(QUESTIONS))
+        }
+        self._long_alone = self._long()
         self.actions: dict[str, Callable[[random.Random, Found], None]] = {
             "given up": self._give_up,
             "garbage": self._garbage,
@@ -124,26 +130,27 @@ class Attackers:
         self.client.close()
         self.channel.close()
 
-    def resting(self) -> bool:
-        """Whether the server has nothing to do."""
-        return self.client.status()["running"] == 0
-
-    def run(self, seconds: float, *, attack: bool, seed: int) -> Found:
-        """One slice of 12 threads."""
-        found, end = Found(), time.monotonic() + seconds
+    def run(self, seconds: float, found: Found, *, attack: bool, seed: int) -> None:
+        """One slice of 12 threads, and its end: RuntimeError if some requests never end."""
+        end = time.monotonic() + seconds
         threads = [
-            threading.Thread(target=self._work, args=(random.Random(f"{seed} {i}"), found))
+            threading.Thread(target=self._work, args=(random.Random(f"{seed} {i}"), end, found))
             for i in range(THREADS)
         ]
-        self._end, self._attack = end, attack
+        self._attack = attack
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        end = time.monotonic() + DRAIN_SECONDS
+        while self.client.status()["running"]:
+            if time.monotonic() > end:
+                raise RuntimeError(f"requests still run {DRAIN_SECONDS:g} s after the last client")
+            time.sleep(0.1)
+        time.sleep(0.5)
 
-    def _work(self, rng: random.Random, found: Found) -> None:
-        while time.monotonic() < self._end:
+    def _work(self, rng: random.Random, end: float, found: Found) -> None:
+        while time.monotonic() < end:
             action = rng.choice(list(self.actions)) if self._attack and rng.random() < 0.5 else ""
             try:
                 if action:
@@ -154,28 +161,26 @@ class Attackers:
             except grpc.RpcError as error:
                 found.wrong.append(f"{action or 'small'}: {error.code()} {error.details()}")
 
-    # -- small requests -------------------------------------------------------------------------
-
     def _small(self, rng: random.Random, found: Found) -> None:
-        i, ours = rng.randrange(len(QUESTIONS)), rng.random() < 0.75
+        i, protocol = rng.randrange(len(QUESTIONS)), rng.choices(("Sample", "Decode"), (3, 1))[0]
         started = time.perf_counter()
-        answer = self._ours(i) if ours else self._jetstream(i)
-        (found.ours if ours else found.jetstream).append(time.perf_counter() - started)
-        if answer != self.alone[i][not ours]:
-            found.wrong.append(f"{QUESTIONS[i]!r}: {answer!r} is not {self.alone[i][not ours]!r}")
+        answer = self._answer(protocol, i)
+        found.seconds[protocol].append(time.perf_counter() - started)
+        if answer != self._alone[protocol, i]:
+            found.wrong.append(f"{QUESTIONS[i]!r}: {answer!r} is not {self._alone[protocol, i]!r}")
 
-    def _ours(self, i: int) -> tuple[str, list[int]]:
-        """Sampled at temperature 1 where i is odd: the uid decides what is drawn."""
-        (answer,) = self.client.responses(
-            prompt=QUESTIONS[i], max_tokens=SMALL, uid=i, temperature=float(i % 2)
-        )
-        return answer["text"], answer["tokens"]
+    def _answer(self, protocol: str, i: int) -> tuple[str, list[int]]:
+        """That to a small request: text, and tokens by our own protocol.
 
-    def _jetstream(self, i: int) -> tuple[str, list[int]]:
-        text = jetstream_pb2.DecodeRequest.TextContent(text=QUESTIONS[i])
-        request = jetstream_pb2.DecodeRequest(text_content=text, max_tokens=SMALL)
-        parts = [part.stream_content.samples[0].text for part in self._decode(request)]
-        return "".join(parts), []
+        There it is sampled at temperature 1 where i is odd: the uid decides what is drawn.
+        """
+        if protocol == "Sample":
+            (answer,) = self.client.responses(
+                prompt=QUESTIONS[i], max_tokens=SMALL, uid=i, temperature=float(i % 2)
+            )
+            return answer["text"], answer["tokens"]
+        parts = self._decode(decode_request(QUESTIONS[i], SMALL))
+        return "".join(part.stream_content.samples[0].text for part in parts), []
 
     # -- the attack -----------------------------------------------------------------------------
 
@@ -200,10 +205,7 @@ class Attackers:
                 next(call)
                 channel.close()
             case _:  # through JetStream's protocol
-                text = jetstream_pb2.DecodeRequest.TextContent(text=request["prompt"])
-                call = self._decode(
-                    jetstream_pb2.DecodeRequest(text_content=text, max_tokens=RESPONSE)
-                )
+                call = self._decode(decode_request(request["prompt"], RESPONSE))
                 next(call)
                 call.cancel()
 
@@ -239,36 +241,22 @@ class Attackers:
             raw.sendall(start + rng.randbytes(rng.randint(1, 5000)))
 
     def _send_longest(self, rng: random.Random, found: Found) -> None:
-        if (answer := self._long(0)) != self.long_alone:
-            found.wrong.append(f"the longest prompt: {answer!r} is not {self.long_alone!r}")
+        if (answer := self._long()) != self._long_alone:
+            found.wrong.append(f"the longest prompt: {answer!r} is not {self._long_alone!r}")
 
-    def _long(self, uid: int) -> list[list[int]]:
+    def _long(self) -> list[list[int]]:
         prompt = [65 + i % 26 for i in range(PROMPT)]
-        answers = self.client.responses(tokens=prompt, num_samples=4, uid=uid)
+        answers = self.client.responses(tokens=prompt, num_samples=4, uid=0)
         return [answer["tokens"] for answer in answers]
 
 
+def decode_request(prompt: str, max_tokens: int) -> jetstream_pb2.DecodeRequest:
+    """A request of JetStream's protocol."""
+    text = jetstream_pb2.DecodeRequest.TextContent(text=prompt)
+    return jetstream_pb2.DecodeRequest(text_content=text, max_tokens=max_tokens)
+
+
 # -- the server ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def served() -> Iterator[tuple[subprocess.Popen, str]]:
-    """A scripts/serve.py of MODEL, and its address; ended in order, and checked to end so."""
-    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), *MODEL, "--port=0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        (address,) = re.findall(r" on (\S+:\d+),$", lines[0].rstrip())
-        yield process, address
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        if process.returncode != 0:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
 
 
 def resident(pid: int) -> int:
@@ -277,86 +265,60 @@ def resident(pid: int) -> int:
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
 
 
-def at_rest(attackers: Attackers, pid: int) -> int:
-    """Resident memory once no request runs. RuntimeError if some never end."""
-    end = time.monotonic() + DRAIN_SECONDS
-    while not attackers.resting():
-        if time.monotonic() > end:
-            raise RuntimeError(f"requests still run {DRAIN_SECONDS:g} s after the last client")
+def address_of(process: subprocess.Popen, log: pathlib.Path) -> str:
+    """Where a server answers, once it says so. RuntimeError if it ends before."""
+    while not (found := re.search(r" on (\S+:\d+),$", log.read_text(), re.MULTILINE)):
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{log.read_text()[-3000:]}")
         time.sleep(0.1)
-    time.sleep(0.5)
-    return resident(pid)
+    return found[1]
 
 
-def measure(seconds: float, slice_seconds: float) -> dict[str, Any]:
-    """Numbers of slices in turn, `seconds` of attack in all; see the module's docstring."""
+def measure(seconds: float, slice_seconds: float, log: pathlib.Path) -> tuple[Found, Found]:
+    """What slices of peace and of attack in turn found, `seconds` of attack in all.
+
+    RuntimeError if the server does not end in order.
+    """
     peace, attack = Found(), Found()
-    memory: dict[str, list[int]] = {"peace": [], "attack": []}
-    with served() as (process, address), contextlib.closing(Attackers(address)) as attackers:
-        for hostile in (True, False):
-            attackers.run(min(seconds, WARM_SECONDS), attack=hostile, seed=-1)
-        for number in range(max(round(seconds / slice_seconds), 2)):
-            for name, into in (("peace", peace), ("attack", attack)):
-                length = slice_seconds if into is attack else slice_seconds / 2
-                found = attackers.run(length, attack=into is attack, seed=number)
-                into.add(found)
-                memory[name].append(at_rest(attackers, process.pid))
-    ratios = (p99(attack.ours) / p99(peace.ours), p99(attack.jetstream) / p99(peace.jetstream))
-    return {
-        "peace": seconds_of(peace),
-        "attack": seconds_of(attack),
-        "sent": dict(attack.sent),
-        "wrong": peace.wrong + attack.wrong,
-        "ratio": max(ratios),
-        "memory": memory,
-        "growth": max(growth(sizes) for sizes in memory.values()),
-    }
-
-
-def growth(sizes: list[int]) -> float:
-    """The median of the second half over that of the first, less 1."""
-    half = len(sizes) // 2
-    return statistics.median(sizes[half:]) / statistics.median(sizes[:half]) - 1
-
-
-def p99(values: list[float]) -> float:
-    """The value that 1 % are above."""
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
-
-
-def seconds_of(found: Found) -> dict[str, dict[str, float]]:
-    """{protocol: requests, median and p99 of their seconds}."""
-    values = {"Sample": found.ours, "Decode": found.jetstream}
-    return {
-        name: {"requests": len(v), "median": statistics.median(v), "p99": p99(v)}
-        for name, v in values.items()
-    }
+    with running(["scripts/serve.py", *MODEL, "--port=0"], log) as process:
+        with contextlib.closing(Attackers(address_of(process, log))) as attackers:
+            for hostile in (True, False):
+                attackers.run(min(seconds, WARM_SECONDS), Found(), attack=hostile, seed=-1)
+            for number in range(max(round(seconds / slice_seconds), 2)):
+                for found, length in ((peace, slice_seconds / 2), (attack, slice_seconds)):
+                    attackers.run(length, found, attack=found is attack, seed=number)
+                    found.memory.append(resident(process.pid))
+    if process.returncode != 0:
+        raise RuntimeError(f"the server ended with exit code {process.returncode}")
+    return peace, attack
 
 
 def main() -> int:
-    """Prints a table; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="of attack in all")
     parser.add_argument("--slice", type=float, default=20.0, help="seconds between changes")
     parser.add_argument("--most", type=float, default=2.0, help="p99 under attack over in peace")
     options = parser.parse_args()
-    found = measure(options.seconds, min(options.slice, options.seconds))
-    for kind in ("peace", "attack"):
-        for server, values in found[kind].items():
+    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+        slices = min(options.slice, options.seconds)
+        peace, attack = measure(options.seconds, slices, pathlib.Path(folder, "server.log"))
+    for kind, found in (("peace", peace), ("attack", attack)):
+        for protocol, seconds in found.seconds.items():
             print(
-                f"{kind:6} {server}: {values['requests']} small requests, median "
-                f"{1e3 * values['median']:.1f} ms, p99 {1e3 * values['p99']:.1f} ms"
+                f"{kind:6} {protocol}: {len(seconds)} small requests, median "
+                f"{1e3 * statistics.median(seconds):.1f} ms, p99 {1e3 * found.p99(protocol):.1f} ms"
             )
-    print("sent under attack:", ", ".join(f"{n} {kind}" for kind, n in found["sent"].items()))
-    print(f"p99 under attack over p99 in peace: {found['ratio']:.2f} (at most {options.most:g})")
-    for kind, sizes in found["memory"].items():
         print(
-            f"resident memory after {kind}: growth {100 * growth(sizes):+.2f} %; MiB:",
-            *(round(size / 2**20) for size in sizes),
+            f"resident memory after {kind}: growth {100 * found.growth():+.2f} %; MiB:",
+            *(round(size / 2**20) for size in found.memory),
         )
-    print(f"wrong answers: {len(found['wrong'])}", *found["wrong"][:10], sep="\n  ")
-    flat = found["growth"] <= MEMORY
-    return 0 if found["ratio"] <= options.most and flat and not found["wrong"] else 1
+    print("sent under attack:", ", ".join(f"{n} {kind}" for kind, n in attack.sent.items()))
+    ratio = max(attack.p99(protocol) / peace.p99(protocol) for protocol in peace.seconds)
+    print(f"p99 under attack over p99 in peace: {ratio:.2f} (at most {options.most:g})")
+    wrong = peace.wrong + attack.wrong
+    print(f"wrong answers: {len(wrong)}", *wrong[:10], sep="\n  ")
+    flat = max(peace.growth(), attack.growth()) <= MEMORY
+    return 0 if ratio <= options.most and flat and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ of their own the split as well. 8 devices of one host, in 2 processes that each 
 slots.
 """
 
-import argparse
 import dataclasses
 import functools
-import sys
-from collections.abc import Sequence
+import itertools
 
 import numpy as np
+from command_line import parser_of, print_header, print_row
 
 from distflow_jax.pods.schedules import (
     SYNCHRONOUS,
@@ -31,13 +30,13 @@ PROMPTS, SAMPLES = 32, 8  # of a step
 CALL = 16  # decode steps of a call
 MEDIAN, CAP = 128, 1024  # of a response's length, tokens
 STEP = 0.008  # seconds of a decode step on one device without an active slot: weights are read
-# Shares of STEP by the width of a group of devices. A slot's keys and values take 1 / 64 on one
+# Seconds by the width of a group of devices. A slot's keys and values take 1 / 64 of STEP on one
 # device. Links, and prefill of 1,024 tokens: pods/generation.py for Qwen2.5-32B on v5p chips
 DECODE = {
-    1: Decode(1.0, 1 / 64, 6.1),
-    2: Decode(1 / 2 + 0.011, 1 / 128 + 0.0006, 3.6),
-    4: Decode(1 / 4 + 0.022, 1 / 256 + 0.0004, 2.0),
-    8: Decode(1 / 8 + 0.033, 1 / 512 + 0.0003, 1.1),
+    1: Decode(STEP, STEP / 64, STEP * 6.1),
+    2: Decode(STEP * (1 / 2 + 0.011), STEP * (1 / 128 + 0.0006), STEP * 3.6),
+    4: Decode(STEP * (1 / 4 + 0.022), STEP * (1 / 256 + 0.0004), STEP * 2.0),
+    8: Decode(STEP * (1 / 8 + 0.033), STEP * (1 / 512 + 0.0003), STEP * 1.1),
 }
 # of a synchronous step: configs/qwen25_7b.py:v5p-128,8k planned for v5p:4x4x4
 WEIGHT_UPDATE = 0.009 / 52.8
@@ -146,10 +145,7 @@ def _bare(workload: Workload, seed: int) -> StepWork:
         samples=SAMPLES,
         call=CALL,
         draw=functools.partial(workload.draw, mean=0.0, seed=seed),
-        decode={
-            width: Decode(STEP * d.step, STEP * d.slot, STEP * d.prompt)
-            for width, d in DECODE.items()
-        },
+        decode=DECODE,
         token=0.0,
         weight_update=0.0,
         scorers=REWARD_WORKERS,
@@ -190,54 +186,40 @@ def without_idling(workload: Workload) -> float:
     return max(min(seconds) + trained, scored)
 
 
-def variation(values: Sequence[float]) -> float:
-    """The coefficient of variation."""
-    return float(np.std(values) / np.mean(values))
-
-
-def main() -> int:
-    """Prints the table of speed-ups."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="of each schedule")
     args = parser.parse_args()
-    heads = ["workload", "synchronous, s (width)", *SCHEDULES, "no device idle"]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    print_header("workload", "synchronous, s (width)", *SCHEDULES, "no device idle")
     found = []
     for workload in WORKLOADS:
         base, layout = best(workload, SYNCHRONOUS, args.steps)
-        cells = [best(workload, schedule, args.steps) for schedule in SCHEDULES.values()]
+        found_best = [best(workload, schedule, args.steps) for schedule in SCHEDULES.values()]
+        gains = [base / seconds for seconds, _ in found_best]
+        shown = [
+            f"{gain:.2f} ({at.samplers} / {at.width})"
+            for gain, (_, at) in zip(gains, found_best, strict=True)
+        ]
         bound = base / without_idling(workload)
-        found.append([*(base / seconds for seconds, _ in cells), bound])
-        shown = [f"{base / seconds:.2f} ({at.samplers} / {at.width})" for seconds, at in cells]
-        shown.append(f"{bound:.2f}")
-        print(
-            f"| {workload.name} | {base:.3f} ({layout.width}) | {' | '.join(shown)} |", flush=True
-        )
-    print("| mean | | " + " | ".join(f"{mean:.2f}" for mean in np.mean(found, axis=0)) + " |\n")
+        print_row(workload.name, f"{base:.3f} ({layout.width})", *shown, f"{bound:.2f}")
+        found.append([*gains, bound])
+    print_row("mean", "", *(f"{mean:.2f}" for mean in np.mean(found, axis=0)))
     print_tails(args.steps)
-    return 0
 
 
 def print_tails(steps: int) -> None:
     """Prints speed-ups by the longest over the mean response of a step, and by slow rewards."""
-    print(
-        "| longest / mean | rewards / generation | generation / training | sigma | "
-        + " | ".join(PAYS)
-    )
+    print_header("longest / mean", "rewards / generation", "generation / training", *PAYS)
     kinds = [(sigma, 0.0) for sigma in (0.0, 0.25, 0.5, 0.75, 1.0)]
     kinds += [(0.25, reward) for reward in (0.25, 0.5, 1.0)]
-    for sigma, reward in kinds:
-        for ratio in (1.0, 2.0, 4.0):
-            workload = Workload("", "lognormal", ratio, sigma=sigma, reward=reward)
-            drawn = [
-                workload.lengths(np.random.default_rng(n), PROMPTS * SAMPLES) for n in range(40)
-            ]
-            tail = np.mean([lengths.max() / lengths.mean() for lengths in drawn])
-            base, _ = best(workload, SYNCHRONOUS, steps)
-            gains = [base / best(workload, SCHEDULES[name], steps)[0] for name in PAYS]
-            cells = " | ".join(f"{gain:.2f}" for gain in gains)
-            print(f"| {tail:.1f} | {reward} | {ratio:g} | {sigma} | {cells} |", flush=True)
+    for (sigma, reward), ratio in itertools.product(kinds, (1.0, 2.0, 4.0)):
+        workload = Workload("", "lognormal", ratio, sigma=sigma, reward=reward)
+        drawn = [workload.lengths(np.random.default_rng(n), PROMPTS * SAMPLES) for n in range(40)]
+        tail = np.mean([lengths.max() / lengths.mean() for lengths in drawn])
+        base, _ = best(workload, SYNCHRONOUS, steps)
+        gains = [base / best(workload, SCHEDULES[name], steps)[0] for name in PAYS]
+        print_row(f"{tail:.1f}", reward, f"{ratio:g}", *(f"{gain:.2f}" for gain in gains))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -56,9 +56,11 @@ def test_groups_have_the_lengths_that_their_names_say(peers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--defaults", "--beta=0.04"]])
-def test_our_side_takes_a_step(flags, tmp_path):
-    sizes = ["--prompts=1", "--samples=2", "--prompt-length=4", "--new-tokens=4"]
-    steps = ["--steps=2", "--warmup=1", f"--json={tmp_path / 'found.json'}"]
-    finished("benchmarks/grpo_step.py", *sizes, *steps, *flags)
-    found = json.loads((tmp_path / "found.json").read_text())["result"]
-    assert found["tokens"] == 8 and found["compilations"] == 0 < found["cpu_s"]
+def test_our_side_takes_steps(flags):
+    sizes = ["--prompts=1", "--samples=2", "--prompt-length=4", "--new-tokens=4", "--steps=2"]
+    shown = finished("benchmarks/grpo_step.py", *sizes, *flags).stdout.splitlines()
+    steps = [json.loads(line.removeprefix("STEP ")) for line in shown if line.startswith("STEP ")]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["tokens"] == 8 and step["compilations"] == 0 < step["cpu_s"]
+        assert 0 < step["update_s"] < step["step_s"]

@@ -4,12 +4,13 @@ k decode steps of n active slots take the sum of k (a + b n) seconds, and prefil
 prompt. Responses end at lengths that the seed and the uid decide. B slots.
 """
 
+import collections
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from asynchronous.lanes import Lane, wait_until
 from jax.sharding import Mesh
 
 from distflow_jax.models.decoder_config import DecoderConfig
@@ -24,6 +25,29 @@ MARGIN = 1.0  # of every token over the runner-up
 
 # (counter, sample) -> tokens of the response
 Lengths = Callable[[int, int], int]
+
+
+class Lane:
+    """Devices of one process that work together; `begin` returns at once, as a dispatch does."""
+
+    def __init__(self, devices: int):
+        self.devices = devices
+        self.busy: collections.Counter[str] = collections.Counter()  # seconds by kind of work
+        self.free = 0.0  # when the last piece of work ends, on the clock of time.perf_counter
+        self._lock = threading.Lock()
+
+    def begin(self, kind: str, seconds: float) -> float:
+        """Queues work behind all that was begun before; returns when it ends."""
+        with self._lock:
+            self.free = max(self.free, time.perf_counter()) + seconds
+            self.busy[kind] += seconds
+            return self.free
+
+
+def wait_until(end: float) -> None:
+    """Sleeps until a time on the clock of time.perf_counter."""
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
 
 
 class ReadPrompt(NamedTuple):
@@ -102,7 +126,7 @@ class SimulatedEngine:
 
     def row(
         self, params: Any, prompts: Sequence[np.ndarray], after: Any = None, sights: Any = None
-    ) -> list:
+    ) -> list[ReadPrompt]:
         """Reads prompts together; they have no images."""
         self._lane.begin("decode", len(prompts) * self._costs.prompt)
         return [ReadPrompt(len(tokens)) for tokens in prompts]

@@ -6,23 +6,23 @@ runs as in training, with the attention that is named. Both are compared with fl
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device.decode import Sampler
+from device.work import random_sequences
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from distflow_jax.batch import Placement, Prompt, RowShape, Sequences, to_rows
+from distflow_jax.batch import Placement, RowShape, to_rows
 from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import use_mesh
-from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
-from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
-from distflow_jax.rollout.scheduling.scheduler import run_requests
+from distflow_jax.rollout.engine.engine import EngineConfig
+from distflow_jax.rollout.requests import Response
 from distflow_jax.training.attention_choice import AttentionSizes, row_attention
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objectives.policy_objective import PolicyBatch, policy_objective
@@ -111,23 +111,10 @@ def _exact(dtype: str) -> contextlib.AbstractContextManager:
 def _batch() -> PolicyBatch:
     """Rows of two prompts each, whose responses share them; advantages are random."""
     rng = np.random.default_rng(1)
-    groups = 2 * _ROWS
-    sizes = rng.integers(8, 36, (groups, _SAMPLES))
-
-    def ids(size: int) -> np.ndarray:
-        return rng.integers(3, MODEL.vocab_size, size, dtype=np.int32)
-
-    prompts = [ids(_PROMPT) for _ in range(groups)]
-    number = groups * _SAMPLES
-    sequences = Sequences(
-        group=[i // _SAMPLES for i in range(number)],
-        member=[i % _SAMPLES for i in range(number)],
-        prompt=[prompts[i // _SAMPLES] for i in range(number)],
-        response=[ids(size) for size in sizes.flat],
-        response_mask=[np.ones(size, bool) for size in sizes.flat],
-    )
+    lengths = rng.integers(8, 36, (2 * _ROWS, _SAMPLES))
+    sequences = random_sequences(rng, MODEL.vocab_size, _PROMPT, lengths)
     per_row = 2 * _SAMPLES
-    at = tuple(tuple(range(i, i + per_row)) for i in range(0, number, per_row))
+    at = tuple(tuple(range(i, i + per_row)) for i in range(0, lengths.size, per_row))
     placement = Placement(RowShape(1, _ROWS, _LENGTH, per_row), (at,), True)
     rows = jax.tree.map(lambda x: x[0], to_rows(sequences, placement))
     advantage = np.where(rows.response_mask, rng.normal(size=rows.tokens.shape), 0)
@@ -196,55 +183,25 @@ def _sampler(
         dtype=dtype,
         attention=attention,
     )
-    rng, found = np.random.default_rng(2), {}
-    prompts = rng.integers(3, MODEL.vocab_size, (4, _PROMPT), dtype=np.int32)
     with _exact(dtype), jax.default_device(device):
-        engine = RolloutEngine(MODEL, config, mesh, stop_ids=(), seed=0)
-        weights = engine.load_params(jax.device_put(params, device))
-        engine.compile(weights)
-        state = engine.init_decode_state()
-        for temperature in _TEMPERATURES:
-            requests = [
-                GroupRequest(
-                    Prompt(i, i, tokens, "", "random", "", {}),
-                    SamplingParams(_SAMPLES, _RESPONSE, temperature),
-                )
-                for i, tokens in enumerate(prompts)
-            ]
-            state, found[temperature], _ = run_requests(engine, weights, state, requests)
-    return found
+        sampler = Sampler(MODEL, config, mesh, jax.device_put(params, device))
+        return {t: sampler.sample(2, _RESPONSE, t) for t in _TEMPERATURES}
 
 
 def _token_errors(
     found: dict[float, list[Response]], wanted: dict[float, list[Response]]
 ) -> dict[str, float]:
+    """The CPU's lead of its own tokens where others were drawn, and errors of log-probs before
+    that; tokens after it have other distributions."""
     errors = {}
-    for temperature in _TEMPERATURES:
-        pairs = list(zip(found[temperature], wanted[temperature], strict=True))
+    for temperature, theirs in wanted.items():
+        margins, logps = [0.0], [0.0]
+        for mine, own in zip(found[temperature], theirs, strict=True):
+            same = np.cumprod(mine.tokens == own.tokens).sum()
+            margins += own.margin[same : same + 1].tolist()
+            logps += np.abs(mine.logp[:same] - own.logp[:same]).tolist()
         name = "at temperature 0" if temperature == 0 else "of sampled tokens"
-        errors[f"margin {name}"] = max(_margin_lost(mine, theirs) for mine, theirs in pairs)
+        errors[f"margin {name}"] = max(margins)
         if temperature:
-            errors[f"logp {name}"] = max(_logp_error(mine, theirs) for mine, theirs in pairs)
+            errors[f"logp {name}"] = max(logps)
     return errors
-
-
-def _agreeing(mine: Response, theirs: Response) -> int:
-    """Number of tokens before the first difference; later tokens have other distributions."""
-    differ = np.flatnonzero(mine.tokens != theirs.tokens)
-    return int(differ[0]) if len(differ) else len(theirs.tokens)
-
-
-def _margin_lost(mine: Response, theirs: Response) -> float:
-    """The CPU's lead of its own token at the first difference; 0 if all tokens are equal."""
-    first = _agreeing(mine, theirs)
-    return float(theirs.margin[first]) if first < len(theirs.tokens) else 0.0
-
-
-def _logp_error(mine: Response, theirs: Response) -> float:
-    same = slice(0, _agreeing(mine, theirs))
-    return float(np.abs(mine.logp[same] - theirs.logp[same]).max(initial=0.0))
-
-
-def describe(comparisons: Sequence[Comparison]) -> str:
-    """The comparisons as text, one per line."""
-    return "\n".join(map(str, comparisons))

@@ -4,9 +4,12 @@ import statistics
 from typing import Any
 
 import numpy as np
-from decode import Case, Engine, clocked, random_params
-from device.work import Work
+from device.work import Work, random_ids, random_params
+from jax.sharding import Mesh
+from peers.paced import clocked
 
+from distflow_jax.batch import Prompt
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import peak_memory_gb
@@ -14,8 +17,31 @@ from distflow_jax.parallel.mesh import sampler_mesh
 from distflow_jax.planning.chips import Chip
 from distflow_jax.pods.generation import Load, estimate_generation
 from distflow_jax.pods.topology import present_pod
+from distflow_jax.rollout.engine.engine import EngineConfig, RolloutEngine
+from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
-TOKENS_PER_CALL = 16
+
+class Sampler:
+    """A compiled engine, of which nothing ends a response early."""
+
+    def __init__(self, model: DecoderConfig, config: EngineConfig, mesh: Mesh, params: Any):
+        self.engine = RolloutEngine(model, config, mesh, stop_ids=(), seed=0)
+        self._params = self.engine.load_params(params)
+        self.engine.compile(self._params)
+        self._state = self.engine.init_decode_state()
+
+    def sample(self, turn: int, new: int, temperature: float = 1.0) -> list[Response]:
+        """`new` tokens of every slot, in answer to prompts that differ between turns."""
+        config, requests = self.engine.config, []
+        vocab, prompts = self.engine.model.vocab_size, config.slots // config.group_size
+        sampling = SamplingParams(config.group_size, new, temperature)
+        rng = np.random.default_rng(turn)
+        for i, row in enumerate(random_ids(rng, vocab, prompts, config.max_prompt)):
+            requests.append(GroupRequest(Prompt(i, i, row, "", "random", "", {}), sampling))
+        self._state, responses, _ = run_requests(self.engine, self._params, self._state, requests)
+        assert [len(r.tokens) for r in responses] == [new] * config.slots
+        return responses
 
 
 def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any]:
@@ -25,34 +51,24 @@ def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any
     responses (pods/generation.py). The share of the bandwidth is the time to read these at the
     chip's bandwidth, over the measured time without the first token.
     """
-    source = open_model(model)
-    mesh = sampler_mesh(1)
-    case = Case(
-        name="device",
-        prompts=work.slots // work.samples,
-        samples=work.samples,
-        prompt_length=work.prompt,
+    config = EngineConfig(
         slots=work.slots,
-        limits=(work.decoded,) * work.slots,
+        max_prompt=work.prompt,
+        max_response=work.decoded,
+        group_size=work.samples,
+        tokens_per_call=16,
+        page_size=128 if chip.platform == "tpu" else 64,
+        dtype=dtype,
+        attention=work.decode_attention,
     )
-    options = {
-        "tokens_per_call": TOKENS_PER_CALL,
-        "page_size": 128 if chip.platform == "tpu" else 64,
-        "dtype": dtype,
-        "attention": work.decode_attention,
-    }
-    compilations = Compilations()
-    params = random_params(source.config, dtype, mesh)
-    side = Engine(source.config, params, options, mesh, case)
-    del params  # the engine has its own copy
-    vocab = source.config.vocab_size
-    side.decode(case.prompt_ids(vocab, 0), (4,) * work.slots)
+    compilations, mesh, decoder = Compilations(), sampler_mesh(1), open_model(model).config
+    sampler = Sampler(decoder, config, mesh, random_params(decoder, dtype, mesh))
+    sampler.sample(0, 4)
     compilations.take()
     first, seconds = [], []
     for turn in range(1, 1 + work.repeats):
-        ids = case.prompt_ids(vocab, turn)
-        first.append(clocked(lambda ids=ids: side.decode(ids, (1,) * work.slots))[1])
-        seconds.append(clocked(lambda ids=ids: side.decode(ids, case.limits))[1])
+        first.append(clocked(sampler.sample, turn, 1)[1])
+        seconds.append(clocked(sampler.sample, turn, work.decoded)[1])
     compiled = compilations.take()
     compilations.close()
     ranks = mesh.shape["data"]
@@ -64,13 +80,14 @@ def time_decode(model: str, chip: Chip, work: Work, dtype: str) -> dict[str, Any
         longest=work.decoded,
         group=work.samples,
     )
-    bound = estimate_generation(present_pod(chip), source.config, side.engine.config, 1, load)
+    engine = sampler.engine
+    bound = estimate_generation(present_pod(chip), decoder, engine.config, 1, load)
     least = bound.full.memory * chip.memory_bandwidth
     median = statistics.median(seconds)
     decoding = statistics.median(np.subtract(seconds, first))
     return {
         "dtype": dtype,
-        "attention": side.engine.shapes.attention,
+        "attention": engine.shapes.attention,
         "slots": work.slots,
         "prompt": work.prompt,
         "decoded": work.decoded,

@@ -17,6 +17,7 @@ from distflow_jax.config.implementation_table import (
     IMPLEMENTATIONS,
     PREFILL,
     ROWS,
+    Implementation,
     Need,
     lacks,
 )
@@ -32,10 +33,10 @@ PLAIN = "plain causal"  # a yardstick, which no packed row can have
 _CHECKED = 512  # tokens of the plain sequence that is compared with float32
 
 
-def of_platform(where: str, platform: str) -> list[str]:
-    """Names of attentions that serve a place on a platform, also of those that auto never takes."""
+def of_platform(where: str, platform: str) -> dict[str, Implementation]:
+    """Attentions that serve a place on a platform by name, also those that auto never takes."""
     on = Need(where, platform, 0, "").on
-    return [one.name for one in IMPLEMENTATIONS if where in one.serves and on in one.platforms]
+    return {one.name: one for one in IMPLEMENTATIONS if where in one.serves and on in one.platforms}
 
 
 def time_kernels(model: str, work: Work) -> dict[str, Any]:
@@ -75,9 +76,9 @@ def _sampler(
     where: str, model: DecoderConfig, engine: EngineConfig, platform: str
 ) -> dict[str, Any]:
     need = attention_need(model, engine.dtype, platform, where)
-    serve = [one for one in IMPLEMENTATIONS if where in one.serves and need.on in one.platforms]
-    lacking = {one.name: lack for one in serve if (lack := lacks(one, need))}
-    names = [one.name for one in serve if one.name not in lacking]
+    serve = of_platform(where, platform)
+    lacking = {name: lack for name, one in serve.items() if (lack := lacks(one, need))}
+    names = [name for name in serve if name not in lacking]
     if where == PREFILL:
         names = ["loops" if name == "masked" else name for name in names]
     run = {PREFILL: try_prefill, DECODE: try_decode}[where]

@@ -4,7 +4,6 @@ n devices, S the side of a square matrix.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from peers.paced import clocked
 
 from distflow_jax.parallel.host_memory import device_memory_bytes
 from distflow_jax.parallel.mesh import canonical_order
@@ -109,11 +109,9 @@ def _on_each(x: np.ndarray) -> jax.Array:
 
 def _best(run: Callable[[], Any]) -> float:
     """Seconds of the fastest of several calls, after one that compiles."""
-    jax.block_until_ready(run())
-    return min(_seconds(run) for _ in range(_REPEATS))
 
+    def finish() -> None:
+        jax.block_until_ready(run())
 
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
+    finish()
+    return min(clocked(finish)[1] for _ in range(_REPEATS))

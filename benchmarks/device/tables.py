@@ -3,101 +3,102 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from device.check import Comparison, describe
-from device.predict import describe as describe_segments
+from command_line import Columns, cells, row, titles
+from device.check import Comparison
 
-TITLES = {
-    "update": ("model", "rows at a time", "remat", "s a step", "tokens/s", "MFU", "program GiB",
-               "compilations"),
-    "decode": ("model", "attention", "slots", "tokens/s", "of these decoding",
-               "share of bandwidth", "compilations"),
-    "step": ("model", "staleness", "s a step", "rollout s", "update MFU", "tokens/s",
-             "response tokens, mean", "compilations"),
-    "kernels": ("place", "attention", "ms of a call", "times the fastest"),
-}  # fmt: skip
-TABLE_OF = {"batch": "update", "async": "step"}
+_MODEL, _COMPILATIONS = ("model", "model", ""), ("compilations", "compilations", "")
+_COLUMNS: Mapping[str, Columns] = {
+    "update": (
+        _MODEL,
+        ("rows at a time", "micro_rows", ""),
+        ("remat", "remat", ""),
+        ("s a step", "median_seconds", ".3f"),
+        ("tokens/s", "tokens_per_second", ",.0f"),
+        ("MFU", "mfu", ".1%"),
+        ("program GiB", "program_gb", ".1f"),
+        _COMPILATIONS,
+    ),
+    "decode": (
+        _MODEL,
+        ("attention", "attention", ""),
+        ("slots", "slots", ""),
+        ("tokens/s", "tokens_per_second", ",.0f"),
+        ("of these decoding", "decode_tokens_per_second", ",.0f"),
+        ("share of bandwidth", "bandwidth_share", ".1%"),
+        _COMPILATIONS,
+    ),
+    "step": (
+        _MODEL,
+        ("staleness", "staleness", ""),
+        ("s a step", "timing_s/step", ".2f"),
+        ("rollout s", "timing_s/gen", ".2f"),  # samplers that run ahead have none
+        ("update MFU", "perf/mfu/actor", ".1%"),
+        ("tokens/s", "perf/throughput", ",.0f"),
+        ("response tokens, mean", "response_length/mean", ".0f"),
+        _COMPILATIONS,
+    ),
+    "kernels": (
+        ("place", "place", ""),
+        ("attention", "attention", ""),
+        ("ms of a call", "ms", ""),
+        ("times the fastest", "times", ".2f"),
+    ),
+    "segments": (
+        ("segment", "segment", ""),
+        ("rows filled", "filled", ".0%"),
+        ("predicted s", "predicted_seconds", ".3g"),
+        ("bound by", "bound", ""),
+        ("measured s", "measured_seconds", ".3g"),
+        ("ratio", "ratio", ".2f"),
+    ),
+}
+_TABLE_OF = {"batch": "update", "async": "step"}
 
 
 def tables(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """The results as text: a table per part, in the order in which parts occur."""
     rows: dict[str, list[str]] = {}
     for one in results:
-        rows.setdefault(table_of(one), []).extend(lines(one))
-    for title, found in rows.items():
-        if title in TITLES:
-            found = [f"| {' | '.join(TITLES[title])} |", f"|{'---|' * len(TITLES[title])}", *found]
-        yield "\n".join(found)
-
-
-def table_of(found: Mapping[str, Any]) -> str:
-    """The key in TITLES for a result; its part where it has lines of its own."""
-    if found["part"] == "kernels" and "rows" not in found:
-        return "decode"
-    return TABLE_OF.get(found["part"], found["part"])
+        rows.setdefault(_table_of(one), []).extend(lines(one))
+    for table, found in rows.items():
+        yield "\n".join([titles(_COLUMNS[table]), *found] if table in _COLUMNS else found)
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The rows of a result in its table."""
     if "error" in found:
-        return [f"| {found['task']} | {found['error']} |"]
-    table, model = table_of(found), found["model"]
+        return [row(found["task"], found["error"])]
+    table = _table_of(found)
     if table == "check":
-        return [describe([Comparison(**one) for one in found["comparisons"]])]
+        return [str(Comparison(**one)) for one in found["comparisons"]]
     if table == "kernels":
-        return _kernel_rows(found)
-    make = {"update": _update_cells, "decode": _decode_cells, "step": _step_cells}[table]
-    return [f"| {' | '.join([model, *make(found), str(found['compilations'])])} |"]
+        return [cells(_COLUMNS[table], one) for one in _kernels(found)]
+    return [cells(_COLUMNS[table], found | found.get("medians", {}))]
 
 
-def segments(found: Mapping[str, Any]) -> str:
-    """The segments of a step next to their predictions, "" where there are none."""
-    return describe_segments(found["segments"]) if "segments" in found else ""
+def segments(found: Mapping[str, Any]) -> list[str]:
+    """The table of the segments of a step next to their predictions; [] where there are none."""
+    rows = [cells(_COLUMNS["segments"], one) for one in found.get("segments", ())]
+    return rows and [titles(_COLUMNS["segments"]), *rows]
 
 
-def _update_cells(found: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{found['micro_rows']}",
-        found["remat"],
-        f"{found['median_seconds']:.3f}",
-        f"{found['tokens_per_second']:,.0f}",
-        f"{found['mfu']:.1%}",
-        f"{found['program_gb']:.1f}",
-    ]
+def _table_of(found: Mapping[str, Any]) -> str:
+    """The key in _COLUMNS for a result; its part where it has lines of its own."""
+    if found["part"] == "kernels" and "rows" not in found:
+        return "decode"
+    return _TABLE_OF.get(found["part"], found["part"])
 
 
-def _decode_cells(found: Mapping[str, Any]) -> list[str]:
-    return [
-        found["attention"],
-        f"{found['slots']}",
-        f"{found['tokens_per_second']:,.0f}",
-        f"{found['decode_tokens_per_second']:,.0f}",
-        f"{found['bandwidth_share']:.1%}",
-    ]
-
-
-def _step_cells(found: Mapping[str, Any]) -> list[str]:
-    of = found["medians"]
-    shown = {
-        "timing_s/step": ".2f",
-        "timing_s/gen": ".2f",  # samplers that run ahead have none
-        "perf/mfu/actor": ".1%",
-        "perf/throughput": ",.0f",
-        "response_length/mean": ".0f",
-    }
-    cells = [format(of[name], form) if name in of else "-" for name, form in shown.items()]
-    return [f"{found['staleness']}", *cells]
-
-
-def _kernel_rows(found: Mapping[str, Any]) -> list[str]:
-    rows = []
+def _kernels(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the table of kernels has of a result, attention by attention."""
     for place in ("rows", "prefill", "decode"):
         timed = [one["seconds"] for one in found[place].values() if one.get("seconds")]
         for name, one in found[place].items():
+            shown = {"place": place, "attention": name}
             if "error" in one:
-                cells = [one["error"], "-"]
+                yield shown | {"ms": one["error"]}
             elif not one["seconds"]:
-                cells = ["agrees with float32; alone, so not timed", "-"]
+                yield shown | {"ms": "agrees with float32; alone, so not timed"}
             else:
-                cells = [f"{1e3 * one['seconds']:.3g}", f"{one['seconds'] / min(timed):.2f}"]
-            rows.append(f"| {' | '.join([place, name, *cells])} |")
-    return rows
+                times = one["seconds"] / min(timed)
+                yield shown | {"ms": f"{1e3 * one['seconds']:.3g}", "times": times}

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.parsing.json_text import read_json_object
+from distflow_jax.report.json_lines import write_atomic
 
 # part -> expected seconds for 1B parameters on an H100, compilation included; the most worth first
 SECONDS = {
@@ -120,10 +120,7 @@ class Results:
         return iter(self._tree["results"])
 
     def _save(self) -> None:
-        """Replaces the file atomically."""
-        beside = self._path.with_suffix(".tmp")
-        beside.write_text(json.dumps(self._tree, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self._path)
+        write_atomic(self._path, json.dumps(self._tree, indent=1) + "\n")
 
 
 def run_left(

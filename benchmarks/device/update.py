@@ -3,17 +3,18 @@
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from decode import random_params
-from device.work import Work, update_run
+from device.work import Work, random_params, random_sequences, update_run
+from peers.paced import clocked
 
 from distflow_jax.batch import Placement, Rows, RowShape, Sequences, to_rows
+from distflow_jax.config.run_config import Config
 from distflow_jax.models.decoder_config import DecoderConfig
-from distflow_jax.models.model_flops import BatchWork as Tokens
-from distflow_jax.models.model_flops import causal_pairs, training_flops
+from distflow_jax.models.model_flops import BatchWork, causal_pairs, training_flops
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.memory import GIB, peak_memory_gb
 from distflow_jax.parallel.host_memory import device_memory_bytes
@@ -21,80 +22,127 @@ from distflow_jax.planning.chips import Chip
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.run_models import optimizer_of
-from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import costs_of
 from distflow_jax.runtime.build import make_meshes, trace
 from distflow_jax.runtime.settled_implementations import settle_implementations
 from distflow_jax.training.state import init_state
 
-UPDATE = "actor_train"
 
-
-class CompiledUpdate:
+class RunUpdate:
     """The update of a run's own plan, compiled, with its costs and the seconds that this took.
 
     Raises ValueError if sizes do not fit together.
     """
 
-    def __init__(self, model: str, work: Work, *, micro_rows: int, remat: str):
-        planned = plan_run(update_run(model, work, micro_rows, remat), Machine.current())
-        settle_implementations(planned)
-        self.planned, self.work = planned, work
-        self.program = trace(planned)[UPDATE]
+    def __init__(self, config: Config):
+        self.planned = plan_run(config, Machine.current())
+        settle_implementations(self.planned)
+        self.program = trace(self.planned)["actor_train"]
         started = time.perf_counter()
         self.costs = costs_of(self.program.traced, self.program.compile())
-        self.facts = {
-            "micro_rows": micro_rows,
-            "remat": remat,
-            "attention": planned.sizes.attention.name,
-            "attention_why": planned.sizes.attention.why,
-            "compute_dtype": planned.sizes.forward.compute_dtype,
-            "compile_seconds": time.perf_counter() - started,
-            "program_gb": (self.costs.peak_bytes or 0) / GIB,
-        }
+        self.compile_seconds = time.perf_counter() - started
 
-    def time(self, chip: Chip) -> dict[str, Any]:
-        """Seconds and model FLOPs utilisation of an optimizer step, compilation excluded.
+    @property
+    def model(self) -> DecoderConfig:
+        """The model that is trained."""
+        return self.planned.source.config
 
-        FLOPs are those of models/model_flops.py: causal attention counts as half of a square, and
-        recomputation counts nothing.
+    @property
+    def program_gb(self) -> float:
+        """Memory that the program needs, in units of 2^30 bytes."""
+        return (self.costs.peak_bytes or 0) / GIB
+
+    def steps(
+        self, sequences: Sequences, at: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[float, float, dict[str, Any]]]:
+        """Makes steps from random weights on; yields (seconds, CPU-seconds, metrics) of each.
+
+        `at`: the numbers of the sequences of each row. Fields beside the rows are random.
         """
-        config, decoder = self.planned.config, self.planned.source.config
-        sizes, work = self.planned.sizes, self.work
+        sizes = self.planned.sizes
         mesh = make_meshes(sizes)[sizes.mesh.layout]
-        optimizer, _ = optimizer_of(config, "ACTOR")
-        params = random_params(decoder, "float32", mesh)
-        states: dict[str, Any] = {"actor": init_state(params, decoder, optimizer, mesh)}
+        optimizer, _ = optimizer_of(self.planned.config, "ACTOR")
+        params = random_params(self.model, "float32", mesh)
+        states: dict[str, Any] = {"actor": init_state(params, self.model, optimizer, mesh)}
         del params  # the state has them, and is donated
-        values = _values(self.program, decoder, work)
-        seconds, compilations = [], Compilations()
-        for step in range(1 + work.repeats):
-            started = time.perf_counter()
-            states, _, metrics = jax.block_until_ready(self.program(states, values))
-            if step:
-                seconds.append(time.perf_counter() - started)
-            else:
-                compilations.take()
-        compilations.close()
-        needed, median = _needed_flops(decoder, work), statistics.median(seconds)
-        return self.facts | {
-            "seconds": seconds,
-            "median_seconds": median,
-            "tokens_per_second": work.rows * work.row_tokens / median,
-            "model_flops": needed,
-            "mfu": needed / (median * jax.device_count() * chip.flops),
-            "hardware_flops": self.costs.flops,
-            "peak_gb_so_far": peak_memory_gb(),
-            "compilations": compilations.take(),
-            "grad_norm": float(metrics["actor/grad_norm"]),
-        }
+        values = self._values(sequences, at)
+
+        def step(states):
+            return jax.block_until_ready(self.program(states, values))
+
+        while True:
+            (states, _, metrics), seconds, cpu = clocked(step, states)
+            yield seconds, cpu, metrics
+
+    def _values(self, sequences: Sequences, at: Sequence[tuple[int, ...]]) -> list[Any]:
+        """The program's fields."""
+        spec = next(x for x in self.program.inputs if isinstance(x, Rows))
+        mini_batches, count, length = spec.tokens.shape
+        assert mini_batches == 1 and count >= len(at), (spec.tokens.shape, len(at))
+        places = (*at, *[()] * (count - len(at)))
+        shape = RowShape(1, count, length, spec.parent.shape[2])
+        shared = self.planned.config.training.share_prompts
+        rows = to_rows(sequences, Placement(shape, (places,), shared))
+        placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), rows, spec)
+        rng = np.random.default_rng(0)
+
+        def numbers_of(spec: jax.ShapeDtypeStruct) -> jax.Array:
+            drawn = rng.normal(size=spec.shape) * rows.response_mask
+            return jax.device_put(drawn.astype(spec.dtype), spec.sharding)
+
+        return [placed if isinstance(x, Rows) else numbers_of(x) for x in self.program.inputs]
 
 
 def time_update(
     model: str, chip: Chip, work: Work, *, micro_rows: int, remat: str
 ) -> dict[str, Any]:
-    """CompiledUpdate.time of a model's update."""
-    return CompiledUpdate(model, work, micro_rows=micro_rows, remat=remat).time(chip)
+    """Seconds and model FLOPs utilisation of an optimizer step, compilation excluded.
+
+    FLOPs are those of models/model_flops.py: causal attention counts as half of a square, and
+    recomputation counts nothing.
+    """
+    return _timed(RunUpdate(update_run(model, work, micro_rows, remat)), chip, work)
+
+
+def _timed(update: RunUpdate, chip: Chip, work: Work) -> dict[str, Any]:
+    """The measurement of a compiled update, whose rows are all full."""
+    response, model = work.row_tokens - work.prompt, update.model
+    lengths, rng = np.full((work.rows // 2, 2), response), np.random.default_rng(0)
+    sequences = random_sequences(rng, model.vocab_size, work.prompt, lengths)
+    seconds, compilations = [], Compilations()
+    steps = update.steps(sequences, [(i,) for i in range(work.rows)])
+    next(steps)
+    compilations.take()
+    for _ in range(work.repeats):
+        took, _, metrics = next(steps)
+        seconds.append(took)
+    compilations.close()
+    counted = BatchWork(
+        tokens=work.rows * work.row_tokens,
+        scored=work.rows * response,
+        pairs=work.rows * causal_pairs(work.row_tokens),
+        near_pairs=work.rows * causal_pairs(work.row_tokens, model.sliding_window),
+    )
+    needed, median = training_flops(model, counted), statistics.median(seconds)
+    sizes, training = update.planned.sizes, update.planned.config.training
+    return {
+        "micro_rows": training.micro_batch_rows,
+        "remat": training.remat,
+        "attention": sizes.attention.name,
+        "attention_why": sizes.attention.why,
+        "compute_dtype": sizes.forward.compute_dtype,
+        "compile_seconds": update.compile_seconds,
+        "program_gb": update.program_gb,
+        "seconds": seconds,
+        "median_seconds": median,
+        "tokens_per_second": counted.tokens / median,
+        "model_flops": needed,
+        "mfu": needed / (median * jax.device_count() * chip.flops),
+        "hardware_flops": update.costs.flops,
+        "peak_gb_so_far": peak_memory_gb(),
+        "compilations": compilations.take(),
+        "grad_norm": float(metrics["actor/grad_norm"]),
+    }
 
 
 def largest_batch(model: str, chip: Chip, work: Work, *, remat: str) -> dict[str, Any]:
@@ -105,28 +153,27 @@ def largest_batch(model: str, chip: Chip, work: Work, *, remat: str) -> dict[str
     """
     micro, memory = 2 * max(work.micro_rows), device_memory_bytes()
     tried: list[dict[str, Any]] = []
-    fitting: list[CompiledUpdate] = []
+    fitting: list[tuple[RunUpdate, Work]] = []
     while micro <= work.most_rows:
-        sizes = dataclasses.replace(work, rows=micro)
+        work = dataclasses.replace(work, rows=micro)
         tried.append({"micro_rows": micro})
         try:
-            compiled = CompiledUpdate(model, sizes, micro_rows=micro, remat=remat)
+            update = RunUpdate(update_run(model, work, micro, remat))
         except jax.errors.JaxRuntimeError as error:  # compilers for TPUs refuse what does not fit
             tried[-1]["error"] = _out_of_memory(error)
             break
-        tried[-1]["program_gb"] = compiled.facts["program_gb"]
-        if memory and compiled.facts["program_gb"] * GIB > memory:
+        tried[-1]["program_gb"] = update.program_gb
+        if memory and update.program_gb * GIB > memory:
             break
-        fitting.append(compiled)
+        fitting.append((update, work))
         micro *= 2
         # chosen by the first trial; a name is only checked
-        work = dataclasses.replace(work, attention=compiled.facts["attention"])
-    for compiled in reversed(fitting):
+        work = dataclasses.replace(work, attention=update.planned.sizes.attention.name)
+    for update, sizes in reversed(fitting):
         try:
-            return compiled.time(chip) | {"tried": tried, "memory_gb": memory / GIB}
+            return _timed(update, chip, sizes) | {"tried": tried, "memory_gb": memory / GIB}
         except jax.errors.JaxRuntimeError as error:
-            tried.append({k: compiled.facts[k] for k in ("micro_rows", "program_gb")})
-            tried[-1]["error"] = _out_of_memory(error)
+            tried.append({"micro_rows": sizes.rows, "error": _out_of_memory(error)})
     raise ValueError(f"nothing fits that has more rows than part update: {tried}")
 
 
@@ -135,46 +182,3 @@ def _out_of_memory(error: jax.errors.JaxRuntimeError) -> str:
     if "RESOURCE_EXHAUSTED" not in str(error):
         raise error
     return str(error).partition("\n")[0]
-
-
-def _values(program: Program, model: DecoderConfig, work: Work) -> list[Any]:
-    """The program's fields: full rows, and random numbers for all other fields."""
-    spec = next(x for x in program.inputs if isinstance(x, Rows))
-    mini_batches, count, length = spec.tokens.shape
-    assert mini_batches == 1 and count >= work.rows, (spec.tokens.shape, work.rows)
-    rng = np.random.default_rng(0)
-
-    def ids(size: int) -> np.ndarray:
-        return rng.integers(3, model.vocab_size, size, dtype=np.int32)
-
-    numbers, response = range(work.rows), length - work.prompt
-    sequences = Sequences(
-        group=[i // 2 for i in numbers],
-        member=[i % 2 for i in numbers],
-        prompt=[ids(work.prompt) for _ in numbers],
-        response=[ids(response) for _ in numbers],
-        response_mask=[np.ones(response, bool) for _ in numbers],
-    )
-    at = tuple((i,) for i in numbers) + ((),) * (count - work.rows)
-    shape = RowShape(1, count, length, spec.parent.shape[2])
-    rows = to_rows(sequences, Placement(shape, (at,), False))
-    placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), rows, spec)
-
-    def numbers_of(spec: jax.ShapeDtypeStruct) -> jax.Array:
-        drawn = rng.normal(size=spec.shape) * rows.response_mask
-        return jax.device_put(drawn.astype(spec.dtype), spec.sharding)
-
-    return [placed if isinstance(x, Rows) else numbers_of(x) for x in program.inputs]
-
-
-def _needed_flops(model: DecoderConfig, work: Work) -> float:
-    window = model.sliding_window
-    return training_flops(
-        model,
-        Tokens(
-            tokens=work.rows * work.row_tokens,
-            scored=work.rows * (work.row_tokens - work.prompt),
-            pairs=work.rows * causal_pairs(work.row_tokens),
-            near_pairs=work.rows * causal_pairs(work.row_tokens, window),
-        ),
-    )

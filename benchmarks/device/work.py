@@ -1,12 +1,25 @@
-"""Sizes of the timed work, and the configs of the runs that contain it."""
+"""Sizes of the timed work, the configs of the runs that contain it, and its random inputs."""
 
 import dataclasses
+import functools
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from distflow_jax.batch import Sequences
 from distflow_jax.config.data_config import DataConfig, RewardConfig
 from distflow_jax.config.rollout_config import RolloutConfig
 from distflow_jax.config.run_config import Config, ModelSourceConfig
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.config.training_config import TrainingConfig
+from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.parameters import param_shardings, param_specs
+
+RESERVED_IDS = 3  # prompts and responses hold none of the first ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,4 +113,40 @@ def step_run(model: str, work: Work, micro_rows: int, staleness: int = 0) -> Con
             micro_batch_rows=micro_rows,
             attention=work.attention,
         ),
+    )
+
+
+def random_params(config: DecoderConfig, dtype: str, mesh: Mesh) -> dict[str, Any]:
+    """Parameters drawn on the device in their final dtype, so that nothing larger is allocated."""
+    layout, placed = flatten_dict(param_shardings(config, mesh), sep="/"), {}
+    for index, (path, spec) in enumerate(param_specs(config).items()):
+
+        @functools.partial(jax.jit, out_shardings=layout[path])
+        def make(key, spec=spec):
+            if spec.stddev is None:
+                return jnp.ones(spec.shape, dtype)
+            return jax.random.normal(key, spec.shape, dtype) * jnp.asarray(spec.stddev, dtype)
+
+        placed[path] = make(jax.random.fold_in(jax.random.key(0), index))
+    return unflatten_dict(placed, sep="/")
+
+
+def random_ids(rng: np.random.Generator, vocab: int, *shape: int) -> np.ndarray:
+    """Ids of tokens, int32 of this shape."""
+    return rng.integers(RESERVED_IDS, vocab, shape, dtype=np.int32)
+
+
+def random_sequences(
+    rng: np.random.Generator, vocab: int, prompt: int, lengths: np.ndarray
+) -> Sequences:
+    """Responses of these lengths, int [groups, samples], to a prompt of `prompt` ids for each
+    group."""
+    groups, samples = lengths.shape
+    prompts = random_ids(rng, vocab, groups, prompt)
+    return Sequences(
+        group=[i // samples for i in range(lengths.size)],
+        member=[i % samples for i in range(lengths.size)],
+        prompt=[prompts[i // samples] for i in range(lengths.size)],
+        response=[random_ids(rng, vocab, size) for size in lengths.flat],
+        response_mask=[np.ones(size, bool) for size in lengths.flat],
     )

@@ -15,6 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
+def peer_command(python: str, module: str) -> list[str]:
+    """The command that starts a module of this folder by an interpreter that has its packages."""
+    folder = pathlib.Path(__file__).parents[1]
+    return ["env", f"PYTHONPATH={folder}", python, "-m", f"peers.{module}"]
+
+
 class Side:
     """A program that waits on its stdin until it may do a step; it ends with a `with` block."""
 
@@ -35,13 +41,13 @@ class Side:
             with contextlib.suppress(BrokenPipeError):
                 file.close()
 
-    def step(self, request: str = "") -> dict[str, Any]:
+    def step(self) -> dict[str, Any]:
         """The record of one step. RuntimeError with the end of its log if the program ended."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(request + "\n")
+            self._process.stdin.write("\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
-            if line.startswith(("STEP ", "{")):
+            if line.startswith("STEP "):
                 since = {"since_start_s": time.monotonic() - self._started}
                 return since | json.loads(line.removeprefix("STEP "))
         self._process.wait()
@@ -50,10 +56,9 @@ class Side:
 
 
 def take_turns(
-    commands: Mapping[str, Sequence[str]], rounds: int, warmup: int, turn: int = 1
+    commands: Mapping[str, Sequence[str]], rounds: int, warmup: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Records of `warmup` steps of each program, then of `rounds` turns of `turn` steps, of which
-    one runs at a time."""
+    """Records of `warmup` steps of each program, then of `rounds` steps in turns."""
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {}
         records: dict[str, list[dict[str, Any]]] = {}
@@ -62,7 +67,7 @@ def take_turns(
             records[name] = [sides[name].step() for _ in range(warmup)]
         for _ in range(rounds):
             for name, side in sides.items():
-                records[name] += [side.step() for _ in range(turn)]
+                records[name].append(side.step())
         return records
 
 
@@ -70,6 +75,13 @@ def report(record: Mapping[str, Any]) -> None:
     """Prints the record of a step, with the process's peak memory and CPU-seconds so far."""
     so_far = {"peak_gb": peak_resident_gb(), "process_cpu_s": time.process_time()}
     print("STEP " + json.dumps({**so_far, **record}), flush=True)
+
+
+def clocked(function: Callable, *given: Any) -> tuple[Any, float, float]:
+    """(result of a call, its seconds, CPU-seconds of all threads of this process)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = function(*given)
+    return result, time.perf_counter() - wall, time.process_time() - cpu
 
 
 def peak_resident_gb() -> float:
@@ -100,14 +112,14 @@ class StepClock:
             wait_for_turn()
         self._began = time.perf_counter(), time.process_time()
 
-    def end(self, **facts: float) -> None:
+    def end(self) -> None:
         """Reports the current step, if there is one."""
         if self._began is None:
             return
         wall, cpu = self._began
         self._count += 1
         record = {"step": self._count, "step_s": time.perf_counter() - wall}
-        report(record | {"cpu_s": time.process_time() - cpu} | self._phases | facts)
+        report(record | {"cpu_s": time.process_time() - cpu} | self._phases)
         self._phases, self._began = {}, None
 
     def add(self, name: str, value: float) -> None:

@@ -1,6 +1,6 @@
 """The work of benchmarks/grpo_step.py by TRL's GRPOTrainer and transformers' generation, on a CPU.
 
-python benchmarks/peers/trl_grpo.py --steps=8 --beta=0.04
+PYTHONPATH=benchmarks python -m peers.trl_grpo --steps=8 --beta=0.04
 
 Needs a separate environment (benchmarks/peers/requirements-trl.txt). Prints one line of JSON per
 step, in the format of grpo_step.py, which starts it with --paced to alternate with it.
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from paced import StepClock
+from peers.paced import StepClock
+from peers.work import HEAD_DIM, MODELS, as_text, end_ids, lower_half, parse_arguments, prompt_ids
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -21,13 +22,6 @@ from transformers import (
     TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
-from work import HEAD_DIM, MODELS, add_flags, as_text, end_ids, lower_half, prompt_ids
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_flags(parser)
-    return parser.parse_args()
 
 
 def ends_of(args: argparse.Namespace) -> list[int]:
@@ -114,7 +108,7 @@ class Turns(TrainerCallback):
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(__doc__)
     torch.manual_seed(0)
     vocab, ends, clock = MODELS[args.model]["vocab"], ends_of(args), StepClock(args.paced)
     rows = [{"prompt": as_text(ids)} for batch in prompt_ids(args) for ids in batch]

@@ -1,6 +1,6 @@
 """The work of benchmarks/grpo_step.py by google-tunix with its vanilla engine.
 
-python benchmarks/peers/tunix_grpo.py --steps=8 --beta=0.04
+PYTHONPATH=benchmarks python -m peers.tunix_grpo --steps=8 --beta=0.04
 
 Needs a separate environment (benchmarks/peers/requirements.txt). Prints one line of JSON per step,
 in the format of grpo_step.py, which starts it with --paced to alternate with it. Phases are timed
@@ -16,38 +16,24 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from paced import StepClock
+from peers import work
+from peers.paced import StepClock
 from tunix.models.llama3 import model as llama3
 from tunix.rl import rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
-from work import (
-    HEAD_DIM,
-    MODELS,
-    add_flags,
-    as_ids,
-    as_text,
-    end_ids,
-    lower_half,
-    prompt_ids,
-)
-
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CharacterTokenizer:
     """Every id is one character, so that encode and decode are exact inverses. 0 pads, 1 ends."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Text -> ids."""
-        return as_ids(text)
+        return work.as_ids(text)
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """Ids -> text."""
-        return as_text(ids)
+        return work.as_text(ids)
 
     def pad_id(self) -> int:
-        """Id of padding."""
         return 0
 
     def eos_id(self) -> int:
@@ -55,42 +41,19 @@ class CharacterTokenizer:
         return 1
 
     def bos_id(self) -> None:
-        """No first token."""
         return None
-
-
-class Compilations:
-    """Number of compilations since the last look."""
-
-    def __init__(self):
-        self._count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
-        self._count += event == COMPILE_EVENT
-
-    def take(self) -> int:
-        """The number, which begins again."""
-        found, self._count = self._count, 0
-        return found
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_flags(parser)
-    return parser.parse_args()
 
 
 def make_model(args: argparse.Namespace) -> llama3.Llama3:
     """A Llama with random weights, every matrix N(0, 0.02); Tunix initialises some with zeros."""
-    shape = MODELS[args.model]
+    shape = work.MODELS[args.model]
     config = llama3.ModelConfig(
         num_layers=shape["layers"],
         vocab_size=shape["vocab"],
         embed_dim=shape["hidden"],
         hidden_dim=shape["mlp"],
         num_heads=shape["heads"],
-        head_dim=HEAD_DIM,
+        head_dim=work.HEAD_DIM,
         num_kv_heads=shape["kv_heads"],
         rope_theta=10_000,
         norm_eps=1e-5,
@@ -112,7 +75,7 @@ def make_cluster(
 ) -> rl_cluster.RLCluster:
     """Actor, sampler, and with a KL a reference, all on one device."""
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
-    vocab, longest = MODELS[args.model]["vocab"], args.prompt_length + args.new_tokens
+    vocab, longest = work.MODELS[args.model]["vocab"], args.prompt_length + args.new_tokens
     sizes: dict[str, int] = {}
     sampling: dict[str, Any] = {}
     if not args.defaults:
@@ -142,7 +105,7 @@ def make_cluster(
                 top_p=1.0,
                 top_k=None,
                 # for 0 an id that is never sampled
-                eos_tokens=end_ids(vocab, args.eos_frac) or [-1],
+                eos_tokens=work.end_ids(vocab, args.eos_frac) or [-1],
                 **sampling,
             ),
         ),
@@ -151,18 +114,21 @@ def make_cluster(
 
 def batches(args: argparse.Namespace) -> Iterator[dict]:
     """Random prompts of each step, as text."""
-    for ids in prompt_ids(args):
-        yield {"prompts": np.array([as_text(row) for row in ids])}
+    for ids in work.prompt_ids(args):
+        yield {"prompts": np.array([work.as_text(row) for row in ids])}
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = work.parse_arguments(__doc__)
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    tokenizer, clock, compilations = CharacterTokenizer(), StepClock(args.paced), Compilations()
+    tokenizer, clock = CharacterTokenizer(), StepClock(args.paced)
 
     def reward(prompts, completions, **_):
-        return [lower_half(as_ids(text), MODELS[args.model]["vocab"]) for text in completions]
+        return [
+            work.lower_half(work.as_ids(text), work.MODELS[args.model]["vocab"])
+            for text in completions
+        ]
 
     with mesh:
         cluster = make_cluster(args, mesh, tokenizer)
@@ -180,7 +146,6 @@ def main() -> None:
         generate = clock.timed("rollout_s", cluster.generate, lambda out: None)
 
         def timed_generate(*given, **options):
-            clock.end(compilations=compilations.take())
             clock.begin()
             out = generate(*given, **options)
             # Tunix leaves the end token out of a response
@@ -197,7 +162,7 @@ def main() -> None:
             lambda _: jax.block_until_ready(nnx.state(cluster.actor_trainer.model)),
         )
         learner.train(batches(args))
-    clock.end(compilations=compilations.take())
+    clock.end()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paced", action="store_true", help="a line of stdin starts each step")
 
 
+def parse_arguments(doc: str) -> argparse.Namespace:
+    """The flags of a peer, whose module has this docstring."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    add_flags(parser)
+    return parser.parse_args()
+
+
+def source_of(model: str) -> str:
+    """The model.source with random weights for a name of MODELS."""
+    options = "&".join(f"{name}={value}" for name, value in MODELS[model].items())
+    return f"random:llama?{options}&tied={int(model == '135m')}"
+
+
 def end_ids(vocab: int, share: float) -> list[int]:
     """The last `share` of the vocabulary, which ends a response; [] for 0."""
     return list(range(vocab - max(1, round(vocab * share)), vocab)) if share else []

@@ -6,7 +6,6 @@ processes.
 
 import json
 import sys
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,11 +20,9 @@ from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import streaming  # noqa: E402
 import streaming_model  # noqa: E402
-from asynchronous import far_tables  # noqa: E402
-from asynchronous.engine import DrawnLengths, SimulatedEngine  # noqa: E402
-from asynchronous.lanes import Lane  # noqa: E402
+from asynchronous import results  # noqa: E402
+from asynchronous.engine import DrawnLengths, Lane, SimulatedEngine  # noqa: E402
 
 COSTS = Decode(step=1e-5, slot=1e-6, prompt=1e-4)
 TOKEN, STOP = 7, 3
@@ -77,28 +74,12 @@ def test_every_schedule_has_layouts_that_divide_the_devices():
 def test_a_cell_is_judged_by_the_model_and_the_machine():
     base = {"seconds": 2.0, "modelled": 2.0}
     found = {"own_cpu": 0.1, "machine_cpu": 0.6, "compilations": 0, "modelled": 1.0}
-    args = SimpleNamespace(beside_others=True)
-    near = streaming.judged(found | {"seconds": 1.04}, base, args)
+    near = results.judged(found | {"seconds": 1.04}, base, "own_cpu")
     assert not near["problems"] and near["figure"] == 2.0 and near["speed"] == 2.0 / 1.04
-    far = streaming.judged(found | {"seconds": 1.06}, base, args)
+    far = results.judged(found | {"seconds": 1.06}, base, "own_cpu")
     assert far["problems"] == ["off the model by +6%"]
-    args.beside_others = False
-    assert streaming.judged(found | {"seconds": 1.0}, base, args)["problems"] == [
-        "refused: CPU 60%"
-    ]
-
-
-def test_slow_rewards_may_cost_a_step_in_partial_batches_little():
-    def cell(workload, seconds):
-        return {
-            "workload": workload,
-            "schedule": "partial_batches",
-            "staleness": 2,
-            "seconds": seconds,
-        }
-
-    assert streaming.hides_rewards([cell("heavy-2", 1.0), cell("rewards-2", 1.04)])
-    assert not streaming.hides_rewards([cell("heavy-2", 1.0), cell("rewards-2", 1.06)])
+    refused = results.judged(found | {"seconds": 1.0}, base, "machine_cpu")
+    assert refused["problems"] == ["refused: CPU 60%"]
 
 
 def test_responses_end_at_lengths_of_their_uids():
@@ -179,35 +160,20 @@ def test_rollouts_with_a_budget_run_on_this_machine(tmp_path):
     assert without["beyond"] == 0 <= budget["beyond"]
 
 
-def far(speeds, rate, *, workload="mild-2"):
-    return {
-        "workload": workload,
-        "speeds": speeds,
-        "rate": rate,
-        "seconds": 100 / rate,
-        "own_cpu": 0.2,
-        "compilations": 0,
-    }
+def run(rate, cpu=0.2):
+    return {"rate": rate, "seconds": 100 / rate, "own_cpu": cpu, "compilations": 0}
 
 
 def test_runs_with_workers_are_compared_with_what_their_goal_names():
-    inside = {"workload": "heavy-2", "rate": 100.0, "seconds": 1.0, "own_cpu": 0.1}
-    inside |= {"compilations": 0}
-    runs = [
-        inside,
-        far((1.0, 1.0), 96.0, workload="heavy-2"),
-        far((1.0, 1.0), 90.0, workload="heavy-2"),
-        far((2.0,), 20.0),
-        far((1.0,), 10.0),
-        far((2.0, 1.0), 26.0),
-        far((2.0, 1.0), 28.0),
-    ]
-    found = far_tables.compared(runs, 0.5, "own_cpu")
-    ratios = [x["ratio"] and round(x["ratio"], 3) for x in found]
-    assert ratios == [None, 0.96, 0.9, None, None, 0.867, 0.933]
-    assert [i for i, x in enumerate(found) if x["problems"]] == [2, 5]
-    (refused,) = far_tables.compared([inside], 0.05, "own_cpu")
-    assert refused["problems"] == ["refused: CPU 10%"]
+    for rates, ratio in (((100, 96), 0.96), ((20, 10, 28), 0.933)):
+        *alone, last = results.compared([run(rate) for rate in rates], "own_cpu")
+        assert last["ratio"] == pytest.approx(ratio, abs=1e-3) and not last["problems"]
+        assert not any("ratio" in one for one in alone)
+    for rates in ((100, 90), (20, 10, 26)):
+        found = results.compared([run(rate) for rate in rates], "own_cpu")
+        assert [len(one["problems"]) for one in found] == [0] * (len(rates) - 1) + [1]
+    busy, _ = results.compared([run(100, 0.6), run(100)], "own_cpu")
+    assert busy["problems"] == ["refused: CPU 60%"]
 
 
 @pytest.mark.slow

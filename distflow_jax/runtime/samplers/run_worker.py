@@ -34,6 +34,8 @@ from distflow_jax.planning.plan_run import (
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.report.terminal import Terminal
+from distflow_jax.resharding.weight_sync import WeightSync
+from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
@@ -56,9 +58,18 @@ from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 from distflow_jax.watchdog.supervision import StopSignal
 
 PULL_SECONDS = 600.0  # for a version of the weights to come
+# (model, config and sizes of the worker) -> its engine, and the sync that feeds it
+MakeSampler = Callable[[ModelSource, Config, Sizes], tuple[RolloutEngine, WeightSync]]
 ENDED = (
     "the run has ended; if you are extending it, start the worker after the trainer prints `run`"
 )
+
+
+def make_sampler(
+    source: ModelSource, config: Config, sizes: Sizes
+) -> tuple[RolloutEngine, WeightSync]:
+    """The engine that a config describes, and its sync."""
+    return make_engine(source, config, sizes), make_sync(source, config, sizes)
 
 
 class WorkerFailed(RuntimeError):
@@ -78,13 +89,14 @@ def run_worker(
     chosen: Collection[str] = (),
     foreign: EngineChoice | None = None,
     nodes: Sequence[str] = (),
+    make: MakeSampler = make_sampler,
 ) -> int:
     """Samples for the trainers that `join` names until their run ends; returns the exit code.
 
     EXIT_PREEMPTED: it was stopped before; WorkerLeft: and had to leave groups unfinished.
     `chosen` are the config keys that the command line gives. `foreign`: an engine of another
-    program that samples; None: one of ours. `nodes`: ids of those that it runs; (): those that
-    sample.
+    program that samples; None: one of ours, which `make` makes; benchmarks may substitute it.
+    `nodes`: ids of those that it runs; (): those that sample.
     Raises ValueError for user errors, NobodyAnswers if trainers do not answer in time, and
     WorkerFailed where an engine or its environments fail.
     """
@@ -121,7 +133,7 @@ def run_worker(
         runner = served.open(files)
         environments = make_environments(config, source, files) if served.samples else None
         hosting = served.open_host(files)
-        what = (config, graph, source, foreign, patience, environments, hosting)
+        what = (config, graph, source, foreign, make, patience, environments, hosting)
         asked = _Asked(*what, stop, terminal)
         if runner.nodes:
             tables[NODE_TABLE] = node_table(table)
@@ -148,6 +160,7 @@ class _Asked:
     graph: Graph
     source: ModelSource
     foreign: EngineChoice | None
+    make: MakeSampler
     patience: Patience
     environments: Environments | None  # None: a response is one turn
     hosting: Hosting  # of environments of workers
@@ -215,7 +228,7 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         if asked.foreign is None:
-            opened = _own_engine(config, graph, source, asked.environments)
+            opened = _own_engine(asked)
         else:
             opened = _foreign_engine(asked.foreign, config, graph, source, files, asked.stop)
         with asked.terminal.activity("loading weights of the trainers"):
@@ -299,12 +312,11 @@ class _Opened:
     sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
 
 
-def _own_engine(
-    config: Config, graph: Graph, source: ModelSource, environments: Environments | None
-) -> _Opened:
+def _own_engine(asked: _Asked) -> _Opened:
     """An engine on this machine's devices."""
-    own, sizes = own_sizes(config, graph, source)
-    engine, sync = make_engine(source, own, sizes), make_sync(source, own, sizes)
+    source = asked.source
+    own, sizes = own_sizes(asked.config, asked.graph, source)
+    engine, sync = asked.make(source, own, sizes)
     pull_trained = _trained_pull(source, sizes, mesh_lib.replica_mesh(sizes.rollout_tensor))
 
     def pull(links: Links, version: int) -> Any:
@@ -315,7 +327,7 @@ def _own_engine(
     ) -> EpisodeSampler:
         engine.compile(weights)
         state = SamplerState(weights, version, engine.init_decode_state())
-        return EpisodeSampler(engine, state, environments, on_response)
+        return EpisodeSampler(engine, state, asked.environments, on_response)
 
     return _Opened("its own engine", sizes.engine.slots, pull, sampler)
 
