@@ -255,17 +255,18 @@ def main() -> int:
             results,
             seconds=lambda task: expected_seconds(task, models, quick=args.quick),
             left=left,
-            run=lambda task: measured(
-                task, lambda: measure(task, args, chip, pathlib.Path(folder))
-            ),
+            run=lambda task: measured(task, args, chip, pathlib.Path(folder)),
             show=show,
         )
     limit.cancel()
     print_all(results, late)
     print(f"\nwrote {args.out} after {(time.perf_counter() - started) / 60:.1f} minutes")
     if wrong := [one for one in results.all() if not one.get("holds", True)]:
-        print(f"error: this device does not compute what the CPU does ({wrong[0]['task']}); "
-              "nothing was timed after that", file=sys.stderr)  # fmt: skip
+        print(
+            f"error: this device does not compute what the CPU does ({wrong[0]['task']}); nothing "
+            "was timed after that",
+            file=sys.stderr,
+        )
     return 1 if wrong or any("traceback" in one for one in results.all()) else 0
 
 
