@@ -50,14 +50,14 @@ class Processes:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(theirs, *values), daemon=True)
         process.start()
-        self._started.append(process)
+        self._started.append((process, ours))  # which wait for it until they are killed
         return ours
 
     def __enter__(self) -> "Processes":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self._started):
+        for process, _ in reversed(self._started):
             process.kill()
             process.join()
 
