@@ -5,6 +5,8 @@ Nightly: a plan whose units take partial batches trains what the plan trains, an
 after step 1.
 """
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +135,7 @@ def test_accumulators_are_planned_as_they_lie():
     made = Planned()
     (update,) = made.partial_batches.updates.values()
     states = made.made.initial({})
+    gc.collect()  # arrays of earlier tests may wait in cycles
     before = live_bytes()
     state = update.begin(states["actor"])
     planned = device_bytes(made.partial_batches.updates["actor"].state.sums)
