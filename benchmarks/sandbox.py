@@ -67,9 +67,9 @@ def main() -> None:
     for level in LEVELS:
         try:
             with Sandbox(SandboxConfig(level=level)) as sandbox:
-                before = usage(sandbox._zygote.pid)[1]
+                before = usage(sandbox._zygote.process.pid)[1]
                 took = latency(sandbox, options.programs)
-                cpu = (usage(sandbox._zygote.pid)[1] - before) / (len(took) + WARM)
+                cpu = (usage(sandbox._zygote.process.pid)[1] - before) / (len(took) + WARM)
                 late = lateness(sandbox, max(8, options.programs // 5))
         except ValueError as error:
             print(f"{level:10} {error}")

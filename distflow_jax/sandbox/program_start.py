@@ -69,8 +69,10 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
         if plan.root:
             proc = namespaces.enter_root(plan.root, program.limits.disk, start.uid)
             scratch = namespaces.SCRATCH
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a signal reaches init by a handler only
             if child := os.fork():
                 _be_init(child, report)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         _confine(start, scratch, proc)
     except (OSError, ValueError, MemoryError) as error:
@@ -90,7 +92,6 @@ def enter(start: Start, ends: Sequence[int], report: int) -> Callable[[], None]:
 
 def _be_init(child: int, report: int) -> None:
     """Waits for the program, and for what has lost its parent; never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # only a handler lets programs signal their init
     call("close_range", 0, report - 1, 0)  # the program's pipes end with the program
     call("close_range", report + 1, _LAST, 0)
     ended, status = 0, 0

@@ -88,7 +88,11 @@ class _Zygote:
         """Forks a keeper, which gives the program's process what that has to run."""
         taken = {slot for _, slot in self._keepers.values()}
         slot = min(set(range(len(taken) + 1)) - taken)
-        self._count_others()
+        if not (self._plan.first_uid or self._plan.root):  # programs share the limit of their user
+            if time.monotonic() >= self._counted + COUNT_SECONDS:
+                others = descendants.count_tasks(os.getuid())
+                self._plan = dataclasses.replace(self._plan, others=others)
+                self._counted = time.monotonic()
         process = -1
         with contextlib.suppress(OSError):  # none is left: the caller's socket ends without answer
             if process := os.fork():
@@ -113,12 +117,3 @@ class _Zygote:
                     os.waitpid(stray, 0)
             if os.path.exists(f"{self._plan.scratch}/{slot}"):
                 remove_folder(f"{self._plan.scratch}/{slot}")
-
-    def _count_others(self) -> None:
-        """Counts processes and threads of this user, where programs share their limit."""
-        if self._plan.first_uid or self._plan.root:
-            return
-        if time.monotonic() >= self._counted + COUNT_SECONDS:
-            others = descendants.count_tasks(os.getuid())
-            self._plan = dataclasses.replace(self._plan, others=others)
-            self._counted = time.monotonic()

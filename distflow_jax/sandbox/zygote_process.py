@@ -80,29 +80,21 @@ class ZygoteProcess:
 
     level: of confinement. scratch: folder for scratch folders, "" for the system's. packages: a
     folder of packages for programs, or "". Raises SandboxError with what the level lacks here.
+
+    process: the present one. folders: of scratch folders, the present one last.
     """
 
     def __init__(self, level: str, scratch: str, packages: str):
         self._level, self._scratch, self._packages = level, scratch, packages
-        self._lock, self._folders = threading.Lock(), list[str]()
-        self._process, self._socket = self._start()
-
-    @property
-    def pid(self) -> int:
-        """Number of the present process."""
-        return self._process.pid
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The folder of the programs' scratch folders."""
-        return pathlib.Path(self._folders[-1])
+        self._lock, self.folders = threading.Lock(), list[str]()
+        self.process, self._socket = self._start()
 
     def begin(self, program: SandboxProgram, *, has_frames: bool) -> SandboxSession:
         """Hands a program to a new keeper, with pipes for frames. Raises SandboxError."""
         with self._lock:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 self._socket.close()
-                self._process, self._socket = self._start()
+                self.process, self._socket = self._start()
             control, theirs = socket.socketpair()
             given, ends = [theirs.detach()], []
             if has_frames:
@@ -118,13 +110,13 @@ class ZygoteProcess:
         """Ends the process, and all programs that still run."""
         with self._lock:
             self._socket.close()
-            self._process.wait()
-            for folder in self._folders:  # left of one that was killed
+            self.process.wait()
+            for folder in self.folders:  # left of one that was killed
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         folder = tempfile.mkdtemp(prefix="distflow-sandbox-", dir=self._scratch or None)
-        self._folders.append(folder)
+        self.folders.append(folder)
         os.chmod(folder, 0o711)  # a program's user enters its own folder there
         root = str(pathlib.Path(__file__).parents[2])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -247,7 +247,7 @@ def test_session_that_ends(sandbox):
 
 def session_keeper(sandbox):
     """The only keeper's process, or the zygote if there is none."""
-    zygote = sandbox._zygote.pid
+    zygote = sandbox._zygote.process.pid
     return next(iter(descendants.children(zygote)), zygote)
 
 
@@ -283,7 +283,7 @@ sandbox = Sandbox(SandboxConfig()).__enter__()
 zygote = sandbox._zygote
 program = SandboxProgram(("sleep", "999"), limits=SandboxLimits(seconds=999))
 threading.Thread(target=sandbox.run, args=(program,)).start()
-print(zygote.pid, zygote.folder, flush=True)
+print(zygote.process.pid, zygote.folders[-1], flush=True)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
         zygote, folder = run.stdout.readline().split()
@@ -303,7 +303,7 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
     for victim in (lambda zygote: descendants.children(zygote)[0], lambda zygote: zygote):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             run = pool.submit(best.run, program)
-            zygote = best._zygote.pid
+            zygote = best._zygote.process.pid
             until(lambda zygote=zygote: descendants.children(zygote))
             keepers = descendants.children(zygote)
             os.kill(victim(zygote), signal.SIGKILL)

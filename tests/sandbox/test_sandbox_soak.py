@@ -81,8 +81,8 @@ def held(process):
 def soak(count, level):
     """Runs so many programs, and checks what is left; returns {process: memory at marks}."""
     with Sandbox(SandboxConfig(level=level)) as sandbox:
-        processes = (os.getpid(), sandbox._zygote.pid)
-        folder = sandbox._zygote.folder
+        processes = (os.getpid(), sandbox._zygote.process.pid)
+        folder = pathlib.Path(sandbox._zygote.folders[-1])
         marks = []
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             for mark in range(5):

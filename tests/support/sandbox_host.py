@@ -104,7 +104,7 @@ def greedy(sandbox, scratch) -> dict[str, dict]:
         found = dict(pool.map(one, greedy_programs.ALONE))
         others = [name for name in greedy_programs.PROGRAMS if name not in found]
         found |= pool.map(one, others)
-    zygote = sandbox._zygote.pid
+    zygote = sandbox._zygote.process.pid
     while any(descendants._is_living(one) for one in descendants.children(zygote)):
         time.sleep(0.01)
     left = [
