@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"dag": "grpo", **RL},
     "ppo": {"dag": "ppo", **RL},
     "dapo": {"dag": "dapo"},
+    "dpo": {"dag": "dpo", "data.train": "PAIRS", "eval.dataset": ""},
     "online_dpo": {"dag": "online_dpo"},
     "sft": {"dag": "sft"},
     "environment": {
@@ -51,6 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
         "training.row_tokens": 768,
     },
 }
+PAIRS = [
+    {"prompt": f"Say {i}:", "chosen": str(7 * i), "rejected": "abcdefghij"[: 1 + i % 9]}
+    for i in range(64)
+]
 # Settings under the names that an older checkout has them.
 RENAMED: dict[str, str] = {}
 
@@ -150,9 +155,14 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="NEW continues OLD's run")
     options = parser.parse_args()
     failed = 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    pairs = options.out.absolute() / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     for processes in map(int, options.processes.split(",")):
         for case in options.cases.split(","):
             settings = {"observe.samples_every": 1, **CASES[case]}
+            if settings.get("data.train") == "PAIRS":
+                settings["data.train"] = str(pairs)
             older = {RENAMED.get(name, name): value for name, value in settings.items()}
             old = options.out / f"old-{case}-{processes}"
             if not (old / "done").exists():
