@@ -17,7 +17,7 @@ from distflow_jax.pods.preset import GPUS_OF_24_GB, Division, grpo
 DIVISIONS = {
     **{(gpu, "2k"): Division(lora_rank=32, remat="dots") for gpu in GPUS_OF_24_GB},
     ("h100", "2k"): Division(),
-    ("v5e", "2k"): Division(fsdp=8, rollout_tensor=2, remat="attention", micro_rows=2),
+    ("v5e", "2k"): Division(fsdp=8, rollout_tensor=2, micro_rows=8, offload="idle"),
 }
 
 
