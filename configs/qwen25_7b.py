@@ -29,9 +29,7 @@ DIVISIONS = {
     ("v6e", "2k"): Division(
         fsdp=2, tensor=4, rollout_tensor=4, micro_rows=4, cache_fraction=0.15, offload="idle"
     ),
-    ("v5p", "2k"): Division(
-        fsdp=4, rollout_tensor=2, remat="dots", micro_rows=2, cache_fraction=0.1
-    ),
+    ("v5p", "2k"): Division(fsdp=4, rollout_tensor=2, micro_rows=8, cache_fraction=0.1),
     ("h100", "2k"): Division(fsdp=8, rollout_tensor=2, remat="dots", cache_fraction=0.1),
     ("v5e", "8k"): Division(
         fsdp=32, tensor=2, rollout_tensor=4, remat="attention", cache_fraction=0.6, offload="idle"
