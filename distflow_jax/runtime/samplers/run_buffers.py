@@ -10,9 +10,11 @@ from typing import Any
 import jax
 
 from distflow_jax.cluster import processes
+from distflow_jax.cluster.own_code import environment_code
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
-from distflow_jax.planning.plan_run import PreparedRun, config_table, environment_table
+from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.report.run_writer import RunEvents
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
@@ -71,7 +73,8 @@ def deliver_to_workers(
         store(sync.leave(state.policy_params(policy)), state.step, ())
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
-    code = processes.code_table() | environment_table(config)
+    code = processes.code_table()
+    code |= environment_code(config.rollout.environment, config.rollout.environment_kwargs)
     tables = shared_tables(whole, code, prepared.source.tokenizer)
     facts = {"attempt": attempt, "after": before, "began": state.step}
     facts["exact"] = config.stream.weight_update == "boundary"
