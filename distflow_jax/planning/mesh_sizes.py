@@ -15,8 +15,9 @@ SAMPLERS = "ROLLOUT"  # the key of mesh.roles for the samplers' devices
 
 def mesh_sizes(
     config: MeshConfig, model: DecoderConfig, machine: Machine
-) -> tuple[MeshSizes, dict[str, MeshSizes]]:
-    """Meshes of the training roles: (the common mesh, those of `mesh.roles` by name).
+) -> tuple[MeshSizes, dict[str, MeshSizes], Submesh | None]:
+    """Meshes of the training roles, and the devices of samplers: (the common mesh, those of
+    `mesh.roles` by name, see _sampler_submesh).
 
     Raises ValueError if a mesh does not fit the machine or the model, with sizes that do.
     """
@@ -30,10 +31,10 @@ def mesh_sizes(
         raise ValueError(
             "mesh.roles.REWARD has no training mesh: rewards are computed on the host; remove it"
         )
-    return common, roles
+    return common, roles, _sampler_submesh(config, (common, *roles.values()), machine)
 
 
-def sampler_submesh(
+def _sampler_submesh(
     config: MeshConfig, meshes: Sequence[MeshSizes], machine: Machine
 ) -> Submesh | None:
     """The devices of every host that samplers have, by mesh.roles.ROLLOUT; None: all of them.
@@ -71,7 +72,10 @@ def _role_sizes(
     submesh = resolve_submesh(f"{where}.devices", sizes["devices"], machine.local_devices)
     if submesh is not None:
         machine = machine.submesh(submesh[1] - submesh[0])
-    check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    tensor = sizes.get("tensor", 1)
+    check_width(f"{where}.tensor", tensor, model, machine.devices)
+    _check_experts(f"{where}.expert", sizes.get("expert", 1), model, machine.devices)
+    check_hosts(tensor, f"{where}.tensor", machine.processes, machine.local_devices)
     sizes = resolve_sizes(sizes, machine.devices, where=where, submesh=submesh)
     if model.num_layers % sizes.pipeline:
         common = math.gcd(model.num_layers, machine.devices)
@@ -80,7 +84,6 @@ def _role_sizes(
             f"{where}.pipeline={sizes.pipeline} does not divide the model's num_layers="
             f"{model.num_layers}; use one of {fits}"
         )
-    _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
@@ -122,21 +125,17 @@ def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) ->
         )
 
 
-def check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
-    """Raises ValueError unless groups of `width` devices fit the hosts and the model's sizes.
-
-    The group divides a host, or is whole hosts, and divides heads, MLP and vocabulary of the model.
-    `what`: the config key, for the message.
-    """
+def check_width(what: str, width: int, model: DecoderConfig, devices: int) -> None:
+    """Raises ValueError unless groups of `width` of the devices divide heads, MLP and vocabulary of
+    the model. `what`: the config key, for the message."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
     for name, size in sizes.items():
         if size % width:
             fits = [
                 n
-                for n in range(1, machine.devices + 1)
-                if not any(s % n for s in (machine.devices, *sizes.values()))
+                for n in range(1, devices + 1)
+                if not any(s % n for s in (devices, *sizes.values()))
             ]
             raise ValueError(
                 f"{what}={width} does not divide the model's {name}={size}; use one of {fits}"
             )
-    check_hosts(width, what, machine.processes, machine.local_devices)

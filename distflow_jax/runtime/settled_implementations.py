@@ -7,11 +7,10 @@ import pathlib
 from typing import Any
 
 from distflow_jax.cluster import processes
-from distflow_jax.models.grouped_trial import try_products
+from distflow_jax.models.grouped_trial import grouped_products, try_products
 from distflow_jax.models.kernels.implementation_trial import Tried, fastest
 from distflow_jax.models.weights.source import multiplied_by
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.sizes import grouped_products
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
 from distflow_jax.training.row_trial import try_rows
@@ -89,7 +88,8 @@ def _best(run: RunPlan) -> list[tuple[str, str]]:
 
 
 def _products(run: RunPlan) -> tuple[str, ...]:
-    return grouped_products(run.config, run.source.config, run.machine)
+    name, dtype = run.config.model.grouped_product, run.sizes.forward.compute_dtype
+    return grouped_products(name, run.source.config, run.machine.platform, dtype)
 
 
 def _try_products(run: RunPlan) -> dict[str, Tried]:
