@@ -227,7 +227,8 @@ def to_json(config: Mapping[str, Any] | ml_collections.ConfigDict) -> str:
 def config_table(config: Any) -> dict[str, str]:
     """{"training.optimizer.lr": "1e-06", ...}: all values of a config dataclass, as JSON: what
     processes must have alike."""
-    return json_table(to_json(to_config_dict(config)))
+    text = to_json(to_config_dict(config))
+    return json_table(text)
 
 
 # -- overrides --------------------------------------------------------------------------------

@@ -409,8 +409,8 @@ def prepare(
         run = _dated(plan_run(config, machine, chosen), date)
         if recording is not None:
             weights = starting_weights(run.models, run.source)
-            settings = config_table(run.config)
-            ours = start_of_run(settings, run.plan.digest, weights, machine.devices)
+            digest, devices = run.plan.digest, machine.devices
+            ours = start_of_run(config_table(run.config), digest, weights, devices)
             check_replay(recording, ours)
             run.trainers_sample = False
     config, source = run.config, run.source
@@ -420,8 +420,8 @@ def prepare(
         read_wire_tls()  # files that do not fit are found here
         check_listen("stream.listen", config.stream.listen)
     with shown("open_data"):
-        encoder = prompt_encoder(source, config.data.image_tokens)
         share = sampler_share(run.sizes, machine)
+        encoder = prompt_encoder(source, config.data.image_tokens)
         loader = run_loader(run, encoder, dataset)
         first = loader.prompt(0)
         if source.tokenizer.is_chat(first.text):
@@ -443,16 +443,9 @@ def prepare(
                 column = config.reward.kwargs.get("reference", "reference")
                 prompts = [loader.prompt(number) for number in numbers]
                 check_references(rewards, prompts, column, loader.place)
-            own_code = own_code_table(config, run.plan)
-            processes.check_agreement(
-                {
-                    "config": config_table(config),
-                    "plan": run.plan.table(),
-                    "code": processes.code_table(),
-                    "files": own_code,
-                    "versions": processes.version_table(),
-                }
-            )
+            tables = {"config": config_table(config), "plan": run.plan.table()}
+            tables |= {"files": own_code_table(config, run.plan), "code": processes.code_table()}
+            processes.check_agreement(tables | {"versions": processes.version_table()})
             on_failure.pop_all()
     return PreparedRun(
         **vars(run),

@@ -234,7 +234,8 @@ class States:
         return states
 
     def _specs(self, model: ModelOfRun) -> TrainState:
-        state = abstract_state(*self._parts(model))
+        network, optimizer, mesh = self._parts(model)
+        state = abstract_state(network, optimizer, mesh)
         return dataclasses.replace(state, params=self._stored(model, state.params))
 
     def _stored(self, model: ModelOfRun, params: Any) -> Any:

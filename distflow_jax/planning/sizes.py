@@ -72,6 +72,7 @@ class Sizes:
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
     sampler_attention_why: str = ""  # of a trial
     product: str = ""  # of a mixture's grouped products, the preferred one; "": no mixture
+    products: tuple[str, ...] = ()  # those that a trial at the start may find faster, and it
     product_why: str = ""  # of a trial
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
     # of a partial batch, if steps are trained on in partial batches
@@ -182,6 +183,7 @@ def derive_sizes(
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
         product=next(iter(products), ""),
+        products=products,
         partial_batch=packings[1],
     )
     return _with_images(sizes, config, model, machine.platform)

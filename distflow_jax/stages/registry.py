@@ -186,13 +186,13 @@ def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
     """
     builders = {}
     for node in nodes:
-        if _is_users(node):
-            stage = load_function(node.fn, f"stage of node {node.id!r}")
-            builders[node.id] = lambda context, stage=stage: stage
+        if not _is_users(node):
+            kind = kind_of(node)
+            _check_fields(node, kind)
+            builders[node.id] = kind.build
             continue
-        kind = kind_of(node)
-        _check_fields(node, kind)
-        builders[node.id] = kind.build
+        stage = load_function(node.fn, f"stage of node {node.id!r}")
+        builders[node.id] = lambda context, stage=stage: stage
     return builders
 
 

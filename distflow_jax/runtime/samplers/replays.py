@@ -110,10 +110,11 @@ def make_replay(
     plan = prepared.plan
     writers = {task.node.id: task.layout for task in plan.tasks}
     writers |= {None: sampler_layout(prepared.sizes)}
+    steps = StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan))
     replay = PartialBatchReplay(
         recording,
         RecordWriter(folder, state.step, None),
-        steps=StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan)),
+        steps=steps,
         read=functools.partial(recording.read, writers=writers, prompt=prepared.loader.prompt),
     )
     return Recorded(prepared, place, replay)

@@ -58,6 +58,9 @@ def deliver_to_workers(
     Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
+    first, limits = processes.process_index() == 0, _limits(prepared)
+    events = [RunEvents(workdir / "events.jsonl").add] if first else []
+    workers = WorkerLog(prepared.worker_command, *events)
     said = [secrets.token_hex(8), start_before(workdir)]
     attempt, before = processes.all_gather_json(said)[0]
     merged = functools.partial(lora.merged, scale=config.lora.scale)
@@ -84,7 +87,7 @@ def deliver_to_workers(
         tables,
         facts,
         node_table(whole),
-        border=Border(_limits(prepared)),
+        border=Border(limits),
         most_workers=most_workers(raise_file_limit()),
     )
     server = WireServer(
@@ -98,9 +101,6 @@ def deliver_to_workers(
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
     answers.meet(buffers)
-    first = processes.process_index() == 0
-    events = [RunEvents(workdir / "events.jsonl").add] if first else []
-    workers = WorkerLog(prepared.worker_command, *events)
     if first:
         addresses.write(workdir)
 
