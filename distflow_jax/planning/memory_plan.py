@@ -172,21 +172,14 @@ def plan_memory(
         meanwhile, there = _there(nodes, residencies, there)
         program = programs.get(name)
         where = _EVERYWHERE if unit is None else _samplers_layout(planned)
-        extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
+        gradients = max((_gradients(planned, key, program) for key in trained), default=0)
+        extra = None if program is None else _extra(program, costs[name])
         sampling = program is None and unit is not None
-        segments.append(
-            _segment(
-                name,
-                where if program is None else unit.layout,
-                [items[item] for item in meanwhile | stays]
-                + (sums if program else [])
-                + (reading if sampling or planned.config.stream.ahead else []),
-                batch.get(name, 0),
-                extra,
-                max((_gradients(planned, key, program) for key in trained), default=0),
-            )
-        )
+        held = [items[item] for item in meanwhile | stays] + (sums if program else [])
+        held += reading if sampling or planned.config.stream.ahead else []
+        layout = where if program is None else unit.layout
+        segments.append(_segment(name, layout, held, batch.get(name, 0), extra, gradients))
     end = _segment("", _EVERYWHERE, [items[item] for item in there | stays], 0, None, 0)
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
 

@@ -21,12 +21,14 @@ def mesh_sizes(
 
     Raises ValueError if a mesh does not fit the machine or the model, with sizes that do.
     """
-    common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
-    roles = {
-        name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
+    asked = {"mesh": dataclasses.asdict(config)} | {
+        f"mesh.roles.{name}": {"devices": config.devices} | sizes
         for name, sizes in config.roles.items()
         if name != SAMPLERS
     }
+    found = {where: _role_sizes(where, sizes, model, machine) for where, sizes in asked.items()}
+    common = found.pop("mesh")
+    roles = {where.removeprefix("mesh.roles."): sizes for where, sizes in found.items()}
     if "REWARD" in roles:
         raise ValueError(
             "mesh.roles.REWARD has no training mesh: rewards are computed on the host; remove it"

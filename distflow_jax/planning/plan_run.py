@@ -410,8 +410,9 @@ def prepare(
         if recording is not None:
             weights = starting_weights(run.models, run.source)
             digest, devices = run.plan.digest, machine.devices
-            ours = start_of_run(config_table(run.config), digest, weights, devices)
-            check_replay(recording, ours)
+            check_replay(
+                recording, start_of_run(config_table(run.config), digest, weights, devices)
+            )
             run.trainers_sample = False
     config, source = run.config, run.source
     if config.training.offload != "none":

@@ -98,8 +98,6 @@ def describe_run(
     sizes and plan in a cell.
     """
     is_first, plan = processes.process_index() == 0, prepared.plan
-    if is_first:
-        _count_responses(prepared, runtime, terminal)
     fields = fields_on_meshes(plan, runtime.programs)
     engine, compiled = runtime.engine, runtime.compiled
     options = describe_options(runtime.programs.values(), engine and engine.mesh)
@@ -109,6 +107,8 @@ def describe_run(
     sizes = progress.size_lines(prepared.table())
     picture = to_svg(draw(plan, sizes=bytes_of_fields(fields)), f"plan {plan.name}")
     whole = f"{title}\n\n{sizes}\n\n{text}\n\ndigest {plan.digest}"
+    if is_first:
+        _count_responses(prepared, runtime, terminal)
     described = json.loads(to_json(to_config_dict(prepared.config)))
     if is_first and step:
         warn_of_changes(folder / "config.json", described)

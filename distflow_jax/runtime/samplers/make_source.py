@@ -127,8 +127,7 @@ def _make_ahead(
     sampled = frozenset(task.node.id for task in tasks)
     rule, saved = stream_rule(config, plan), SavedSamples(added)
     admission, policy = _admission(prepared, state, place, saved, rule)
-    buffer = _buffer(prepared, state, rule, sampled)
-    producer = _producer(prepared, runtime, buffer, admission, tasks, saved)
+    producer = _producer(prepared, runtime, state, rule, admission, tasks, saved)
     if config.stream.workers:
         delivery = deliver_to_workers(
             prepared, state, producer, runtime.offload, checkpointer.folder
@@ -179,7 +178,8 @@ def _tell_of_staleness(added: Sequence[Addition], config: StreamConfig, step: in
 def _producer(
     prepared: PreparedRun,
     runtime: Runtime,
-    buffer: TaskBuffer,
+    state: RunState,
+    rule: Rule,
     admission: Admission,
     tasks: Sequence[Task],
     saved: SavedSamples,
@@ -199,6 +199,7 @@ def _producer(
     lock = threading.Condition()
     writers = {task.node.id: task.layout for task in plan.tasks}
     elsewhere = config.stream.workers
+    buffer = _buffer(prepared, state, rule, {task.node.id for task in tasks})
     return Producer(
         SampleRequests(buffer, lock, contexts[0].on_response if elsewhere else None),
         admission,
