@@ -76,7 +76,6 @@ def _role_sizes(
         machine = machine.submesh(submesh[1] - submesh[0])
     tensor = sizes.get("tensor", 1)
     check_width(f"{where}.tensor", tensor, model, machine.devices)
-    _check_experts(f"{where}.expert", sizes.get("expert", 1), model, machine.devices)
     check_hosts(tensor, f"{where}.tensor", machine.processes, machine.local_devices)
     sizes = resolve_sizes(sizes, machine.devices, where=where, submesh=submesh)
     if model.num_layers % sizes.pipeline:
@@ -85,6 +84,19 @@ def _role_sizes(
         raise ValueError(
             f"{where}.pipeline={sizes.pipeline} does not divide the model's num_layers="
             f"{model.num_layers}; use one of {fits}"
+        )
+    if sizes.expert > 1 and not model.num_experts:
+        raise ValueError(
+            f"{where}.expert={sizes.expert} is for a mixture of experts, but this model has none; "
+            "use 1, and fsdp or data for the other devices"
+        )
+    if model.num_experts % sizes.expert:
+        common = math.gcd(model.num_experts, machine.devices)
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        near = min(fits, key=lambda n: abs(n - sizes.expert))
+        raise ValueError(
+            f"{where}.expert={sizes.expert} does not divide the model's {model.num_experts} "
+            f"experts; use {near} (or any of {fits})"
         )
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
@@ -107,24 +119,6 @@ def _role_sizes(
         width = math.prod(shared.values())
         check_hosts(width, what, machine.processes, machine.local_devices)
     return sizes
-
-
-def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
-    """Raises ValueError unless `width` divides the model's experts."""
-    if width == 1:
-        return
-    if not model.num_experts:
-        raise ValueError(
-            f"{what}={width} is for a mixture of experts, but this model has none; use 1, and fsdp "
-            "or data for the other devices"
-        )
-    if model.num_experts % width:
-        fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]
-        near = min(fits, key=lambda n: abs(n - width))
-        raise ValueError(
-            f"{what}={width} does not divide the model's {model.num_experts} experts; use {near} "
-            f"(or any of {fits})"
-        )
 
 
 def check_width(what: str, width: int, model: DecoderConfig, devices: int) -> None:
