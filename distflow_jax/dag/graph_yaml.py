@@ -12,11 +12,10 @@ beside the graph's file first. docs/dag.md describes the language.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -35,20 +34,25 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedGraph:
-    """A graph that was found and read. Its values may still be references to the config."""
-
-    settings: Mapping[str, Any]  # config values that belong to the algorithm, see Graph
-    graph_with: Callable[[Any], Graph]  # from the config that references take their values from
-
-
-@dataclasses.dataclass(frozen=True)
 class _GraphFile:
     """The YAML of a graph, or of one of its bases."""
 
     where: str  # that errors name
     folder: pathlib.Path  # in which its relative paths begin
     tree: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedGraph:
+    """A graph that was found and read. Its values may still be references to the config."""
+
+    settings: Mapping[str, Any]  # config values that belong to the algorithm, see Graph
+    files: Sequence[_GraphFile] = ()  # its own, then its base's, and those of the base of that
+    made: Graph | None = None  # by a function, in the place of files
+
+    def graph_with(self, config: Any) -> Graph:
+        """The graph, whose references take their values from `config`. Raises ValueError."""
+        return _graph_of(self.files, config) if self.made is None else self.made
 
 
 def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGraph:
@@ -58,7 +62,7 @@ def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGra
     Raises FileNotFoundError if there is no such file, ValueError on anything else, as `graph_with`
     does.
     """
-    files: list[_GraphFile] = []  # the graph's own, then its base, and the base of that
+    files: list[_GraphFile] = []
     paths: list[pathlib.Path] = []
     settings: dict[str, Any] = {}
     wanted: str | pathlib.Path | None = text_or_path
@@ -84,7 +88,7 @@ def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGra
             settings = {**own, **settings}
             base = _substituted(tree.get("base"), config)
             wanted = None if base is None else _base_file(base, folder)
-    return OpenedGraph(settings, functools.partial(_graph_of, files))
+    return OpenedGraph(settings, files)
 
 
 def _graph_of(files: Sequence[_GraphFile], config: Any) -> Graph:
@@ -268,4 +272,4 @@ def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
     graph = make(config=config) if takes_config else make()
     if not isinstance(graph, Graph):
         raise ValueError(f"graph {name_or_path!r} must return a Graph, got {type(graph).__name__}")
-    return OpenedGraph(graph.settings, lambda config: graph)
+    return OpenedGraph(graph.settings, made=graph)

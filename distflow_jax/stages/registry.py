@@ -264,7 +264,8 @@ def settle_graph(graph: Graph, demands: Demands) -> Graph:
     for needed, change in changes:
         graph = change(graph) if needed else graph
     graph = with_ages(graph, [name for name, asked in ages.items() if asked])
-    graph = graph.settle(_wanted_reads(graph.nodes, demands))
+    wanted = _wanted_reads(graph.nodes, demands)
+    graph = graph.settle(wanted)
     resolve(graph.nodes)
     return graph
 
