@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import distflow_jax.run as run_lib
-from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.config_dict import config_table, from_config_dict
 from distflow_jax.config.graph_settings import value_at, with_values
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.shipped import config_file, open_config
@@ -30,7 +30,7 @@ from distflow_jax.dag.plan import Plan
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import config_table, plan_run
+from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.report.cells import (
     LINES,
     Charts,

@@ -33,6 +33,7 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.job import ALONE, Job
 from distflow_jax.config.run_config import Config
+from distflow_jax.config.upkeep_config import HealthConfig
 from distflow_jax.coordinator.rounds import Ended
 from distflow_jax.data.example import Dataset
 from distflow_jax.layout import Metrics
@@ -126,7 +127,7 @@ def train_here(
         files.enter_context(contextlib.closing(prepared))
         if not prepared.trainers_sample:
             prepared.worker_command = run_end.worker_command(str(folder), commands)
-        watchdog = watchdog or Watchdog(config.health, 1)  # never started
+        watchdog = watchdog or Watchdog(HealthConfig(), 1)  # never started
         run = files.enter_context(open_run(prepared, folder, saved, watchdog, terminal))
         code = loop(run, stop)
     describe_end(prepared, terminal, folder, run.state.step, commands, stopped=code != EXIT_DONE)
@@ -167,16 +168,16 @@ def open_run(
         recorder = Recorder(prepared, state, schedule, folder, terminal)
         record.enter_context(recorder)  # closed last: its report reads what the others leave
         recorder.begin(runtime)
-        with recorder.timed("ready", state.step, before=seconds):
-            start_samplers(prepared, runtime, state, phases)
-            source, evaluating = make_source(
-                prepared, runtime, state, place, instruments, saved, recorder, schedule
-            )
-            files.callback(source.close)
-            terminal.details["wait_for_samples"] = source.status
-            runners = utilization.following(runtime.runners)
-            steps = make_steps(prepared, runtime, runners, source, phases.span)
-        recorder.ready(runtime)
+        began = time.perf_counter()
+        start_samplers(prepared, runtime, state, phases)
+        source, evaluating = make_source(
+            prepared, runtime, state, place, instruments, saved, recorder, schedule
+        )
+        files.callback(source.close)
+        terminal.details["wait_for_samples"] = source.status
+        runners = utilization.following(runtime.runners)
+        steps = make_steps(prepared, runtime, runners, source, phases.span)
+        recorder.ready(runtime, seconds + time.perf_counter() - began)
         of_steps = (source, steps, evaluating, schedule, saved)
         yield OpenRun(
             prepared, runtime, state, *of_steps, instruments, utilization, times, recorder

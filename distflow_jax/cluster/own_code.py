@@ -27,6 +27,11 @@ def hashes_of(functions: Iterable[str]) -> dict[str, str]:
     return table
 
 
+def environment_code(name: str, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """{file: hash of its content} of a run's environment and its tools."""
+    return hashes_of([name, *strings_in(kwargs)])
+
+
 def strings_in(value: Any) -> Iterator[str]:
     """All strings in nested mappings and sequences."""
     if isinstance(value, str):

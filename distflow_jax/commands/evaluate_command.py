@@ -17,7 +17,7 @@ from distflow_jax.planning.plan_run import (
     open_environments,
     settled_config,
 )
-from distflow_jax.planning.run_data import load_eval_prompts
+from distflow_jax.planning.run_data import load_eval_prompts, prompt_encoder, sampler_share
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.programs.text_table import text_table
@@ -46,11 +46,12 @@ def main(options: SimpleNamespace) -> int:
     machine = Machine.current()
     sizes = derive_sizes(config, source.config, machine)
     hosts = sizes.sampler_hosts
-    prompts = load_eval_prompts(config, source, sizes, machine)
+    encoder = prompt_encoder(source, config.data.image_tokens)
+    prompts = load_eval_prompts(config, encoder, sampler_share(sizes, machine))
     with RewardPool(config.reward, config.sandbox) as rewards, contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
         rewards.check(trial_request(prompts[0]))
-        environments = open_environments(config, source, prompts[0], files)
+        environments = open_environments(config, encoder, prompts[0], files)
         model = open_answerer(config, source, options.run)
         evaluation = Evaluation(
             model.engine,

@@ -9,11 +9,11 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
+from distflow_jax.data.encoded_rows import PromptEncoder
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.images.picture_files import PictureFile
 from distflow_jax.images.placing import SeeingTokenizer, read_image, size_in_layout
 from distflow_jax.images.record import MARK
-from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parsing.json_text import MOST_FILE_BYTES, read_text
 from distflow_jax.planning.plan_run import (
     open_configured,
@@ -42,10 +42,11 @@ def main(options: SimpleNamespace) -> int:
     """Reads the prompts, samples responses, prints them."""
     config, texts = checked(options)
     source = open_configured(config)
+    encoder = prompt_encoder(source, config.data.image_tokens)
     prompts = []
     for i, text in enumerate(texts):
         if options.image is not None:
-            prompt = _seeing(i, text, options, config, source)
+            prompt = _seeing(i, text, options, config, encoder)
         else:
             asked = text if options.raw else [{"role": "user", "content": text}]
             rendered, tokens = source.tokenizer.encode_prompt(asked)
@@ -65,7 +66,7 @@ def main(options: SimpleNamespace) -> int:
     )
     with contextlib.ExitStack() as files:
         files.enter_context(kept_programs(config.compilation_cache))
-        environments = open_environments(config, source, prompts[0], files)
+        environments = open_environments(config, encoder, prompts[0], files)
         model = open_answerer(config, source, options.run)
         _, episodes, _ = sample_episodes(model.engine, model.state, prompts, sampling, environments)
     for response in (episode.response for episode in episodes):
@@ -76,10 +77,9 @@ def main(options: SimpleNamespace) -> int:
 
 
 def _seeing(
-    number: int, text: str, options: SimpleNamespace, config: Config, source: ModelSource
+    number: int, text: str, options: SimpleNamespace, config: Config, encoder: PromptEncoder
 ) -> Prompt:
     """A prompt with the picture of --image before its text."""
-    encoder = prompt_encoder(source, config.data.image_tokens)
     if not isinstance(encoder, SeeingTokenizer):
         raise ValueError(
             f"--image={options.image}: {config.model.source} has no tower; use a vision model, or "

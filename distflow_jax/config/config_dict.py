@@ -19,6 +19,7 @@ from ml_collections import config_dict, config_flags
 
 from distflow_jax.config.unknown_keys import key_hint
 from distflow_jax.did_you_mean import did_you_mean, nearest
+from distflow_jax.parsing.json_text import json_table
 from distflow_jax.parsing.one_line import shown
 from distflow_jax.parsing.setting_checks import check_number, check_text, check_values
 
@@ -130,15 +131,15 @@ def _convert(value: Any, annotation: Any, path: str) -> Any:
         return ValueError(f"{path} must be {_describe(annotation)}, got {shown(value)}")
 
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        check_values(value, path, of_user=True)
-        return _plain(value)
     if _is_union(annotation):
         return _convert_union(value, annotation, path)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         if not isinstance(value, Mapping | ml_collections.ConfigDict):
             raise wrong()
         return _convert_section(value, annotation, path)
+    if annotation is Any:
+        check_values(value, path, of_user=True)
+        return _plain(value)
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         check_number(value, path)
         value = float(value)
@@ -221,6 +222,13 @@ def _plain(value: Any) -> Any:
 def to_json(config: Mapping[str, Any] | ml_collections.ConfigDict) -> str:
     """Canonical JSON, for config.json and for digests: equal configs give equal text."""
     return json.dumps(_plain(config), sort_keys=True, indent=2) + "\n"
+
+
+def config_table(config: Any) -> dict[str, str]:
+    """{"training.optimizer.lr": "1e-06", ...}: all values of a config dataclass, as JSON: what
+    processes must have alike."""
+    text = to_json(to_config_dict(config))
+    return json_table(text)
 
 
 # -- overrides --------------------------------------------------------------------------------

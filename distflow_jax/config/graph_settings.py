@@ -14,23 +14,23 @@ from distflow_jax.config.run_config import Config
 
 
 def with_settings(
-    config: Config, settings: Mapping[str, Any], *, chosen: Collection[str] = ()
+    config: Config, settings: Mapping[str, Any], *, chosen: Collection[str] = (), where: str = ""
 ) -> Config:
     """The config with a graph's settings, {"algorithm.clip_high": 0.28}.
 
     `chosen` are the keys that the command line gives: they win, as does a value of the config that
-    is not the default. Raises ValueError for a key that the config does not have, or a value of
-    another type.
+    is not the default. Raises ValueError, which begins with `where`, for a key that the config does
+    not have, or a value of another type.
     """
     default = Config()
     for key in settings:
-        _check_key(config, key, "settings: ")
+        _check_key(config, key, f"{where}settings: ")
     kept = {
         key: value
         for key, value in settings.items()
         if key not in chosen and value_at(config, key) == value_at(default, key)
     }
-    return with_values(config, kept)
+    return with_values(config, kept, where)
 
 
 def with_values(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
@@ -48,7 +48,12 @@ def with_values(config: Config, values: Mapping[str, Any], where: str = "") -> C
             section = section[parent]
         with section.unlocked(), section.ignore_type():
             section[last] = value  # its type is checked below, with its path
-    return from_config_dict(Config, tree) if values else config
+    if not values:
+        return config
+    try:
+        return from_config_dict(Config, tree)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from error
 
 
 def _check_key(config: Config, key: str, where: str) -> None:

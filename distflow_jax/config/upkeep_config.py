@@ -64,6 +64,11 @@ class ObserveConfig(Section, name="observe"):
         parse_steps(self.profile_steps)
         check_tracker_names(self.trackers)
 
+    @property
+    def profiled(self) -> range:
+        """The steps of `profile_steps`."""
+        return parse_steps(self.profile_steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class HealthConfig(Section, name="health"):

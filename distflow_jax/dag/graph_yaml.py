@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -34,54 +34,73 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
+class _GraphFile:
+    """The YAML of a graph, or of one of its bases."""
+
+    where: str  # that errors name
+    folder: pathlib.Path  # in which its relative paths begin
+    tree: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class OpenedGraph:
     """A graph that was found and read. Its values may still be references to the config."""
 
     settings: Mapping[str, Any]  # config values that belong to the algorithm, see Graph
-    build: Callable[[Any], Graph]  # from the config that references take their values from
+    files: Sequence[_GraphFile] = ()  # its own, then its base's, and those of the base of that
+    made: Graph | None = None  # by a function, in the place of files
+
+    def graph_with(self, config: Any) -> Graph:
+        """The graph, whose references take their values from `config`. Raises ValueError."""
+        return _graph_of(self.files, config) if self.made is None else self.made
 
 
-def open_yaml(
-    text_or_path: str | pathlib.Path, config: Any = None, above: Sequence[pathlib.Path] = ()
-) -> OpenedGraph:
+def open_yaml(text_or_path: str | pathlib.Path, config: Any = None) -> OpenedGraph:
     """Reads the YAML, and that of its bases. References in `base` and in `settings` take their
-    values from `config`; those in nodes and regions wait for `build`. `above`: files of the graphs
-    that start from this one.
+    values from `config`; those in nodes and regions wait for `graph_with`.
 
-    Raises FileNotFoundError if there is no such file, ValueError on anything else, as `build` does.
+    Raises FileNotFoundError if there is no such file, ValueError on anything else, as `graph_with`
+    does.
     """
-    if isinstance(text_or_path, pathlib.Path) or "\n" not in text_or_path:
-        path = named_path("graph file", text_or_path)
-        if (file := path.resolve()) in above or len(above) > MOST_BASES:
-            why = "again" if file in above else f"after {MOST_BASES} other bases"
-            raise ValueError(f"base leads to {path} {why}: name the graph to start from")
-        return _open(read_text(path, MOST_BYTES, "graph file"), path, config, (*above, file))
-    return _open(text_or_path, None, config, above)
+    files: list[_GraphFile] = []
+    paths: list[pathlib.Path] = []
+    settings: dict[str, Any] = {}
+    wanted: str | pathlib.Path | None = text_or_path
+    with contextlib.ExitStack() as errors:
+        while wanted is not None:
+            if isinstance(wanted, pathlib.Path) or "\n" not in wanted:
+                path = named_path("graph file", wanted)
+                if (file := path.resolve()) in paths or len(paths) > MOST_BASES:
+                    why = "again" if file in paths else f"after {MOST_BASES} other bases"
+                    raise ValueError(f"base leads to {path} {why}: name the graph to start from")
+                paths.append(file)
+                text = read_text(path, MOST_BYTES, "graph file")
+                where, folder = str(path), path.parent
+            else:
+                text, where, folder = wanted, "graph", pathlib.Path()
+            errors.enter_context(_errors_of(where))
+            tree = load_yaml(text, _Loader)
+            if not isinstance(tree, Mapping):
+                raise ValueError(f"a graph is a map with 'name' and 'nodes', got {shown(tree)}")
+            files.append(_GraphFile(where, folder, tree))
+            own = _substituted(tree.get("settings", {}), config)
+            check_settings(tree.get("name"), own)
+            settings = {**own, **settings}
+            base = _substituted(tree.get("base"), config)
+            wanted = None if base is None else _base_file(base, folder)
+    return OpenedGraph(settings, files)
 
 
-def _open(
-    text: str, file: pathlib.Path | None, config: Any, above: Sequence[pathlib.Path]
-) -> OpenedGraph:
-    where, folder = ("graph", pathlib.Path()) if file is None else (str(file), file.parent)
-    with _errors_of(where):
-        tree = load_yaml(text, _Loader)
-        if not isinstance(tree, Mapping):
-            raise ValueError(f"a graph is a map with 'name' and 'nodes', got {shown(tree)}")
-        base = _substituted(tree.get("base"), config)
-        base = None if base is None else open_yaml(_base_file(base, folder), config, above)
-        settings = _substituted(tree.get("settings", {}), config)
-        check_settings(tree.get("name"), settings)
-
-    def build(config: Any) -> Graph:
-        with _errors_of(where):
-            whole = _with_files(_substituted(tree, config), folder)
-            if base is None:
-                return _graph_from_tree(whole)
-            del whole["base"]
-            changes = _graph_from_tree({"nodes": [], **whole}, whole=False)
-            return _on_top(base.build(config), changes)
-
-    return OpenedGraph({**(base.settings if base else {}), **settings}, build)
+def _graph_of(files: Sequence[_GraphFile], config: Any) -> Graph:
+    """The graph of a file with its bases, with the config's values."""
+    (own, *bases) = files
+    with _errors_of(own.where):
+        whole = _with_files(_substituted(own.tree, config), own.folder)
+        if not bases:
+            return _graph_from_tree(whole)
+        del whole["base"]
+        changes = _graph_from_tree({"nodes": [], **whole}, whole=False)
+        return _on_top(_graph_of(bases, config), changes)
 
 
 @contextlib.contextmanager
@@ -231,20 +250,18 @@ def load_graph(name_or_path: str, config: Any = None) -> Graph:
     A file's `${section.key}` take their values from `config`; a function that has a parameter
     `config` is handed it. Raises ValueError or FileNotFoundError with what to write instead.
     """
-    return open_graph(name_or_path, config).build(config)
+    return open_graph(name_or_path, config).graph_with(config)
 
 
 def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
-    """The graph of that name, read once: its settings, and a way to build it when they are known.
+    """The graph of that name, read once: its settings, and the graph once these are known.
 
     A function is called here, with `config` before the settings. Raises as `load_graph` does.
     """
     known = built_in()
-    if name_or_path in known:
-        return open_yaml(known[name_or_path], config)
-    if pathlib.Path(name_or_path).suffix in (".yaml", ".yml"):
-        return open_yaml(named_path("dag", name_or_path), config)
     place, _, function = name_or_path.rpartition(":")
+    if pathlib.Path(name_or_path).suffix in (".yaml", ".yml") or name_or_path in known:
+        return open_yaml(known.get(name_or_path) or named_path("dag", name_or_path), config)
     if not place or not function:
         raise ValueError(
             f"dag: unknown graph {name_or_path!r} ({hint(name_or_path, known)}); or give a "
@@ -255,4 +272,4 @@ def open_graph(name_or_path: str, config: Any = None) -> OpenedGraph:
     graph = make(config=config) if takes_config else make()
     if not isinstance(graph, Graph):
         raise ValueError(f"graph {name_or_path!r} must return a Graph, got {type(graph).__name__}")
-    return OpenedGraph(graph.settings, lambda config: graph)
+    return OpenedGraph(graph.settings, made=graph)

@@ -9,6 +9,7 @@ from typing import Any
 
 from distflow_jax.dag.graph import NO_REGION, Node, Region, When
 from distflow_jax.layout import Edge, Layout
+from distflow_jax.parsing.json_text import json_table
 from distflow_jax.programs.text_table import fill_lines, text_table
 
 
@@ -133,6 +134,13 @@ class Plan:
             "region": dataclasses.asdict(self.region) if self.region.nodes else None,
         }
         return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+
+    def table(self) -> dict[str, str]:
+        """{"rollout.layout.kind": "\"host\"", ...}: all of `to_json`, by node."""
+        tree = json.loads(self.to_json())
+        tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree["tasks"])}
+        del tree["tasks"]
+        return json_table(json.dumps(tree)) | json_table(json.dumps(tasks))
 
     @functools.cached_property
     def digest(self) -> str:

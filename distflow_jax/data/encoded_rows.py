@@ -73,33 +73,35 @@ class EncodedRows:
         if not self.num_answers:
             return ()
         example = example or self.dataset[row]
-        named = {"chosen": example.chosen, "rejected": example.rejected}
-        encoded = []
-        for column, answer in list(named.items())[: self.num_answers]:
-            if answer is None:
-                named = f"data.columns={{{column!r}: {{!r}}}}".format
-                near = suggestion(column, example.extra_info, named)
-                raise ValueError(
-                    f"{self.dataset.place(row)}: has no {column!r} answer, which this dag trains "
-                    "on; give rows with prompt and completion or messages (one answer), or with "
-                    "prompt, chosen and rejected (a pair)" + (f"; {near}" if near else "")
-                )
+        columns = ("chosen", "rejected")[: self.num_answers]
+        answers = [getattr(example, column) for column in columns]
+        if None not in answers:
             with self._named(row):
-                encoded.append(np.asarray(self._tokenizer.encode_answer(example.prompt, answer)))
-        return tuple(encoded)
+                encode = self._tokenizer.encode_answer
+                return tuple(np.asarray(encode(example.prompt, answer)) for answer in answers)
+        column = columns[answers.index(None)]
+        named = f"data.columns={{{column!r}: {{!r}}}}".format
+        near = suggestion(column, example.extra_info, named)
+        raise ValueError(
+            f"{self.dataset.place(row)}: has no {column!r} answer, which this dag trains "
+            "on; give rows with prompt and completion or messages (one answer), or with "
+            "prompt, chosen and rejected (a pair)" + (f"; {near}" if near else "")
+        )
 
     def lengths(self, row: int, example: Example, enough: int = 0) -> RowLengths:
         """Tokens of a row; of a prompt that has at most `enough` perhaps a bound (see count)."""
         if self._generation:
             found = self._generated(row)
             return RowLengths(len(found.prompt), 0, len(found.answers[0]))
-        answer = max((len(a) for a in self.answers(row, example)), default=0)
         if example.images:
             placed = self.place(row)
-            return RowLengths(len(placed.tokens), placed.image_tokens, answer)
-        with self._named(row):
-            text = self._text.render(example.prompt)
-            return RowLengths(self._text.count(text, enough), 0, answer)
+            tokens, of_images = len(placed.tokens), placed.image_tokens
+        else:
+            with self._named(row):
+                tokens = self._text.count(self._text.render(example.prompt), enough)
+            of_images = 0
+        answer = max((len(a) for a in self.answers(row, example)), default=0)
+        return RowLengths(tokens, of_images, answer)
 
     def _generated(self, row: int) -> RowTokens:
         """A demonstration: its answer goes from the first token that the template marks to the

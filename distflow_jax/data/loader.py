@@ -78,11 +78,11 @@ class Loader:
         self.sees = isinstance(tokenizer, SeeingTokenizer)
         self.position = 0
         self._encoded = EncodedRows(dataset, tokenizer, answers, config.train_on)
+        self.lengths = LengthEstimates(len(dataset), observed_staleness)
+        self.spreads = LengthEstimates(len(dataset), observed_staleness)
         most = TokenLimits(config.max_prompt_length, max_answer, config.overlong)
         self.rows, self.dropped_for = rows_in_limit(self._encoded, most)
         self.dropped = len(dataset) - len(self.rows)
-        self.lengths = LengthEstimates(len(dataset), observed_staleness)
-        self.spreads = LengthEstimates(len(dataset), observed_staleness)
         order = grain.MapDataset.range(len(self.rows))
         if config.shuffle:
             # Grain shuffles epoch e by seed + e. Hashed first, neighbouring seeds share no epochs.
@@ -202,7 +202,9 @@ class Loader:
 
     def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
         """The prompt that a counter issues."""
-        return self._with_images([self._draft(counter, expected_length)])[0]
+        draft = self._draft(counter, expected_length)
+        (prompt,) = self._with_images([draft])
+        return prompt
 
     def _with_images(self, drafts: list[tuple[Prompt, Sequence[ImageSource]]]) -> list[Prompt]:
         """Prompts with their images, which are read together."""

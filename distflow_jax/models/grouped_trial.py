@@ -1,4 +1,5 @@
-"""Trial of the grouped products of a mixture on this device: values and both gradients.
+"""Grouped products of a mixture: their implementations, and a trial of these on this device, of
+values and both gradients.
 
 M rows, E experts, I inputs, O outputs.
 """
@@ -11,10 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distflow_jax.config.implementation_table import PRODUCTS, Need, candidates, named
+from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.grouped_matmul import grouped_product
 from distflow_jax.models.kernels.implementation_trial import Tried, tried
 
 _CHECKED_ROWS = 16  # per expert
+
+
+def grouped_products(name: str, model: DecoderConfig, platform: str, dtype: str) -> tuple[str, ...]:
+    """Implementations of a mixture's grouped products that model.grouped_product=`name` allows, the
+    preferred first; () without a mixture. Raises ValueError for one that cannot be used here."""
+    need = Need(PRODUCTS, platform, 0, dtype)
+    if name != "auto":
+        return (named("model.grouped_product", name, need).name,)
+    return tuple(one.name for one in candidates(need)) if model.num_experts else ()
 
 
 def try_products(

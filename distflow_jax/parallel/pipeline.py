@@ -23,7 +23,7 @@ an axis. Within it, the other axes of the mesh are used as without a pipeline.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,18 @@ def scan_layers(
     inputs = jax.tree.map(functools.partial(cut, dim=1), inputs)
     out, kept = run(numbers, cut(x_BTD), jax.tree.map(cut, rows), layers, inputs)
     return constrain(out.reshape(x_BTD.shape), "batch", "stream", "activation"), kept
+
+
+def check_pipeline_repeats(repeats: int, pipelines: Sequence[int], layers: int) -> None:
+    """Raises ValueError unless training.pipeline_repeats fits all training meshes."""
+    if repeats > 1 and max(pipelines) == 1:
+        raise ValueError(
+            f"training.pipeline_repeats={repeats} needs a pipeline, and mesh.pipeline is 1; "
+            "use 1, or mesh.pipeline above 1"
+        )
+    for count in pipelines:
+        if count > 1:
+            check_repeats(repeats, count, layers)
 
 
 def check_repeats(repeats: int, ranks: int, layers: int) -> None:

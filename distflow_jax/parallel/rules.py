@@ -242,3 +242,9 @@ def local(
         out_specs=partition_spec(mesh, out, shape),
         check_vma=False,  # lengths of loops differ between devices
     )(*arguments)
+
+
+def device_bytes(spec: Any) -> int:
+    """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
+    leaves = jax.tree.leaves(spec)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

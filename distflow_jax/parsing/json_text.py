@@ -6,7 +6,7 @@ other parser does. Bounds: nesting as deep as Python's stack, integers of 4,300 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,20 @@ def read_json_object(path: Path, name: str = "") -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: expected an object with keys, got {shown(value)}")
     return value
+
+
+def json_table(text: str) -> dict[str, str]:
+    """{"training.optimizer.lr": "1e-06", ...}: the values of nested objects as JSON, by their keys
+    from the outermost on. An object without keys has none. `text` is valid JSON."""
+
+    def entries(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from entries(value, f"{above}{key}.")
+            else:
+                yield above + key, json.dumps(value)
+
+    return dict(entries(json.loads(text), ""))
 
 
 def read_text(path: Path, most: int, name: str = "") -> str:

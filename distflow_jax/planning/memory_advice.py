@@ -7,11 +7,11 @@ from distflow_jax.config.graph_settings import with_values
 from distflow_jax.dag.residency import plan_residency
 from distflow_jax.planning.memory_plan import MemoryPlan, Segment, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.sizes import with_trajectories
+from distflow_jax.planning.sizes import responses_under_way
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.programs.costs import Costs
 from distflow_jax.programs.units import format_bytes
-from distflow_jax.rollout.cache_sizing import cache_bytes
+from distflow_jax.rollout.cache_sizing import cache_bytes, with_trajectories
 from distflow_jax.rollout.decode_state import PAGE_CHUNK, EngineConfig, least_pages, num_pages
 
 _MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2.2}  # of both, for each parameter
@@ -183,7 +183,16 @@ def _smaller_cache(
         slots = max(1, int(share * sizes.engine.decode_slots / ranks)) * ranks
         text = f"rollout.num_slots={slots * samplers}"
         fewer = dataclasses.replace(sizes.engine, slots=slots, lanes=0)
-        left = _cache_bytes(planned, with_trajectories(fewer, config, samplers, ranks))
+        left = _cache_bytes(
+            planned,
+            with_trajectories(
+                fewer,
+                config.rollout,
+                most=responses_under_way(config),
+                samplers=samplers,
+                ranks=ranks,
+            ),
+        )
     yield change(
         text, lambda s: dataclasses.replace(s, cache=max(0, s.cache - max(0, whole - left)))
     )

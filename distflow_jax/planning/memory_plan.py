@@ -6,11 +6,8 @@ device, the fullest where they differ.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from distflow_jax.dag.plan import Unit
 from distflow_jax.dag.residency import EVALUATE, UPDATE_WEIGHTS, Item, Residency
@@ -18,6 +15,7 @@ from distflow_jax.layout import Layout, overlaps
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.parallel import mesh as mesh_lib
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.run_models import bases_of, network_of
 from distflow_jax.planning.unit_programs import Program
@@ -154,12 +152,12 @@ def plan_memory(
       residencies: by node; None: those of the plan.
     """
     residencies = planned.residencies if residencies is None else residencies
+    reading = _reading(planned)
+    items = _items(planned, programs)
     sums = [
         Held("gradients", device_bytes(spec), planned.models[key].layout)
         for key, spec in _accumulators(programs).items()
     ]
-    items = _items(planned, programs)
-    reading = _reading(planned)
     batch = _batch_bytes(planned.plan.units, programs)
     units = {unit.name: unit for unit in planned.plan.units}
     samplers = planned.own_samplers
@@ -174,21 +172,14 @@ def plan_memory(
         meanwhile, there = _there(nodes, residencies, there)
         program = programs.get(name)
         where = _EVERYWHERE if unit is None else _samplers_layout(planned)
-        extra = None if program is None else _extra(program, costs[name])
         trained = () if unit is None else _trained(unit)
+        gradients = max((_gradients(planned, key, program) for key in trained), default=0)
+        extra = None if program is None else _extra(program, costs[name])
         sampling = program is None and unit is not None
-        segments.append(
-            _segment(
-                name,
-                where if program is None else unit.layout,
-                [items[item] for item in meanwhile | stays]
-                + (sums if program else [])
-                + (reading if sampling or planned.config.stream.ahead else []),
-                batch.get(name, 0),
-                extra,
-                max((_gradients(planned, key, program) for key in trained), default=0),
-            )
-        )
+        held = [items[item] for item in meanwhile | stays] + (sums if program else [])
+        held += reading if sampling or planned.config.stream.ahead else []
+        layout = where if program is None else unit.layout
+        segments.append(_segment(name, layout, held, batch.get(name, 0), extra, gradients))
     end = _segment("", _EVERYWHERE, [items[item] for item in there | stays], 0, None, 0)
     return MemoryPlan(tuple(segments), end.live, planned.machine.memory)
 
@@ -207,12 +198,6 @@ def offload_bytes(planned: RunPlan, programs: Mapping[str, Program]) -> tuple[in
     return held[0], held[1]
 
 
-def device_bytes(spec: Any) -> int:
-    """Bytes on one device of a pytree of ShapeDtypeStructs with shardings."""
-    leaves = jax.tree.leaves(spec)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-
-
 def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held]:
     """All arrays that live from step to step."""
     found: dict[Item, Held] = {}
@@ -228,14 +213,16 @@ def _items(planned: RunPlan, programs: Mapping[str, Program]) -> dict[Item, Held
             found[key, "moments"] = Held("optimizer", moments, layout)
     if planned.own_samplers:
         model, sizes = planned.source.config, planned.sizes
-        weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
+        layout = _samplers_layout(planned)
         mesh = mesh_lib.sampler_mesh(sizes.rollout_tensor, planned.devices, sizes.sampler_submesh)
-        slots = device_bytes(StateShapes(model, sizes.engine, mesh).specs())
-        slots += feature_bytes(model, sizes.engine)
+        weights = weight_bytes(model, sizes.engine, sizes.rollout_tensor)
+        slots = feature_bytes(model, sizes.engine)
         slots += shared_bytes(model, sizes.engine, sizes.rollout_tensor)
+        state = StateShapes(model, sizes.engine, mesh).specs()
+        slots += device_bytes(state)
         for key in planned.own_samplers:
-            found[key, "params"] = Held("sampler_weights", weights, _samplers_layout(planned))
-            found[key, "cache"] = Held("cache", slots, _samplers_layout(planned))
+            found[key, "params"] = Held("sampler_weights", weights, layout)
+            found[key, "cache"] = Held("cache", slots, layout)
     return found
 
 
@@ -243,9 +230,9 @@ def _reading(planned: RunPlan) -> list[Held]:
     """Long prompts that samplers read; they are there only while responses are sampled."""
     if not planned.own_samplers:
         return []
-    sizes = planned.sizes
+    sizes, layout = planned.sizes, _samplers_layout(planned)
     size = reading_bytes(planned.source.config, sizes.engine, sizes.rollout_tensor)
-    return [Held("cache", size, _samplers_layout(planned))]
+    return [Held("cache", size, layout)]
 
 
 def _samplers_layout(planned: RunPlan) -> Layout:
@@ -284,7 +271,8 @@ def _gradients(planned: RunPlan, key: str, program: Program) -> int:
     """Bytes of a model's gradient; with adapters, of the adapters' gradient."""
     network = network_of(planned.models[key].role, planned.source.config)
     network = adapted(network, planned.config.lora)
-    return device_bytes(lora.divide(network, program.given_states[key].params)[0])
+    trained, _ = lora.divide(network, program.given_states[key].params)
+    return device_bytes(trained)
 
 
 def _extra(program: Program, cost: Costs) -> int | None:

@@ -15,25 +15,28 @@ SAMPLERS = "ROLLOUT"  # the key of mesh.roles for the samplers' devices
 
 def mesh_sizes(
     config: MeshConfig, model: DecoderConfig, machine: Machine
-) -> tuple[MeshSizes, dict[str, MeshSizes]]:
-    """Meshes of the training roles: (the common mesh, those of `mesh.roles` by name).
+) -> tuple[MeshSizes, dict[str, MeshSizes], Submesh | None]:
+    """Meshes of the training roles, and the devices of samplers: (the common mesh, those of
+    `mesh.roles` by name, see _sampler_submesh).
 
     Raises ValueError if a mesh does not fit the machine or the model, with sizes that do.
     """
-    common = _role_sizes("mesh", dataclasses.asdict(config), model, machine)
-    roles = {
-        name: _role_sizes(f"mesh.roles.{name}", {"devices": config.devices} | sizes, model, machine)
+    asked = {"mesh": dataclasses.asdict(config)} | {
+        f"mesh.roles.{name}": {"devices": config.devices} | sizes
         for name, sizes in config.roles.items()
         if name != SAMPLERS
     }
+    found = {where: _role_sizes(where, sizes, model, machine) for where, sizes in asked.items()}
+    common = found.pop("mesh")
+    roles = {where.removeprefix("mesh.roles."): sizes for where, sizes in found.items()}
     if "REWARD" in roles:
         raise ValueError(
             "mesh.roles.REWARD has no training mesh: rewards are computed on the host; remove it"
         )
-    return common, roles
+    return common, roles, _sampler_submesh(config, (common, *roles.values()), machine)
 
 
-def sampler_submesh(
+def _sampler_submesh(
     config: MeshConfig, meshes: Sequence[MeshSizes], machine: Machine
 ) -> Submesh | None:
     """The devices of every host that samplers have, by mesh.roles.ROLLOUT; None: all of them.
@@ -71,7 +74,9 @@ def _role_sizes(
     submesh = resolve_submesh(f"{where}.devices", sizes["devices"], machine.local_devices)
     if submesh is not None:
         machine = machine.submesh(submesh[1] - submesh[0])
-    check_width(f"{where}.tensor", sizes.get("tensor", 1), model, machine)
+    tensor = sizes.get("tensor", 1)
+    check_width(f"{where}.tensor", tensor, model, machine.devices)
+    check_hosts(tensor, f"{where}.tensor", machine.processes, machine.local_devices)
     sizes = resolve_sizes(sizes, machine.devices, where=where, submesh=submesh)
     if model.num_layers % sizes.pipeline:
         common = math.gcd(model.num_layers, machine.devices)
@@ -80,7 +85,19 @@ def _role_sizes(
             f"{where}.pipeline={sizes.pipeline} does not divide the model's num_layers="
             f"{model.num_layers}; use one of {fits}"
         )
-    _check_experts(f"{where}.expert", sizes.expert, model, machine.devices)
+    if sizes.expert > 1 and not model.num_experts:
+        raise ValueError(
+            f"{where}.expert={sizes.expert} is for a mixture of experts, but this model has none; "
+            "use 1, and fsdp or data for the other devices"
+        )
+    if model.num_experts % sizes.expert:
+        common = math.gcd(model.num_experts, machine.devices)
+        fits = [n for n in range(1, common + 1) if common % n == 0]
+        near = min(fits, key=lambda n: abs(n - sizes.expert))
+        raise ValueError(
+            f"{where}.expert={sizes.expert} does not divide the model's {model.num_experts} "
+            f"experts; use {near} (or any of {fits})"
+        )
     if model.hidden_size % sizes.fsdp:
         fits = [n for n in range(1, sizes.fsdp + 1) if model.hidden_size % n == 0]
         raise ValueError(
@@ -104,39 +121,17 @@ def _role_sizes(
     return sizes
 
 
-def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) -> None:
-    """Raises ValueError unless `width` divides the model's experts."""
-    if width == 1:
-        return
-    if not model.num_experts:
-        raise ValueError(
-            f"{what}={width} is for a mixture of experts, but this model has none; use 1, and fsdp "
-            "or data for the other devices"
-        )
-    if model.num_experts % width:
-        fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]
-        near = min(fits, key=lambda n: abs(n - width))
-        raise ValueError(
-            f"{what}={width} does not divide the model's {model.num_experts} experts; use {near} "
-            f"(or any of {fits})"
-        )
-
-
-def check_width(what: str, width: int, model: DecoderConfig, machine: Machine) -> None:
-    """Raises ValueError unless groups of `width` devices fit the hosts and the model's sizes.
-
-    The group divides a host, or is whole hosts, and divides heads, MLP and vocabulary of the model.
-    `what`: the config key, for the message.
-    """
+def check_width(what: str, width: int, model: DecoderConfig, devices: int) -> None:
+    """Raises ValueError unless groups of `width` of the devices divide heads, MLP and vocabulary of
+    the model. `what`: the config key, for the message."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "mlp_size", "vocab_size")}
     for name, size in sizes.items():
         if size % width:
             fits = [
                 n
-                for n in range(1, machine.devices + 1)
-                if not any(s % n for s in (machine.devices, *sizes.values()))
+                for n in range(1, devices + 1)
+                if not any(s % n for s in (devices, *sizes.values()))
             ]
             raise ValueError(
                 f"{what}={width} does not divide the model's {name}={size}; use one of {fits}"
             )
-    check_hosts(width, what, machine.processes, machine.local_devices)

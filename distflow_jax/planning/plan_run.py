@@ -7,32 +7,24 @@ from that.
 import contextlib
 import dataclasses
 import datetime
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
-from flax.traverse_util import flatten_dict
 
 from distflow_jax.batch import Prompt
 from distflow_jax.cluster import processes
 from distflow_jax.cluster.own_code import hashes_of, strings_in
-from distflow_jax.config.config_dict import to_config_dict, to_json
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.config.graph_settings import with_settings
 from distflow_jax.config.run_config import Config
 from distflow_jax.coordinator.rounds import UNTIL, Until
-from distflow_jax.dag.added_fields import (
-    AGE,
-    ALPHA,
-    with_ages,
-    with_environment_rewards,
-    with_response_images,
-    with_router_replay,
-)
+from distflow_jax.dag.added_fields import with_response_images
 from distflow_jax.dag.graph import DATA, ROLES, Graph
 from distflow_jax.dag.graph_yaml import OpenedGraph, open_graph
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.planner import HOST, plan
 from distflow_jax.dag.residency import Residency, describe, plan_residency
+from distflow_jax.data.encoded_rows import PromptEncoder
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader
 from distflow_jax.did_you_mean import hint
@@ -41,7 +33,6 @@ from distflow_jax.environments.observed_pictures import ImageSupport
 from distflow_jax.environments.registry import (
     CallLimits,
     Environments,
-    load_environment,
     template_variables,
     with_sandbox,
 )
@@ -55,7 +46,6 @@ from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
 from distflow_jax.planning.run_data import (
     calls_rewards,
-    check_references,
     load_eval_prompts,
     open_loader,
     prompt_encoder,
@@ -71,9 +61,9 @@ from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
 from distflow_jax.rewards.pool import RewardPool
-from distflow_jax.rewards.prompt_requests import trial_request
-from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
-from distflow_jax.stages.update_model import update_reads
+from distflow_jax.rewards.prompt_requests import check_references, trial_request
+from distflow_jax.rewards.registry import SANDBOXED
+from distflow_jax.stages.registry import Demands, settle_graph, takes_policy_ratio
 from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
 from distflow_jax.stream.batches.streamed_nodes import (
@@ -90,6 +80,7 @@ from distflow_jax.stream.tasks import ENVIRONMENT
 from distflow_jax.stream.wire.tls import read_wire_tls
 from distflow_jax.user_functions import load_function
 
+SAMPLED_ROWS = 32  # whose own programs are run before step 1
 CORRECTION = {True: "token_tis", False: "none"}  # by whether tokens of older weights need one
 
 
@@ -101,33 +92,25 @@ def settle(config: Config, chosen: Collection[str] = ()) -> tuple[Config, Graph]
     or FileNotFoundError.
     """
     config, opened = _opened(config, chosen)
-    graph = opened.build(config)
-    config = _with_correction(config, graph, chosen)
-    if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
-        raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
-    updates = config.training.mini_batches * config.training.epochs
-    written = {ALPHA: ALPHA in update_reads(config.algorithm), AGE: config.stream.ahead}
-    ages = [name for name, asked in written.items() if asked]
-    demands = Demands(config.algorithm, config.preference, updates)
-    changes = (  # (whether the run needs it, change of the graph)
-        (config.rollout.environment, with_environment_rewards),
-        (config.training.router_replay, with_router_replay),
-        (True, lambda graph: with_ages(graph, ages)),
-        (True, lambda graph: settle_reads(graph, demands)),
-    )
-    with _named(config.dag):
-        for needed, change in changes:
-            graph = change(graph) if needed else graph
-    return config, graph
-
-
-def _with_correction(config: Config, graph: Graph, chosen: Collection[str]) -> Config:
-    """The config with a correction where an update weighs tokens of older weights, unless the
-    config or the command line says what becomes of them."""
-    algorithm, ratio = config.algorithm, any(takes_policy_ratio(node) for node in graph.nodes)
+    graph, algorithm = opened.graph_with(config), config.algorithm
+    # an update weighs tokens of older weights, and neither the config nor the command line says
+    # what becomes of them
+    ratio = any(takes_policy_ratio(node) for node in graph.nodes)
     unsaid = (algorithm.rejection, algorithm.proximal) == ("none", "recomputed")
     correction = CORRECTION[config.stream.ahead and ratio and unsaid]
-    return with_settings(config, {"algorithm.correction": correction}, chosen=chosen)
+    config = with_settings(config, {"algorithm.correction": correction}, chosen=chosen)
+    if not any(node.type == "MODEL_TRAIN" for node in graph.nodes):
+        raise ValueError(f"dag {config.dag!r} trains nothing: it has no node of type MODEL_TRAIN")
+    demands = Demands(
+        config.algorithm,
+        config.preference,
+        updates=config.training.mini_batches * config.training.epochs,
+        ahead=config.stream.ahead,
+        environment=bool(config.rollout.environment),
+        router_replay=config.training.router_replay,
+    )
+    with _named(config.dag):
+        return config, settle_graph(graph, demands)
 
 
 def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
@@ -140,9 +123,8 @@ def settled_config(config: Config, chosen: Collection[str] = ()) -> Config:
 
 def _opened(config: Config, chosen: Collection[str]) -> tuple[Config, OpenedGraph]:
     """The config with the settings of its graph, and the graph's file."""
-    opened = open_graph(config.dag, config)
-    with _named(config.dag):
-        return with_settings(config, opened.settings, chosen=chosen), opened
+    opened, where = open_graph(config.dag, config), f"dag {config.dag!r}: "
+    return with_settings(config, opened.settings, chosen=chosen, where=where), opened
 
 
 def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
@@ -332,13 +314,12 @@ def plan_run(
             f"model.vision={config.model.vision!r} would stay random; use lora.rank=0, or export "
             "a model whose tower is trained"
         )
-    if config.rollout.environment:
-        load_environment(config.rollout.environment)
-        sees = source.config.vision is not None
-        graph = with_response_images(graph) if sees else graph
+    if config.rollout.environment and source.config.vision is not None:
+        graph = with_response_images(graph)
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)
-    check_plan(config.stream, made, _surroundings(config, sizes))
+    surroundings = _surroundings(config, sizes)
+    check_plan(config.stream, made, surroundings)
     with _named(config.dag):
         models, until = models_of(made), until_of(config, made)
     run = RunPlan(config, graph, machine, source, sizes, made, models, until)
@@ -427,45 +408,45 @@ def prepare(
     with shown("open_model"):
         run = _dated(plan_run(config, machine, chosen), date)
         if recording is not None:
-            weights, table = starting_weights(run.models, run.source), config_table(run.config)
-            ours = start_of_run(table, run.plan.digest, weights, machine.devices)
-            check_replay(recording, ours)
+            weights = starting_weights(run.models, run.source)
+            digest, devices = run.plan.digest, machine.devices
+            check_replay(
+                recording, start_of_run(config_table(run.config), digest, weights, devices)
+            )
             run.trainers_sample = False
-    config, source, sizes = run.config, run.source, run.sizes
+    config, source = run.config, run.source
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     if config.stream.workers:
         read_wire_tls()  # files that do not fit are found here
         check_listen("stream.listen", config.stream.listen)
     with shown("open_data"):
-        loader = run_loader(run, dataset)
-        if source.tokenizer.is_chat(loader.prompt(0).text):
+        share = sampler_share(run.sizes, machine)
+        encoder = prompt_encoder(source, config.data.image_tokens)
+        loader = run_loader(run, encoder, dataset)
+        first = loader.prompt(0)
+        if source.tokenizer.is_chat(first.text):
             source.tokenizer.check_end()
-        eval_prompts = load_eval_prompts(config, source, sizes, machine)
+        eval_prompts = load_eval_prompts(config, encoder, share)
     with shown("start_rewards"):
         if config.stream.worker_nodes or (config.stream.workers and config.rollout.environment):
-            prompt_facts(loader.prompt(0))  # a row that no worker could get is found here
+            prompt_facts(first)  # a row that no worker could get is found here
         with contextlib.ExitStack() as on_failure:
             tried = ENVIRONMENT not in config.stream.worker_nodes  # else where these are made
-            environments = open_environments(
-                config, source, loader.prompt(0), on_failure, tried=tried
-            )
+            environments = open_environments(config, encoder, first, on_failure, tried=tried)
             rewards = RewardPool(config.reward, config.sandbox)
             on_failure.callback(rewards.close)
-            scored = [loader.prompt(0)] if calls_rewards(run.graph) else eval_prompts
-            for prompt in scored[:1]:
+            trained = calls_rewards(run.graph)
+            for prompt in [first] if trained else eval_prompts[:1]:
                 rewards.check(trial_request(prompt))
-            if calls_rewards(run.graph):
-                check_references(config, loader, rewards)
-            processes.check_agreement(
-                {
-                    "config": config_table(config),
-                    "plan": plan_table(run.plan),
-                    "code": processes.code_table(),
-                    "files": own_code_table(config, run.plan),
-                    "versions": processes.version_table(),
-                }
-            )
+            if trained and config.reward.function in SANDBOXED:
+                numbers = range(min(SAMPLED_ROWS, len(loader.rows)))
+                column = config.reward.kwargs.get("reference", "reference")
+                prompts = [loader.prompt(number) for number in numbers]
+                check_references(rewards, prompts, column, loader.place)
+            tables = {"config": config_table(config), "plan": run.plan.table()}
+            tables |= {"files": own_code_table(config, run.plan), "code": processes.code_table()}
+            processes.check_agreement(tables | {"versions": processes.version_table()})
             on_failure.pop_all()
     return PreparedRun(
         **vars(run),
@@ -477,14 +458,16 @@ def prepare(
     )
 
 
-def run_loader(run: RunPlan, dataset: Dataset | None = None) -> Loader:
+def run_loader(run: RunPlan, encoder: PromptEncoder, dataset: Dataset | None = None) -> Loader:
     """The loader of a run's training data; see run_data.open_loader."""
+    share = sampler_share(run.sizes, run.machine, in_turn=run.config.stream.workers)
+    staleness = _observed_staleness(run.config, run.plan)
     return open_loader(
         run.config,
-        run.source,
         run.graph,
-        share=sampler_share(run.sizes, run.machine, in_turn=run.config.stream.workers),
-        observed_staleness=_observed_staleness(run.config, run.plan),
+        encoder,
+        share=share,
+        observed_staleness=staleness,
         dataset=dataset,
     )
 
@@ -527,39 +510,19 @@ def until_of(config: Config, plan: Plan) -> Until | None:
     return load_function(name, "region's until")
 
 
-def config_table(config: Config) -> dict[str, str]:
-    """{"training.optimizer.lr": "1e-06", ...}: what processes must have alike."""
-    tree = json.loads(to_json(to_config_dict(config)))
-    return {key: json.dumps(x) for key, x in flatten_dict(tree, sep=".").items()}
-
-
-def plan_table(plan: Plan) -> dict[str, str]:
-    """{"rollout.layout.kind": "\"host\"", ...}: all of the plan's JSON, by node."""
-    tree = json.loads(plan.to_json())
-    tasks = {task["node"]["id"]: {"place": i} | task for i, task in enumerate(tree.pop("tasks"))}
-    flat = flatten_dict(tree, sep=".") | flatten_dict(tasks, sep=".")
-    return {key: json.dumps(x) for key, x in flat.items()}
-
-
 def own_code_table(config: Config, plan: Plan) -> dict[str, str]:
     """{file: hash of its content} of the user's own functions that a run names.
 
     Trackers are left out: process 0 alone has a use for them.
     """
-    named = [config.dag, config.reward.function, plan.region.until]
-    own = hashes_of([*named, *strings_in([[t.node.fn, t.node.options] for t in plan.tasks])])
-    return own | environment_table(config)
-
-
-def environment_table(config: Config) -> dict[str, str]:
-    """{file: hash of its content} of a run's environment and its tools."""
-    rollout = config.rollout
-    return hashes_of([rollout.environment, *strings_in(rollout.environment_kwargs)])
+    named = [config.dag, config.reward.function, plan.region.until, config.rollout.environment]
+    options = [[t.node.fn, t.node.options] for t in plan.tasks]
+    return hashes_of([*named, *strings_in([options, config.rollout.environment_kwargs])])
 
 
 def open_environments(
     config: Config,
-    source: ModelSource,
+    encoder: PromptEncoder,
     prompt: Prompt,
     files: contextlib.ExitStack,
     *,
@@ -567,28 +530,28 @@ def open_environments(
 ) -> Environments | None:
     """The environments of the config's responses, if so `tried` on one prompt; None: one turn each.
 
-    `files` closes them. Raises ValueError or FileNotFoundError.
+    `encoder` is of the run's model, see run_data.prompt_encoder. `files` closes them. Raises
+    ValueError or FileNotFoundError.
     """
-    environments = make_environments(config, source, files)
+    environments = make_environments(config, encoder, files)
     if environments is not None and tried:
         check_environments(environments, prompt)
     return environments
 
 
 def make_environments(
-    config: Config, source: ModelSource, files: contextlib.ExitStack
+    config: Config, encoder: PromptEncoder, files: contextlib.ExitStack
 ) -> Environments | None:
     """As `open_environments`, but none is tried."""
-    rollout, sight = config.rollout, None
+    rollout, tokenizer, sight = config.rollout, encoder, None
     if not rollout.environment:
         return None
-    encoder = prompt_encoder(source, config.data.image_tokens)
     if isinstance(encoder, SeeingTokenizer):
-        sight = ImageSupport(encoder, config.data.max_prompt_length)
+        tokenizer, sight = encoder.text, ImageSupport(encoder, config.data.max_prompt_length)
     environments = Environments(
         rollout.environment,
         with_sandbox(rollout.environment, rollout.environment_kwargs, config.sandbox),
-        source.tokenizer,
+        tokenizer,
         calls=CallLimits(
             rollout.environment_timeout,
             rollout.environment_retries,

@@ -24,18 +24,14 @@ from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.parsing.paths import cache_folder
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import Sizes
-from distflow_jax.rewards.pool import RewardPool
-from distflow_jax.rewards.prompt_requests import reference_request
-from distflow_jax.rewards.registry import NEED_TRUTH, SANDBOXED
+from distflow_jax.rewards.registry import NEED_TRUTH
 from distflow_jax.stages.evaluate import FIRST_COUNTER
-
-SAMPLED_ROWS = 32  # whose own programs are run before step 1
 
 
 def open_loader(
     config: Config,
-    source: ModelSource,
     graph: Graph,
+    encoder: PromptEncoder,
     *,
     share: SamplerShare,
     observed_staleness: int,
@@ -57,6 +53,7 @@ def open_loader(
             f"{config.dag!r}, which compares the answers of a step's rows with those of other "
             "rows: use at least 2"
         )
+    reward = config.reward.function
     dataset = dataset or open_dataset(
         config.data.train,
         system_prompt=config.data.system_prompt,
@@ -64,13 +61,12 @@ def open_loader(
         columns=config.data.columns,
         image_root=config.data.image_root,
         share=_row_share(),
+        truth_for=reward if reward in NEED_TRUTH and calls_rewards(graph) else "",
     )
     dataset = UnpairedRows(dataset) if unpaired else dataset
-    if calls_rewards(graph):
-        _check_truths(config, dataset)
     loader = Loader(
         dataset,
-        prompt_encoder(source, config.data.image_tokens),
+        encoder,
         config.data,
         seed=config.seed,
         share=share,
@@ -92,44 +88,6 @@ def calls_rewards(graph: Graph) -> bool:
     return any(n.role == "REWARD" and n.type == "COMPUTE" and n.fn is None for n in graph.nodes)
 
 
-def _check_truths(config: Config, dataset: Dataset) -> None:
-    """Raises ValueError for rows without the ground truth that a built-in reward compares with."""
-    missing = getattr(dataset, "without_truth", [])
-    if missing and config.reward.function in NEED_TRUTH:
-        raise ValueError(
-            f"{dataset.place(missing[0])}: the ground truth is missing or empty, and "
-            f"reward.function={config.reward.function!r} compares with it ({len(missing)} of "
-            f"{len(dataset)} rows have none): fill it in, leave the rows out, or name its column "
-            "in data.columns"
-        )
-
-
-def check_references(config: Config, loader: Loader, rewards: RewardPool) -> None:
-    """Scores the programs that rows of a sample bring with them, for a reward that runs programs.
-
-    Raises ValueError if a row has no cases or bad ones, or if its program fails them.
-    """
-    if config.reward.function not in SANDBOXED:
-        return
-    column = config.reward.kwargs.get("reference", "reference")
-    prompts = [loader.prompt(counter) for counter in range(min(SAMPLED_ROWS, len(loader.rows)))]
-    results = rewards.score([reference_request(prompt, column) for prompt in prompts])
-    found: dict[str, list[int]] = {}
-    for prompt, result in zip(prompts, results, strict=True):
-        if result.error:
-            problem = result.error.removeprefix("exception: ").split("\n")[0]
-            found.setdefault(problem, []).append(prompt.row)
-        elif prompt.extra_info.get(column) and result.score < 1:
-            problem = f"the program in column {column!r} fails the row's own cases"
-            found.setdefault(problem, []).append(prompt.row)
-    for problem, rows in found.items():
-        others = f", and so are rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
-        raise ValueError(
-            f"{loader.place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows looked at"
-            f"{others if rows[1:] else ''}): mend these rows, or leave them out"
-        )
-
-
 def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
     """The tokenizer of a model, beside the layout of its images where it sees them.
 
@@ -138,7 +96,8 @@ def prompt_encoder(source: ModelSource, image_tokens: int) -> PromptEncoder:
     vision = source.config.vision
     if vision is None:
         return source.tokenizer
-    return SeeingTokenizer(source.tokenizer, image_layout(vision, source.tokenizer, image_tokens))
+    layout = image_layout(vision, source.tokenizer, image_tokens)
+    return SeeingTokenizer(source.tokenizer, layout)
 
 
 def _row_share() -> RowShare:
@@ -171,10 +130,8 @@ def eval_columns(config: Config) -> tuple[dict[str, str], ColumnsKey]:
     return {} if is_generated(config.eval.dataset) else config.data.columns, INHERITED
 
 
-def load_eval_prompts(
-    config: Config, source: ModelSource, sizes: Sizes, machine: Machine
-) -> list[Prompt]:
-    """This sampler's share of the evaluation prompts; empty without an evaluation set."""
+def load_eval_prompts(config: Config, encoder: PromptEncoder, share: SamplerShare) -> list[Prompt]:
+    """This sampler's `share` of the evaluation prompts; empty without an evaluation set."""
     if not config.eval.dataset:
         return []
     data = dataclasses.replace(config.data, shuffle=False, epochs=1, prompts_per_step=1)
@@ -187,16 +144,14 @@ def load_eval_prompts(
         columns_key=columns_key,
         image_root=data.image_root,
         share=_row_share(),
+        truth_for=config.reward.function if config.reward.function in NEED_TRUTH else "",
     )
-    _check_truths(config, dataset)
-    encoder = prompt_encoder(source, data.image_tokens)
     loader = Loader(dataset, encoder, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))
-    if count < machine.processes:
+    if count < (least := share.count * share.hosts):
         raise ValueError(
-            f"{config.eval.dataset!r} gives {count} evaluation prompts for {machine.processes} "
-            f"processes; set config.eval.num_prompts to at least {machine.processes}"
+            f"{config.eval.dataset!r} gives {count} evaluation prompts for {least} "
+            f"processes; set config.eval.num_prompts to at least {least}"
         )
-    share = sampler_share(sizes, machine)
     first = (share.index - FIRST_COUNTER) % share.count  # counters of an evaluation tell whose
     return [loader.prompt(counter) for counter in range(first, count, share.count)]

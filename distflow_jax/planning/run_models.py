@@ -224,7 +224,8 @@ class States:
                 params = jax.tree.map(lambda x: x.copy(), policies[model.layout])
                 if not model.is_policy:
                     params = with_scalar_head(params)
-            params = self._stored(model, completed(params, network, self._config.seed, mesh))
+            params = completed(params, network, self._config.seed, mesh)
+            params = as_stored(params, network, self._dtype, trained=model.trained)
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
             states[key] = settle(key, params)
@@ -234,13 +235,10 @@ class States:
         return states
 
     def _specs(self, model: ModelOfRun) -> TrainState:
-        state = abstract_state(*self._parts(model))
-        return dataclasses.replace(state, params=self._stored(model, state.params))
-
-    def _stored(self, model: ModelOfRun, params: Any) -> Any:
-        """The parameters, arrays or ShapeDtypeStructs, in the dtypes in which they are stored."""
-        network, _, _ = self._parts(model)
-        return as_stored(params, network, self._dtype, trained=model.trained)
+        network, optimizer, mesh = self._parts(model)
+        state = abstract_state(network, optimizer, mesh)
+        params = as_stored(state.params, network, self._dtype, trained=model.trained)
+        return dataclasses.replace(state, params=params)
 
     def _parts(
         self, model: ModelOfRun

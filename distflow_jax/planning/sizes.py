@@ -1,30 +1,33 @@
 """Sizes of a run, derived from config, model and machine, and checked before any device runs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 from distflow_jax.batch import TokenColumn
-from distflow_jax.config.implementation_table import PRODUCTS, Need, candidates, named
-from distflow_jax.config.mesh_config import MeshConfig
 from distflow_jax.config.run_config import Config
 from distflow_jax.config.training_config import TrainingConfig
-from distflow_jax.config.upkeep_config import parse_steps
 from distflow_jax.coordinator.assignment import PackingPlan
 from distflow_jax.coordinator.first_fit import RowLimits, rows_bound
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.step_columns import ANSWERS
-from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.layout import Layout, Submesh
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
+from distflow_jax.models.grouped_trial import grouped_products
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.vision.chunks import patch_room
-from distflow_jax.parallel.mesh import MeshSizes, hosts_per_sampler
-from distflow_jax.parallel.pipeline import bubble_share
+from distflow_jax.parallel.mesh import MeshSizes, check_hosts, hosts_per_sampler
+from distflow_jax.parallel.pipeline import bubble_share, check_pipeline_repeats
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes, sampler_submesh
-from distflow_jax.planning.room_checks import check_batch_room, check_sampler_room
-from distflow_jax.rollout.cache_sizing import fitting_slots, trajectories
+from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
+from distflow_jax.planning.room_checks import UNKNOWN_MEMORY, check_batch_room
+from distflow_jax.rollout.cache_sizing import (
+    check_sampler_room,
+    check_weight_room,
+    fitting_slots,
+    with_trajectories,
+)
 from distflow_jax.rollout.decode_state import (
     EngineConfig,
     SamplerAttentions,
@@ -43,7 +46,6 @@ from distflow_jax.training.attention_choice import (
 from distflow_jax.training.forward import ForwardConfig, logits_in_memory
 from distflow_jax.training.microbatch import (
     check_pipeline_is_filled,
-    check_pipeline_repeats,
     pipeline_microbatches,
 )
 
@@ -70,6 +72,7 @@ class Sizes:
     microbatches: int  # that go through a pipeline together; 1 without a pipeline
     sampler_attention_why: str = ""  # of a trial
     product: str = ""  # of a mixture's grouped products, the preferred one; "": no mixture
+    products: tuple[str, ...] = ()  # those that a trial at the start may find faster, and it
     product_why: str = ""  # of a trial
     routed: TokenColumn | None = None  # the experts that samplers record, with router_replay
     # of a partial batch, if steps are trained on in partial batches
@@ -112,59 +115,66 @@ def derive_sizes(
     `graph` None: a graph that trains on all sampled responses. Raises ValueError, which names both
     sides and the fix.
     """
-    mesh, roles = mesh_sizes(config.mesh, model, machine)
-    meshes, training = (mesh, *roles.values()), config.training
-    adapted(model, config.lora)  # raises ValueError for adapters that do not fit the model
-    _check_lengths(config, model)
-    products = grouped_products(config, model, machine)
-    _check_profile(config)
-    mini_prompts = _divides(
-        "data.prompts_per_step",
-        config.data.prompts_per_step,
-        {"training.mini_batches": training.mini_batches},
-    )
-    if config.data.prompts_per_step < machine.processes:
-        raise ValueError(
-            f"data.prompts_per_step={config.data.prompts_per_step} leave some of the "
-            f"{machine.processes} processes without a prompt; use at least {machine.processes}"
-        )
-    chunks = math.lcm(*(m.row_chunks for m in meshes))
-    _check_row_chunks(config, chunks)
+    mesh, roles, submesh = mesh_sizes(config.mesh, model, machine)
+    meshes, training, rollout = (mesh, *roles.values()), config.training, config.rollout
+    pipelines, tensor = [m.pipeline for m in meshes], config.mesh.rollout_tensor
+    dtype = _compute_dtype(training, machine.platform)
+    _check_mixture(config, model)
+    _check_steps(config, machine.processes)
+    _check_row_chunks(config, math.lcm(*(m.row_chunks for m in meshes)))
     micro = _divides(
         "training.micro_batch_rows",
         training.micro_batch_rows or mesh.ranks,
         {"data ranks (mesh.data x mesh.fsdp x mesh.expert)": mesh.ranks},
     )
-    pipelines = [m.pipeline for m in meshes]
     check_batch_room(config, model, machine, mesh.ranks)
-    together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
-    check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
-    submesh = sampler_submesh(config.mesh, meshes, machine)
     of_samplers = _machine_of_samplers(config, submesh, machine)
-    check_width("mesh.rollout_tensor", config.mesh.rollout_tensor, model, of_samplers)
-    hosts = _sampler_hosts(config, of_samplers)
-    dtype = _compute_dtype(training, machine.platform)
+    check_width("mesh.rollout_tensor", tensor, model, of_samplers.devices)
+    _check_lengths(config, model)
+    together = pipeline_microbatches(training.pipeline_microbatches, pipelines)
+    adapted(model, config.lora)  # raises ValueError for adapters that do not fit the model
+    products = grouped_products(config.model.grouped_product, model, machine.platform, dtype)
+    check_pipeline_repeats(training.pipeline_repeats, pipelines, model.num_layers)
+    check_hosts(tensor, "mesh.rollout_tensor", of_samplers.processes, of_samplers.local_devices)
+    hosts = hosts_per_sampler(tensor, of_samplers.local_devices)
+    if rollout.environment and hosts > 1:
+        raise ValueError(
+            f"rollout.environment={rollout.environment!r} needs samplers of one host, but "
+            f"mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
+            f"most {of_samplers.local_devices}"
+        )
     rows = micro * max((together // n for n in pipelines if n > 1), default=1)
-    attention, *others = _row_attentions(config, model, machine.platform, rows, meshes)
-    in_sampler = sampler_attentions(config.rollout.attention, model, dtype, machine.platform)
+    asked = _attention_sizes(config, model, dtype, rows, meshes)
+    packings = _packings(config, graph, (micro, together), mesh, roles)
+    attention, *others = row_attentions(training.attention, machine.platform, asked)
+    chunk, keep_logits = logits_in_memory(
+        training.logp_chunk,
+        training.row_tokens,
+        rows=rows,
+        vocab=model.vocab_size // mesh.tensor,
+        remat=training.remat,
+        memory=0 if machine.platform == "cpu" else machine.memory,
+    )
+    in_sampler = sampler_attentions(rollout.attention, model, dtype, machine.platform)
     sizes = Sizes(
         mesh=mesh,
         role_meshes=roles,
-        rollout_tensor=config.mesh.rollout_tensor,
+        rollout_tensor=tensor,
         sampler_hosts=hosts,
         sampler_submesh=submesh,
         workers_sample=config.stream.workers,
-        sampler_ranks=_sampler_ranks(config.mesh, of_samplers, hosts),
-        packing=_packing(config, graph, mini_prompts, (micro, together), mesh, roles),
+        sampler_ranks=of_samplers.devices // tensor * hosts // of_samplers.processes,
+        packing=packings[0],
         engine=_engine_config(config, model, of_samplers, dtype, hosts, in_sampler),
-        forward=_forward_config(
-            training,
+        forward=ForwardConfig(
             dtype,
-            attention,
-            rows=rows,
-            vocab=model.vocab_size // mesh.tensor,
-            memory=0 if machine.platform == "cpu" else machine.memory,
+            chunk,
+            training.remat,
+            attention.block,
+            keep_logits,
             microbatches=together,
+            repeats=training.pipeline_repeats,
+            attention_by=attention.by,
         ),
         attention=attention,
         other_attentions=tuple(others),
@@ -173,19 +183,16 @@ def derive_sizes(
         microbatches=together,
         routed=_routed(model) if training.router_replay else None,
         product=next(iter(products), ""),
-        partial_batch=_partial_batch_packing(config, graph, (micro, together), mesh, roles),
+        products=products,
+        partial_batch=packings[1],
     )
     return _with_images(sizes, config, model, machine.platform)
 
 
-def _row_attentions(
-    config: Config,
-    model: DecoderConfig,
-    platform: str,
-    rows: int,
-    meshes: Sequence[MeshSizes],
-) -> list[RowAttention]:
-    """The attention that training.attention allows, the preferred first; `rows` rows at a time."""
+def _attention_sizes(
+    config: Config, model: DecoderConfig, dtype: str, rows: int, meshes: Sequence[MeshSizes]
+) -> AttentionSizes:
+    """The sizes that the attention of rows must serve, of which a device has `rows` at a time."""
     training, context = config.training, [m.context for m in meshes]
     needed = {
         "shared prompts": training.share_prompts,
@@ -193,18 +200,17 @@ def _row_attentions(
         "image tokens": model.vision is not None and model.image_both_ways,
         "divided rows": max(context) > 1,
     }
-    sizes = AttentionSizes(
+    return AttentionSizes(
         training.row_tokens,
         _longest(config),
         rows,
         model.num_heads // model.num_kv_heads,
         model.head_dim,
-        _compute_dtype(training, platform),
+        dtype,
         math.lcm(*(m.row_chunks for m in meshes)),
         min(context),
         frozenset(name for name, asked in needed.items() if asked),
     )
-    return row_attentions(training.attention, platform, sizes)
 
 
 def _compute_dtype(training: TrainingConfig, platform: str) -> str:
@@ -216,12 +222,27 @@ def _compute_dtype(training: TrainingConfig, platform: str) -> str:
 
 def _with_images(sizes: Sizes, config: Config, model: DecoderConfig, platform: str) -> Sizes:
     """The sizes with patches beside rows and attention between them, if the model has a tower."""
-    images, read = _images(config, model, platform, config.training.row_tokens), sizes.engine.images
-    if images is None or read is None:
+    vision, engine, dtype = model.vision, sizes.engine, sizes.forward.compute_dtype
+    if vision is None:
         return sizes
-    tower, rows = (model.vision, sizes.forward.compute_dtype), sizes.micro_rows * sizes.microbatches
-    of_rows = tower_form(config.training.attention, platform, *tower, chunk=images.chunk, rows=rows)
-    of_prompts = tower_form("auto", platform, *tower, chunk=read.chunk, rows=1)
+    # of a row, and of the prompts that a sampler reads together
+    images, read = (
+        patch_room(
+            vision,
+            features,
+            longest=config.data.max_prompt_length,
+            image_tokens=config.data.image_tokens,
+            rotary=bool(model.rope_sections),
+            tile=tile_unit(platform),
+        )
+        for features in (
+            config.training.row_tokens,
+            max(config.data.max_prompt_length, config.rollout.prefill_tokens),
+        )
+    )
+    attention, rows = config.training.attention, sizes.micro_rows * sizes.microbatches
+    of_rows = tower_form(attention, platform, vision, dtype, chunk=images.chunk, rows=rows)
+    of_prompts = tower_form("auto", platform, vision, dtype, chunk=read.chunk, rows=1)
     return dataclasses.replace(
         sizes,
         packing=dataclasses.replace(sizes.packing, images=images),
@@ -229,23 +250,7 @@ def _with_images(sizes: Sizes, config: Config, model: DecoderConfig, platform: s
         if sizes.partial_batch is None
         else dataclasses.replace(sizes.partial_batch, images=images),
         forward=dataclasses.replace(sizes.forward, tower=of_rows),
-        engine=dataclasses.replace(sizes.engine, tower=of_prompts),
-    )
-
-
-def _images(
-    config: Config, model: DecoderConfig, platform: str, features: int
-) -> PatchSizes | None:
-    """Room for images of so many features together; None for a model without a tower."""
-    if model.vision is None:
-        return None
-    return patch_room(
-        model.vision,
-        features,
-        longest=config.data.max_prompt_length,
-        image_tokens=config.data.image_tokens,
-        rotary=bool(model.rope_sections),
-        tile=tile_unit(platform),
+        engine=dataclasses.replace(engine, images=read, tower=of_prompts),
     )
 
 
@@ -310,40 +315,37 @@ def features_together(model: DecoderConfig) -> int:
     return (model.vision.grid // model.vision.merge) ** 2
 
 
-def grouped_products(config: Config, model: DecoderConfig, machine: Machine) -> tuple[str, ...]:
-    """Implementations of a mixture's grouped products, the preferred first; () without a mixture.
-
-    Raises ValueError for settings of a mixture if the model has no experts, and for an
-    implementation that cannot be used here.
-    """
-    training, name = config.training, config.model.grouped_product
-    need = Need(PRODUCTS, machine.platform, 0, _compute_dtype(training, machine.platform))
-    if name != "auto" and not model.num_experts:
-        raise ValueError(
-            f"model.grouped_product={name!r} is for a mixture of experts, but "
-            f"{config.model.source} is none; use 'auto'"
-        )
-    if name != "auto":
-        return (named("model.grouped_product", name, need).name,)
-    if training.balance_coef and not model.num_experts:
-        raise ValueError(
-            f"training.balance_coef={training.balance_coef} is for a mixture of experts, but "
-            f"{config.model.source} is none; use 0"
-        )
-    if training.router_replay and not model.num_experts:
-        raise ValueError(
-            "training.router_replay=True is for a mixture of experts, but "
-            f"{config.model.source} is none; use False"
-        )
-    return tuple(one.name for one in candidates(need)) if model.num_experts else ()
+def _check_mixture(config: Config, model: DecoderConfig) -> None:
+    """Raises ValueError for settings of a mixture of experts if the model has none."""
+    product, training = config.model.grouped_product, config.training
+    settings = (  # (whether it is one of a mixture, its text, what it is without)
+        (product != "auto", f"model.grouped_product={product!r}", "'auto'"),
+        (training.balance_coef, f"training.balance_coef={training.balance_coef}", "0"),
+        (training.router_replay, "training.router_replay=True", "False"),
+    )
+    for is_given, setting, without in settings:
+        if is_given and not model.num_experts:
+            raise ValueError(
+                f"{setting} is for a mixture of experts, but {config.model.source} is none; use "
+                f"{without}"
+            )
 
 
-def _check_profile(config: Config) -> None:
-    profiled = parse_steps(config.observe.profile_steps)
-    if profiled and profiled[-1] > config.training.steps:
+def _check_steps(config: Config, processes: int) -> None:
+    """Raises ValueError unless mini-batches divide a step's prompts, and each process has some; or
+    for a profile of later steps than there are."""
+    prompts, training = config.data.prompts_per_step, config.training
+    minis = {"training.mini_batches": training.mini_batches}
+    _divides("data.prompts_per_step", prompts, minis)
+    if prompts < processes:
+        raise ValueError(
+            f"data.prompts_per_step={prompts} leave some of the {processes} processes without a "
+            f"prompt; use at least {processes}"
+        )
+    if config.observe.profiled and config.observe.profiled[-1] > training.steps:
         raise ValueError(
             f"observe.profile_steps={config.observe.profile_steps!r} ends after training.steps="
-            f"{config.training.steps}: profile earlier steps"
+            f"{training.steps}: profile earlier steps"
         )
 
 
@@ -361,19 +363,6 @@ def _check_row_chunks(config: Config, chunks: int) -> None:
     )
 
 
-def _sampler_hosts(config: Config, machine: Machine) -> int:
-    """Number of processes that share a sampler. Raises ValueError if an environment forbids it."""
-    rollout, tensor = config.rollout, config.mesh.rollout_tensor
-    hosts = hosts_per_sampler(tensor, machine.local_devices)
-    if rollout.environment and hosts > 1:
-        raise ValueError(
-            f"rollout.environment={rollout.environment!r} needs samplers of one host, but "
-            f"mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
-            f"most {machine.local_devices}"
-        )
-    return hosts
-
-
 def _machine_of_samplers(config: Config, submesh: Submesh | None, machine: Machine) -> Machine:
     """The devices of samplers: all, or a part of each host. Those of a worker are one host that is
     like the trainers', or has the devices of one sampler."""
@@ -382,42 +371,6 @@ def _machine_of_samplers(config: Config, submesh: Submesh | None, machine: Machi
         devices = local if local % tensor == 0 else tensor
         return dataclasses.replace(machine, processes=1, devices=devices, local_devices=devices)
     return machine if submesh is None else machine.submesh(submesh[1] - submesh[0])
-
-
-def _sampler_ranks(mesh: MeshConfig, machine: Machine, hosts: int) -> int:
-    """Data ranks of one sampler; `machine` has the samplers' devices alone."""
-    return machine.devices // mesh.rollout_tensor * hosts // machine.processes
-
-
-def _forward_config(
-    training: TrainingConfig,
-    dtype: str,
-    attention: RowAttention,
-    *,
-    rows: int,
-    vocab: int,
-    memory: int,
-    microbatches: int,
-) -> ForwardConfig:
-    """Settings of the trainer's forward pass.
-
-    `rows`: rows that a device processes at a time; `vocab`: its entries of the vocabulary;
-    `memory`: as of logits_in_memory.
-    """
-    of_device = {"rows": rows, "vocab": vocab, "memory": memory}
-    chunk, keep_logits = logits_in_memory(
-        training.logp_chunk, training.row_tokens, remat=training.remat, **of_device
-    )
-    return ForwardConfig(
-        dtype,
-        chunk,
-        training.remat,
-        attention.block,
-        keep_logits,
-        microbatches=microbatches,
-        repeats=training.pipeline_repeats,
-        attention_by=attention.by,
-    )
 
 
 def _routed(model: DecoderConfig) -> TokenColumn:
@@ -436,11 +389,18 @@ def _engine_config(
 ) -> EngineConfig:
     """Sizes of one sampler, with rollout.num_slots slots, or as many as fit for 0."""
     data, rollout, tensor = config.data, config.rollout, config.mesh.rollout_tensor
-    samplers, ranks = machine.processes // hosts, machine.devices // tensor
+    samplers, all_ranks = machine.processes // hosts, machine.devices // tensor
+    ranks, memory = all_ranks // samplers, machine.memory or UNKNOWN_MEMORY
     response = max(rollout.max_response_length, config.eval.max_response_length)
-    longest_prompt = max(data.max_prompt_length, rollout.prefill_tokens)
+    if rollout.num_slots:
+        _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": all_ranks})
+    elif not machine.memory:
+        raise ValueError(
+            "rollout.num_slots=0 means as many slots as fit, but the memory of this "
+            f"{machine.platform} is unknown; set a number"
+        )
     engine = EngineConfig(
-        slots=0,
+        slots=rollout.num_slots // samplers or ranks,
         max_prompt=data.max_prompt_length,
         max_response=response,
         tokens_per_call=rollout.tokens_per_call,
@@ -458,54 +418,37 @@ def _engine_config(
         group_size=max(rollout.num_samples, config.eval.num_samples),
         dtype=dtype,
         record_experts=config.training.router_replay,
-        images=_images(config, model, machine.platform, longest_prompt),
+    )
+    whole = functools.partial(
+        with_trajectories,
+        config=rollout,
+        most=responses_under_way(config),
+        samplers=samplers,
+        ranks=ranks,
     )
     check_speculation(engine)
     check_prefix_cache(engine)
-    if rollout.num_slots:
-        _divides("rollout.num_slots", rollout.num_slots, {"sampler ranks": ranks})
-        engine = dataclasses.replace(engine, slots=rollout.num_slots // samplers)
-        engine = with_trajectories(engine, config, samplers, ranks // samplers)
-        check_sampler_room(engine, model, machine, ranks=ranks // samplers, tensor=tensor)
-        return engine
-    if not machine.memory:
-        raise ValueError(
-            "rollout.num_slots=0 means as many slots as fit, but the memory of this "
-            f"{machine.platform} is unknown; set a number"
+    engine = whole(engine) if rollout.num_slots else engine
+    check_sampler_room(model, engine, memory, ranks=ranks, tensor=tensor)
+    if not rollout.num_slots:
+        slots = fitting_slots(
+            model,
+            engine,
+            ranks=ranks,
+            tensor=tensor,
+            budget=int(machine.memory * rollout.cache_fraction),
+            useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
+            whole=whole,
         )
-    check_sampler_room(
-        dataclasses.replace(engine, slots=ranks // samplers),
-        model,
-        machine,
-        ranks=ranks // samplers,
-        tensor=tensor,
-    )
-    slots = fitting_slots(
-        model,
-        engine,
-        ranks=ranks // samplers,
-        tensor=tensor,
-        budget=int(machine.memory * rollout.cache_fraction),
-        useful=-(-data.prompts_per_step * rollout.num_samples // samplers),
-        whole=lambda engine: with_trajectories(engine, config, samplers, ranks // samplers),
-    )
-    engine = dataclasses.replace(engine, slots=slots)
-    return with_trajectories(engine, config, samplers, ranks // samplers)
+        engine = whole(dataclasses.replace(engine, slots=slots))
+    check_weight_room(model, engine, memory, tensor=tensor)
+    return engine
 
 
-def with_trajectories(
-    engine: EngineConfig, config: Config, samplers: int, ranks: int
-) -> EngineConfig:
-    """A sampler whose `slots` are those that decode, with room for the trajectories that wait: as
-    many as rollout.max_trajectories says, and no more than may be under way.
-
-    `samplers` of `ranks` data ranks each.
-    """
-    rollout, lanes = config.rollout, engine.slots
-    useful = (1 + config.stream.max_staleness) * config.data.prompts_per_step * rollout.num_samples
-    wanted = min(useful, trajectories(rollout, lanes * samplers))
-    slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
-    return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
+def responses_under_way(config: Config) -> int:
+    """Most responses that may be under way, those of all steps that are sampled at a time."""
+    steps = 1 + config.stream.max_staleness
+    return steps * config.data.prompts_per_step * config.rollout.num_samples
 
 
 def _longest_read(config: Config, response: int) -> int:
@@ -525,103 +468,81 @@ def trains_on_pairs(graph: Graph) -> bool:
     )
 
 
-def _packing(
+def _packings(
     config: Config,
     graph: Graph | None,
-    mini_prompts: int,
     micro: tuple[int, int],
     mesh: MeshSizes,
     roles: Mapping[str, MeshSizes],
-) -> PackingPlan:
-    """Rows of every training mesh, a static number, for `mini_prompts` prompts per mini-batch.
+) -> tuple[PackingPlan, PackingPlan | None]:
+    """Rows of every training mesh, a static number: of a mini-batch, and of a partial batch, None
+    without these.
 
     `micro`: (rows of a micro-batch per data rank, micro-batches of a pipeline pass).
     """
-    limits, needed = _limits_and_rows(config, graph, mini_prompts)
-    return _packing_of(config, limits, needed, micro, mesh, roles)
+    stream, training, meshes = config.stream, config.training, (mesh, *roles.values())
+    limits, bounds, size, longest = _row_limits(config, graph)
+    actor, together = roles.get("ACTOR", mesh), math.prod(micro)
+    by = {"training.micro_batch_rows": mesh.ranks * micro[0]}
+    if any(m.pipeline > 1 for m in meshes):
+        by["training.pipeline_microbatches"] = micro[1]
+    filled = stream.partial_batch_rows  # which whatever is complete fills; 0: any number
+    _divides("stream.partial_batch_rows", filled, by)
 
+    def packing(rows: int, mini_batches: int) -> PackingPlan:
+        def room(rows: int, ranks: int) -> int:
+            return -(-rows // (ranks * together)) * together
 
-def _partial_batch_packing(
-    config: Config,
-    graph: Graph | None,
-    micro: tuple[int, int],
-    mesh: MeshSizes,
-    roles: Mapping[str, MeshSizes],
-) -> PackingPlan | None:
-    """Rows of a partial batch on every training mesh; None without partial batches. `micro`: as of
-    `_packing`."""
-    stream, rows = config.stream, config.stream.partial_batch_rows
+        for sizes in meshes:
+            check_pipeline_is_filled(sizes, rows, *micro)
+        most = room(rows, actor.ranks)
+        # other layouts take the same rows unchanged, even where some are not well filled
+        others = {m.layout: room(most * actor.ranks, m.ranks) for m in meshes}
+        return PackingPlan(
+            limits=limits,
+            mini_batches=mini_batches,
+            prompts_per_step=config.data.prompts_per_step,
+            rows=others | {actor.layout: most},
+            primary=actor.layout,
+            threshold=config.coordinator.balance_threshold,
+        )
+
+    prompts = config.data.prompts_per_step // training.mini_batches
+    whole = packing(rows_bound(prompts * size, longest, bounds), training.mini_batches)
     if not stream.in_partial_batches:
-        return None
-    limits, needed = _limits_and_rows(config, graph, max(1, stream.partial_batch_prompts))
-    if rows:  # which whatever is complete fills
-        by = {"training.micro_batch_rows": mesh.ranks * micro[0]}
-        if any(sizes.pipeline > 1 for sizes in (mesh, *roles.values())):
-            by["training.pipeline_microbatches"] = micro[1]
-        _divides("stream.partial_batch_rows", rows, by)
-        if needed > rows:
-            unit = math.prod(by.values())
-            raise ValueError(
-                f"stream.partial_batch_rows={rows} are too few for the "
-                f"longest group, which takes up to {needed} rows of "
-                f"training.row_tokens={config.training.row_tokens}; use at least "
-                f"{-(-needed // unit) * unit}"
-            )
-        needed = rows
-    packing = _packing_of(config, limits, needed, micro, mesh, roles)
-    return dataclasses.replace(packing, mini_batches=1)
+        return whole, None
+    rows = rows_bound(max(1, stream.partial_batch_prompts) * size, longest, bounds)
+    if 0 < filled < rows:
+        unit = math.prod(by.values())
+        raise ValueError(
+            f"stream.partial_batch_rows={filled} are too few for the longest group, which takes up "
+            f"to {rows} rows of training.row_tokens={training.row_tokens}; use at least "
+            f"{-(-rows // unit) * unit}"
+        )
+    return whole, packing(max(rows, filled), 1)
 
 
-def _limits_and_rows(config: Config, graph: Graph | None, prompts: int) -> tuple[RowLimits, int]:
-    """The limits of a row, and the rows that the longest groups of `prompts` prompts may need."""
+def _row_limits(config: Config, graph: Graph | None) -> tuple[RowLimits, RowLimits, int, int]:
+    """The limits of a row; those for what a prompt's responses are packed as, a pair counting as
+    one; how many of these a prompt has; and tokens of the longest."""
     training, prompt = config.training, config.data.max_prompt_length
     response = config.rollout.max_response_length
     pairs = graph is not None and trains_on_pairs(graph)
-    answers = ANSWERS[graph.data].of_step if graph is not None else None
-    size = 2 if pairs else answers or config.rollout.num_samples
     limits = RowLimits(
         tokens=training.row_tokens,
         sequences=training.row_sequences or max(1, training.row_tokens // 4),
         shared=training.share_prompts,
         group_size=2 if pairs else 0,
     )
-    longest_pair = prompt + 2 * response if limits.shared else 2 * (prompt + response)
-    if pairs and (longest_pair > limits.tokens or limits.sequences < 2):
+    if not pairs:
+        answers = ANSWERS[graph.data].of_step if graph is not None else None
+        return limits, limits, answers or config.rollout.num_samples, prompt + response
+    longest = prompt + 2 * response if limits.shared else 2 * (prompt + response)
+    if longest > limits.tokens or limits.sequences < 2:
         raise ValueError(
-            f"a pair of responses must share a row, but the longest takes {longest_pair} tokens "
+            f"a pair of responses must share a row, but the longest takes {longest} tokens "
             f"(data.max_prompt_length={prompt}, rollout.max_response_length={response}): raise "
             f"training.row_tokens={limits.tokens} to that"
         )
-    if pairs:
-        whole = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
-        return limits, rows_bound(prompts, longest_pair, whole)
-    return limits, rows_bound(prompts * size, prompt + response, limits)
-
-
-def _packing_of(
-    config: Config,
-    limits: RowLimits,
-    needed: int,
-    micro: tuple[int, int],
-    mesh: MeshSizes,
-    roles: Mapping[str, MeshSizes],
-) -> PackingPlan:
-    """Packing into at least `needed` rows of a mini-batch; `micro`: as of `_packing`."""
-    actor, together = roles.get("ACTOR", mesh), math.prod(micro)
-
-    def room(rows: int, ranks: int) -> int:
-        return -(-rows // (ranks * together)) * together
-
-    for sizes in (mesh, *roles.values()):
-        check_pipeline_is_filled(sizes, needed, *micro)
-    most = room(needed, actor.ranks)
-    # other layouts take the same rows unchanged, even where some of these are not well filled
-    rows = {m.layout: room(most * actor.ranks, m.ranks) for m in (mesh, *roles.values())}
-    return PackingPlan(
-        limits=limits,
-        mini_batches=config.training.mini_batches,
-        prompts_per_step=config.data.prompts_per_step,
-        rows=rows | {actor.layout: most},
-        primary=actor.layout,
-        threshold=config.coordinator.balance_threshold,
-    )
+    of_pairs = dataclasses.replace(limits, sequences=limits.sequences // 2, group_size=0)
+    return limits, of_pairs, 1, longest

@@ -9,7 +9,7 @@ import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.parallel import mesh as mesh_lib
-from distflow_jax.planning.memory_plan import device_bytes
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.topology import Pod

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.field_specs import num_bytes
 from distflow_jax.planning.memory_advice import shortage
-from distflow_jax.planning.memory_plan import MemoryPlan, device_bytes, offload_bytes, plan_memory
+from distflow_jax.planning.memory_plan import MemoryPlan, offload_bytes, plan_memory
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods import formulas

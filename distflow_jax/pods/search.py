@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from distflow_jax.parallel.mesh import check_hosts
 from distflow_jax.planning.mesh_sizes import check_width, mesh_sizes
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.efficiency import Range
@@ -176,7 +177,7 @@ def _meshes(pricing: Pricing, unlike: list[str]) -> Iterator[TrainingMesh]:
             pricing.config.mesh, data=data, fsdp=0, tensor=tensor, rollout_tensor=1
         )
         try:
-            sizes, _ = mesh_sizes(mesh, pricing.source.config, pod.machine)
+            sizes, *_ = mesh_sizes(mesh, pricing.source.config, pod.machine)
         except ValueError as error:
             unlike.append(str(error))
             continue
@@ -201,9 +202,11 @@ def _left(pricing: Pricing, found: list[TrainingMesh]) -> list[TrainingMesh]:
 
 def _widths(pricing: Pricing, widths: Iterable[int], unlike: list[str]) -> Iterator[int]:
     """The widths, devices of a sampler's data rank, that the pod and the model's sizes allow."""
+    machine = pricing.pod.machine
     for width in widths:
         try:
-            check_width(WIDTH, width, pricing.source.config, pricing.pod.machine)
+            check_width(WIDTH, width, pricing.source.config, machine.devices)
+            check_hosts(width, WIDTH, machine.processes, machine.local_devices)
         except ValueError as error:
             unlike.append(str(error))
             continue

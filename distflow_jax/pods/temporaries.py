@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from distflow_jax.dag.plan import Task
 from distflow_jax.models import lora
 from distflow_jax.models.decoder_config import DecoderConfig, ScalarModel, adapted
-from distflow_jax.planning.memory_plan import device_bytes
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.plan_run import RunPlan
 from distflow_jax.planning.run_models import network_of
 from distflow_jax.planning.unit_programs import Program

@@ -111,10 +111,10 @@ class RewardPool:
                 "machine has memory and open files: use fewer, or -1"
             )
         self._num_workers = num_workers
+        job = _worker_settings(config, sandbox, num_workers)
         self._function = None
         if not num_workers:
             self._function = load_reward(config.function, config.kwargs, config.weights)
-        job = _worker_settings(config, sandbox, num_workers)
         self._looked = False  # at a step's answers, whether there are any
         self._workers = [WorkerProcess(job) for _ in range(num_workers)]
         self._jobs = JobQueue()

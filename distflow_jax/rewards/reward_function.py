@@ -100,13 +100,13 @@ def load_reward(
         its module raised, a signature of no known form, an argument in `kwargs` that no function
         takes, or another number of weights than of functions.
     """
-    if ":" in spec:
-        named = user_functions.load_objects(spec, _WHAT)
-        found = [part for name, value in named.items() for part in _parts(name, value, spec)]
-    else:
+    if ":" not in spec:
         example = "my_module:my_function or path/to/file.py:my_function"
         function = user_functions.load_named(spec, REWARDS, _WHAT, setting=_WHAT, example=example)
         found = [WeightedFunction(spec, function)]
+    else:
+        named = user_functions.load_objects(spec, _WHAT)
+        found = [part for name, value in named.items() for part in _parts(name, value, spec)]
     if not found:
         raise ValueError(f"reward function {spec!r} names no function: it is empty")
     if weights and len(weights) != len(found):

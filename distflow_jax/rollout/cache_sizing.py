@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
@@ -12,14 +12,32 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.moe import recorded_dtype
 from distflow_jax.models.parameters import param_specs
 from distflow_jax.parallel.rules import partition_spec
+from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig, num_pages, stored_dtype
 
+ABSURD = 8  # times the memory
+SLOT_BYTES = 64  # of a slot, whatever its length
+TOKEN_BYTES = 16  # of a token in a batch: its id, mask, log-prob and advantage
 FEATURE_BATCHES = 4  # of encoded images that stay: those of prompts that wait to be read
 
 
 def trajectories(config: RolloutConfig, slots: int) -> int:
     """Most responses under way beside so many slots, over all processes."""
     return (config.max_trajectories or 4 * slots) if config.environment else slots
+
+
+def with_trajectories(
+    engine: EngineConfig, config: RolloutConfig, *, most: int, samplers: int, ranks: int
+) -> EngineConfig:
+    """A sampler whose `slots` are those that decode, with room for the trajectories that wait: as
+    many as rollout.max_trajectories says, and no more than the `most` that may be under way.
+
+    `samplers` of `ranks` data ranks each.
+    """
+    lanes = engine.slots
+    wanted = min(most, trajectories(config, lanes * samplers))
+    slots = max(lanes, -(-wanted // (samplers * ranks)) * ranks)
+    return dataclasses.replace(engine, slots=slots, lanes=lanes if lanes < slots else 0)
 
 
 def feature_bytes(model: DecoderConfig, config: EngineConfig) -> int:
@@ -97,3 +115,49 @@ def fitting_slots(
         f"rollout.cache_fraction leaves {budget / 2**20:.0f} MiB; raise it, or shorten them, or "
         "widen mesh.rollout_tensor"
     )
+
+
+def check_room(needed: Mapping[str, int], memory: int) -> None:
+    """Raises ValueError for what takes several times so many bytes: {its name: its bytes}.
+
+    A bound, not a plan: what is a little too large is planning/memory_plan.py's to find.
+    """
+    for what, size in needed.items():
+        if size > ABSURD * memory:
+            raise ValueError(
+                f"{what}: takes {format_bytes(size)} or more, but only {format_bytes(memory)} of "
+                "memory are available; use less"
+            )
+
+
+def check_sampler_room(
+    model: DecoderConfig, engine: EngineConfig, memory: int, *, ranks: int, tensor: int
+) -> None:
+    """Raises ValueError for a sampler with `ranks` data ranks whose cache or calls no device of so
+    many bytes can hold."""
+    page, slots = page_bytes(model, engine, tensor), engine.slots // ranks
+    cache = (
+        f"rollout.num_slots ({engine.decode_slots} on a sampler), rollout.page_size="
+        f"{engine.page_size} and rollout.cache_tokens ({engine.cache_tokens}): the cache"
+    )
+    calls = {
+        "prefix_tokens": engine.prefix_tokens * (page // engine.page_size),
+        "prefill_tokens": engine.prefill_tokens * model.hidden_size * 2,
+        "tokens_per_call": engine.tokens_per_call * slots * TOKEN_BYTES,
+        "speculative_tokens": engine.speculative_tokens * slots * 4,
+        "speculative_ngram": engine.speculative_ngram * 4 * slots,
+    }
+    needed = {cache: num_pages(engine, ranks) * page + slots * SLOT_BYTES}
+    needed |= {f"rollout.{name}={getattr(engine, name)}": size for name, size in calls.items()}
+    check_room(needed, memory)
+
+
+def check_weight_room(
+    model: DecoderConfig, engine: EngineConfig, memory: int, *, tensor: int
+) -> None:
+    """Raises ValueError for weights of which no device of so many bytes can hold its part."""
+    what = (
+        f"the model's weights of {model.num_layers} layers, hidden_size={model.hidden_size} and "
+        f"vocab_size={model.vocab_size}"
+    )
+    check_room({what: weight_bytes(model, engine, tensor)}, memory)

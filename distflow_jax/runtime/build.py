@@ -83,7 +83,6 @@ def build(
         engine.compile_ahead()
         sync = make_sync(run.source, run.config, sizes)
     member = processes.process_index() % sizes.sampler_hosts
-    coordinator = _coordinator(run, run.sizes.packing, meshes, spans.span)
     layouts = {key: found.layout for key, found in run.models.items()}
     offload = Offload(run.residencies, layouts, engine.init_decode_state if engine else None)
     contexts = ContextFactory(
@@ -96,14 +95,15 @@ def build(
         waiting=spans.waiting,
     )
     stages, first = contexts.stages(run.plan.tasks)
+    coordinator = _coordinator(run, sizes.packing, meshes, spans.span)
     programs, partial_batches = _trace(run, stages, first, meshes)
+    units = {unit.name: unit for unit in run.plan.units}
+    # on the host make_runner; of a unit on a mesh the program that unit_programs.py has traced
+    runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     with phase("compile_programs"):
         compiled = compile_plan(run, programs)
         if partial_batches is not None:
             partial_batches.compile()
-    units = {unit.name: unit for unit in run.plan.units}
-    # on the host make_runner; of a unit on a mesh the program that unit_programs.py has traced
-    runners = {name: make_runner(unit, stages) for name, unit in units.items()} | programs
     for name in run.residencies.keys() & runners.keys():  # then every unit is one node
         (task,) = units[name].tasks
         runners[name] = offload.wrap(name, task.state_key, runners[name])
@@ -121,7 +121,7 @@ def build(
         contexts=contexts,
         partial_batches=partial_batches,
         partial_batch_coordinator=partial_batches
-        and _coordinator(run, run.sizes.partial_batch, meshes, spans.span),
+        and _coordinator(run, sizes.partial_batch, meshes, spans.span),
     )
 
 

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable
 
 from distflow_jax.cluster import processes
-from distflow_jax.config.upkeep_config import ObserveConfig, parse_steps
+from distflow_jax.config.upkeep_config import ObserveConfig
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.observe.phases import Phases
 from distflow_jax.observe.profile import Profile
@@ -67,7 +67,7 @@ def open_instruments(
     trace = folder / "trace.json" if index == 0 and config.trace else None
     spans = Spans(trace, process_index=index)
     phases = Phases(spans, watchdog, processes.communication_seconds, shown)
-    profile = Profile(folder / "profile" / f"process_{index}", parse_steps(config.profile_steps))
+    profile = Profile(folder / "profile" / f"process_{index}", config.profiled)
     return Instruments(compilations, spans, phases, profile)
 
 

@@ -44,11 +44,13 @@ def make_sync(
     """
     replica_mesh = mesh_lib.replica_mesh(sizes.rollout_tensor, devices, sizes.sampler_submesh)
     local_mesh = _mesh(sizes, devices)
+    layout = weight_layout(source.config, sizes.engine, local_mesh)
+    shardings = param_shardings(source.config, replica_mesh)
     return WeightSync(
-        param_shardings(source.config, replica_mesh),
+        shardings,
         local_mesh,
         sizes.engine.dtype,
-        weight_layout(source.config, sizes.engine, local_mesh),
+        layout,
         functools.partial(lora.merged, scale=config.lora.scale),
     )
 

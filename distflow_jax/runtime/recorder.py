@@ -50,12 +50,13 @@ class Recorder:
         self._folder, self._terminal = folder, terminal
         self._is_first = processes.process_index() == 0
         observe = prepared.config.observe
+        trackers = open_trackers(observe, folder)
         self._writer = RunWriter(
             folder,
             enabled=self._is_first,
             resume_step=state.step or None,
             report_every=observe.report_every,
-            trackers=open_trackers(observe, folder),
+            trackers=trackers,
         )
         self._progress: RunProgress | None = None
 
@@ -83,8 +84,10 @@ class Recorder:
             self._prepared, runtime, self._writer, self._terminal, self._folder, self._state.step
         )
 
-    def ready(self, runtime: Runtime) -> None:
-        """Writes the memory of the programs, all of which are compiled; shows the progress."""
+    def ready(self, runtime: Runtime, seconds: float) -> None:
+        """Writes the `seconds` until step 1 may begin, and the memory of the programs, all of which
+        are compiled; shows the progress."""
+        self._writer.event("ready", {"step": self._state.step, "seconds": round(seconds, 3)})
         waiting, tree = self._prepared.waiting, runtime.compiled.memory.to_tree()
         self._writer.memory(tree | ({"host": waiting.to_tree()} if waiting else {}))
         describe_start(runtime, self._terminal, self._folder, self._state.step)
@@ -96,11 +99,11 @@ class Recorder:
         )
 
     @contextlib.contextmanager
-    def timed(self, event: str, step: int, *, before: float = 0.0) -> Iterator[None]:
-        """Records an event and its seconds, to which `before` is added."""
+    def timed(self, event: str, step: int) -> Iterator[None]:
+        """Records an event and its seconds."""
         started = time.perf_counter()
         yield
-        seconds = round(before + time.perf_counter() - started, 3)
+        seconds = round(time.perf_counter() - started, 3)
         self._writer.event(event, {"step": step, "seconds": seconds})
 
     def begin_step(self) -> None:

@@ -97,11 +97,7 @@ def describe_run(
     `step` is that of the checkpoint that the run continues from, 0 in a new run. A notebook shows
     sizes and plan in a cell.
     """
-    described = json.loads(to_json(to_config_dict(prepared.config)))
     is_first, plan = processes.process_index() == 0, prepared.plan
-    if is_first and step:
-        warn_of_changes(folder / "config.json", described)
-    writer.config(described)
     fields = fields_on_meshes(plan, runtime.programs)
     engine, compiled = runtime.engine, runtime.compiled
     options = describe_options(runtime.programs.values(), engine and engine.mesh)
@@ -111,9 +107,14 @@ def describe_run(
     sizes = progress.size_lines(prepared.table())
     picture = to_svg(draw(plan, sizes=bytes_of_fields(fields)), f"plan {plan.name}")
     whole = f"{title}\n\n{sizes}\n\n{text}\n\ndigest {plan.digest}"
-    writer.plan(whole, svg=picture, tree=plan.to_json())
     if is_first:
         _count_responses(prepared, runtime, terminal)
+    described = json.loads(to_json(to_config_dict(prepared.config)))
+    if is_first and step:
+        warn_of_changes(folder / "config.json", described)
+    writer.config(described)
+    writer.plan(whole, svg=picture, tree=plan.to_json())
+    if is_first:
         progress.introduce_in_cell(title, prepared.table(), text, terminal)
         if prepared.loader.dropped:
             log.warning("%s", describe_dropped(prepared.loader.dropped_for))

@@ -147,11 +147,9 @@ class Synchronous(NoSamplersAhead):
         super().__init__(place)
         self._prepared, self._runtime, self._state = prepared, runtime, state
         self._phases = instruments.phases
+        prompts = _read(prepared.loader, instruments.spans)
         self._samples = bool(sampling_tasks(prepared.plan))  # otherwise evaluations alone do
-        self._prompts = Prefetch(
-            _read(prepared.loader, instruments.spans),
-            enabled=prepared.config.coordinator.double_buffer,
-        )
+        self._prompts = Prefetch(prompts, enabled=prepared.config.coordinator.double_buffer)
         self._rounds: Rounds | None = None  # of the step, in a region
 
     def begin(self, step: int) -> None:

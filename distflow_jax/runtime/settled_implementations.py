@@ -11,7 +11,6 @@ from distflow_jax.models.grouped_trial import try_products
 from distflow_jax.models.kernels.implementation_trial import Tried, fastest
 from distflow_jax.models.weights.source import multiplied_by
 from distflow_jax.planning.plan_run import RunPlan
-from distflow_jax.planning.sizes import grouped_products
 from distflow_jax.report.json_lines import write_atomic
 from distflow_jax.rollout.sampler_trial import try_decode, try_prefill
 from distflow_jax.training.row_trial import try_rows
@@ -31,7 +30,7 @@ def settle_implementations(run: RunPlan, folder: pathlib.Path | None = None) -> 
         return
     sizes = run.sizes
     rows = {one.name: one for one in (sizes.attention, *sizes.other_attentions)}
-    among = [run.machine.chip, [*rows], *map(list, sizes.sampler_attentions), [*_products(run)]]
+    among = [run.machine.chip, [*rows], *map(list, sizes.sampler_attentions), [*sizes.products]]
     best = processes.all_gather_json(_recorded(folder, among))[0]
     if best is None:
         best = _best(run)
@@ -88,10 +87,6 @@ def _best(run: RunPlan) -> list[tuple[str, str]]:
     return best
 
 
-def _products(run: RunPlan) -> tuple[str, ...]:
-    return grouped_products(run.config, run.source.config, run.machine)
-
-
 def _try_products(run: RunPlan) -> dict[str, Tried]:
     model, training = run.source.config, run.config.training
     if not model.num_experts:
@@ -99,7 +94,7 @@ def _try_products(run: RunPlan) -> dict[str, Tried]:
     experts = model.num_experts // run.sizes.mesh.expert
     pairs = run.sizes.micro_rows * training.row_tokens * model.experts_per_token
     shape = (experts, model.hidden_size, model.mlp_size // run.sizes.mesh.tensor)
-    return try_products(_products(run), pairs, shape, run.sizes.forward.compute_dtype)
+    return try_products(run.sizes.products, pairs, shape, run.sizes.forward.compute_dtype)
 
 
 def _try_sampler(run: RunPlan) -> list[dict[str, Tried]]:

@@ -25,10 +25,11 @@ import numpy as np
 import distflow_jax.run as run_lib
 from distflow_jax.batch import Prompt
 from distflow_jax.cluster import processes
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.config.run_config import Config
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import config_table, open_configured, settle
+from distflow_jax.planning.plan_run import open_configured, settle
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.rollout.foreign.engine_protocol import Answer, checked_columns
 from distflow_jax.rollout.requests import Response, SamplingParams

@@ -5,6 +5,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from distflow_jax.config.algorithm_config import AlgorithmConfig, PreferenceConfig
+from distflow_jax.dag.added_fields import (
+    AGE,
+    ALPHA,
+    with_ages,
+    with_environment_rewards,
+    with_router_replay,
+)
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
@@ -47,6 +54,9 @@ class Demands:
     algorithm: AlgorithmConfig
     preference: PreferenceConfig
     updates: int  # optimizer steps that a batch gets
+    ahead: bool = False  # whether samplers run ahead
+    environment: bool = False
+    router_replay: bool = False
 
     def of(self, node: Node) -> dict[str, str]:
         """{field inside the stage: why it is needed} of a node that runs a default stage."""
@@ -176,13 +186,13 @@ def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
     """
     builders = {}
     for node in nodes:
-        if _is_users(node):
-            stage = load_function(node.fn, f"stage of node {node.id!r}")
-            builders[node.id] = lambda context, stage=stage: stage
+        if not _is_users(node):
+            kind = kind_of(node)
+            _check_fields(node, kind)
+            builders[node.id] = kind.build
             continue
-        kind = kind_of(node)
-        _check_fields(node, kind)
-        builders[node.id] = kind.build
+        stage = load_function(node.fn, f"stage of node {node.id!r}")
+        builders[node.id] = lambda context, stage=stage: stage
     return builders
 
 
@@ -240,12 +250,22 @@ def first_state_of(node: Node, context: NodeContext | None) -> Any:
     return make(context) if make else None
 
 
-def settle_reads(graph: Graph, demands: Demands) -> Graph:
-    """The graph with the optional reads that the run needs, and with a stage for every node.
+def settle_graph(graph: Graph, demands: Demands) -> Graph:
+    """The graph with the fields and the optional reads that the run needs, and with a stage for
+    every node.
 
     Raises ValueError for a read that has no writer, and as `resolve` does.
     """
-    graph = graph.settle(_wanted_reads(graph.nodes, demands))
+    ages = {ALPHA: ALPHA in update_reads(demands.algorithm), AGE: demands.ahead}
+    changes = (  # (whether the run needs it, change of the graph)
+        (demands.environment, with_environment_rewards),
+        (demands.router_replay, with_router_replay),
+    )
+    for needed, change in changes:
+        graph = change(graph) if needed else graph
+    graph = with_ages(graph, [name for name, asked in ages.items() if asked])
+    wanted = _wanted_reads(graph.nodes, demands)
+    graph = graph.settle(wanted)
     resolve(graph.nodes)
     return graph
 

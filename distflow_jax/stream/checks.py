@@ -75,8 +75,10 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
     """Raises ValueError unless a plan can run with these settings of the section `stream`."""
     sampling, algorithm = sampling_tasks(plan), run.algorithm
     keys = sorted({task.state_key for task in sampling})
-    ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]
     ahead = {node.id for node in nodes_ahead(plan)}
+    where = f"stream.worker_nodes={config.worker_nodes!r}"
+    check_nodes(config.worker_nodes, plan, where, run.environment)
+    ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]
     judged = [task.node.id for unit in plan.split()[0] for task in unit.tasks]
     late = [name for name in judged if name not in ahead]
     longest = run.group_tokens * len(sampling)
@@ -116,8 +118,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "late": "".join(late[:1]),
     }
     refuse(_COMBINATIONS, holds, stream=config, plan=plan, run=run, **values)
-    where = f"stream.worker_nodes={config.worker_nodes!r}"
-    check_nodes(config.worker_nodes, plan, where, run.environment)
 
 
 def sampling_tasks(plan: Plan) -> list[Task]:

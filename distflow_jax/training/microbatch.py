@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from distflow_jax.parallel.mesh import MeshSizes
-from distflow_jax.parallel.pipeline import check_repeats
 from distflow_jax.parallel.rules import constrain
 
 
@@ -38,18 +37,6 @@ def pipeline_microbatches(setting: int, pipelines: Sequence[int]) -> int:
             f"use {f'{low} or {high}' if low else high}"
         )
     return setting or unit
-
-
-def check_pipeline_repeats(repeats: int, pipelines: Sequence[int], layers: int) -> None:
-    """Raises ValueError unless training.pipeline_repeats fits all training meshes."""
-    if repeats > 1 and max(pipelines) == 1:
-        raise ValueError(
-            f"training.pipeline_repeats={repeats} needs a pipeline, and mesh.pipeline is 1; "
-            "use 1, or mesh.pipeline above 1"
-        )
-    for count in pipelines:
-        if count > 1:
-            check_repeats(repeats, count, layers)
 
 
 def check_pipeline_is_filled(mesh: MeshSizes, rows: int, micro: int, microbatches: int) -> None:

@@ -21,12 +21,11 @@ from support.waiting import HANG, until
 
 from configs import tiny
 from distflow_jax.cluster import job, processes
-from distflow_jax.config.config_dict import from_config_dict
+from distflow_jax.config.config_dict import config_table, from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Layout
-from distflow_jax.planning import plan_run
 
 # Each of two processes runs this; what it prints is compared below.
 JOB = """
@@ -355,12 +354,12 @@ def test_version_table_names_what_is_installed():
 
 def test_tables_of_a_run_name_its_keys():
     config = from_config_dict(Config, tiny.get_config())
-    table = plan_run.config_table(config)
+    table = config_table(config)
     assert table["training.optimizer.lr"] == "0.001"
     assert table["reward.kwargs.pattern"] == '".*[0-9].*"'
     graph = Graph("two", (Node("a", "ACTOR", "COMPUTE", writes=("x",)),))
     first, second = (
-        plan_run.plan_table(plan(graph, {"ACTOR": layout}, {}))
+        plan(graph, {"ACTOR": layout}, {}).table()
         for layout in (Layout("host"), Layout("mesh", (("fsdp", 4),)))
     )
     assert processes.describe_differences("plan", [first, second]).startswith("plan a.layout.axes:")

@@ -23,6 +23,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.models.decoder_config import adapted
 from distflow_jax.models.parameters import num_params
 from distflow_jax.parallel.host_memory import live_bytes
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning import memory_plan
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.memory_advice import _changes, shortage
@@ -31,7 +32,6 @@ from distflow_jax.planning.memory_plan import (
     MemoryPlan,
     Segment,
     _trained,
-    device_bytes,
     plan_memory,
 )
 from distflow_jax.planning.plan_run import plan_run

@@ -21,9 +21,10 @@ from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parallel.host_memory import live_bytes
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.field_specs import FieldSpecs
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.memory_plan import device_bytes, plan_memory
+from distflow_jax.planning.memory_plan import plan_memory
 from distflow_jax.planning.partial_batches.partial_batch_programs import trace_partial_batches
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.planning.run_models import States

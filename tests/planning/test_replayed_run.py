@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.config.run_config import Config
 from distflow_jax.planning.partial_batches.replayed_run import (
     FREE_KEYS,
@@ -12,7 +13,6 @@ from distflow_jax.planning.partial_batches.replayed_run import (
     check_replay,
     start_of_run,
 )
-from distflow_jax.planning.plan_run import config_table
 
 SETTINGS = config_table(Config())
 

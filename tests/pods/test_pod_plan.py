@@ -17,8 +17,8 @@ from support.tiny_config import tiny_config
 from distflow_jax.models.parameters import num_params
 from distflow_jax.models.weights.source import open_model, open_shapes
 from distflow_jax.parallel.host_memory import live_bytes
+from distflow_jax.parallel.rules import device_bytes
 from distflow_jax.planning.compiled_plan import compile_plan
-from distflow_jax.planning.memory_plan import device_bytes
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods.compile import TooLarge, compile_program, reporting_size
 from distflow_jax.pods.pod_picture import MEMORY_COLORS, draw_pod

@@ -14,8 +14,9 @@ from support.tiny_config import tiny_config
 from support.tiny_model import TINY
 
 from distflow_jax import run
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.planning.machine import Machine
-from distflow_jax.planning.plan_run import config_table, open_configured, plan_run, prepare
+from distflow_jax.planning.plan_run import open_configured, plan_run, prepare
 from distflow_jax.runtime.run_files import recorded_date
 from distflow_jax.stream.links.shared_tables import shared_tables
 

@@ -145,6 +145,7 @@ def test_a_mixture_multiplies_by_the_best_products(monkeypatch):
 
     monkeypatch.setitem(RAGGED_DOT, "ragged_dot", wrong)
     run = planned("gpu", MIXTURE)
+    run.sizes = dataclasses.replace(run.sizes, products=("blocks", "ragged_dot"))
     settle_implementations(run)
     assert run.source.config.grouped_product == run.sizes.product == "blocks"
     table = {name: (value, why) for name, value, why in run.table()}

@@ -13,7 +13,7 @@ from distflow_jax.dag.graph_yaml import open_yaml
 
 def read_graph(text_or_path: str | pathlib.Path, config: Any = None) -> Graph:
     """The graph of YAML text; a Path or a single line names a file; see open_yaml."""
-    return open_yaml(text_or_path, config).build(config)
+    return open_yaml(text_or_path, config).graph_with(config)
 
 
 class _Dumper(yaml.SafeDumper):

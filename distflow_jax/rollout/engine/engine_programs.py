@@ -58,13 +58,13 @@ class EnginePrograms:
         self.collect = program(collect, out=(layout, whole, whole), donate=0)
         small = compact_decode.small_shapes(shapes)
         self.few_slots = small.slots if small else 0
-        generate = functools.partial(program, out=(layout, whole), donate=1)
+        sampling_program = functools.partial(program, out=(layout, whole), donate=1)
         if shapes.lanes < shapes.slots:
             lanes = compact_decode.narrowed(shapes, shapes.lanes)
-            self.generate = generate(compact_decode.generate_few, lanes, stop_ids)
+            self.generate = sampling_program(compact_decode.generate_few, lanes, stop_ids)
         else:
-            self.generate = generate(decode.generate, stop_ids)
-        self.generate_few = generate(compact_decode.generate_few, small, stop_ids)
+            self.generate = sampling_program(decode.generate, stop_ids)
+        self.generate_few = sampling_program(compact_decode.generate_few, small, stop_ids)
 
     def decoding(self, params: Any) -> list[jax.stages.Traced]:
         """The programs that decode, the largest to compile. `params` as in `traced`."""

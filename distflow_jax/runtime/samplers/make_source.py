@@ -41,21 +41,20 @@ from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests, differs
 from distflow_jax.stream.saved_samples import SavedSamples
-from distflow_jax.stream.schedule import Admission
+from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import ENVIRONMENT
 
 log = logging.getLogger("distflow_jax")
 
-# what becomes of samples in a checkpoint that a larger max_staleness began
-_LATE = (
-    "they are trained on in their steps, some of them older than stream.max_staleness="
-    "{config.max_staleness}"
-)
-_DROPPED = (
-    "with stream.max_staleness=0 they are dropped, and sampled again; give a stream.max_staleness "
-    "to train on them"
-)
+# what becomes of samples in a checkpoint that a larger max_staleness began, by whether samplers run
+# ahead
+_FATES = {
+    True: "they are trained on in their steps, some of them older than stream.max_staleness="
+    "{config.max_staleness}",
+    False: "with stream.max_staleness=0 they are dropped, and sampled again; give a "
+    "stream.max_staleness to train on them",
+}
 
 
 def make_source(
@@ -84,12 +83,11 @@ def make_source(
         folder = checkpointer.folder.parent
         return now(make_replay(prepared, prepared.recording, folder, state, place))
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
+    _tell_of_staleness(added, config, state.step)
     if not config.ahead:
-        _tell_of_staleness(added, config, state.step, _DROPPED)
         if added or place.account is not None:  # for a run that goes on with samplers ahead
             place.account = _account(checkpointer, state, place, added)[1].to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
-    _tell_of_staleness(added, config, state.step, _LATE)
 
     def ahead(evaluates: Callable[[int], bool]) -> Ahead:
         trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
@@ -127,9 +125,9 @@ def _make_ahead(
     config, plan = prepared.config, prepared.plan
     tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
-    saved = SavedSamples(added)
-    admission, policy = _rule(prepared, state, place, saved)
-    producer = _producer(prepared, runtime, state, admission, tasks, saved)
+    rule, saved = stream_rule(config, plan), SavedSamples(added)
+    admission, policy = _admission(prepared, state, place, saved, rule)
+    producer = _producer(prepared, runtime, state, rule, admission, tasks, saved)
     if config.stream.workers:
         delivery = deliver_to_workers(
             prepared, state, producer, runtime.offload, checkpointer.folder
@@ -165,17 +163,15 @@ def _make_ahead(
     )
 
 
-def _tell_of_staleness(
-    added: Sequence[Addition], config: StreamConfig, step: int, fate: str
-) -> None:
-    """Warns of samples in a checkpoint that a larger max_staleness began, and of their `fate`."""
+def _tell_of_staleness(added: Sequence[Addition], config: StreamConfig, step: int) -> None:
+    """Warns of samples in a checkpoint that a larger max_staleness began, and of their fate."""
     before = max((addition.facts["max_staleness"] for addition in added), default=0)
     if before > config.max_staleness and processes.process_index() == 0:
         log.warning(
             "the checkpoint of step %d holds samples that stream.max_staleness=%d began: %s",
             step,
             before,
-            fate.format(config=config),
+            _FATES[config.ahead].format(config=config),
         )
 
 
@@ -183,6 +179,7 @@ def _producer(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,
+    rule: Rule,
     admission: Admission,
     tasks: Sequence[Task],
     saved: SavedSamples,
@@ -202,7 +199,7 @@ def _producer(
     lock = threading.Condition()
     writers = {task.node.id: task.layout for task in plan.tasks}
     elsewhere = config.stream.workers
-    buffer = _buffer(prepared, state, {task.node.id for task in tasks})
+    buffer = _buffer(prepared, state, rule, {task.node.id for task in tasks})
     return Producer(
         SampleRequests(buffer, lock, contexts[0].on_response if elsewhere else None),
         admission,
@@ -215,12 +212,14 @@ def _producer(
     )
 
 
-def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) -> TaskBuffer:
+def _buffer(
+    prepared: PreparedRun, state: RunState, rule: Rule, sampled: Collection[str]
+) -> TaskBuffer:
     """The task buffer of this process; leases of its own worker never end."""
     config, plan = prepared.config.stream, prepared.plan
     ahead = {node.id for node in nodes_ahead(plan)}
     return TaskBuffer(
-        stream_rule(prepared.config, plan),
+        rule,
         exact=config.weight_update == "boundary",
         version=state.step,
         lease_seconds=config.lease_seconds if config.workers else math.inf,
@@ -231,12 +230,13 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
     )
 
 
-def _rule(
-    prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples
+def _admission(
+    prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples, rule: Rule
 ) -> tuple[Admission, Policy]:
-    """The rule by which groups of a run that goes on from `state` begin, and what steps take."""
+    """The admission of groups of a run that goes on from `state`, by its rule, and the policy of
+    its steps."""
     config, plan, batches = prepared.config, prepared.plan, prepared.loader.num_steps
-    rule, step, position = stream_rule(config, plan), state.step, place.position
+    step, position = state.step, place.position
     bounds: dict[str, Any] = {
         "step": step,
         "counter": position,

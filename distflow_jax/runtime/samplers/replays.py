@@ -11,6 +11,7 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.cluster import processes
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.coordinator.batch_metrics import Gaps, staleness_metrics
 from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
@@ -18,7 +19,7 @@ from distflow_jax.coordinator.rounds import NextRound, no_round
 from distflow_jax.layout import Metrics
 from distflow_jax.parsing.paths import named_path
 from distflow_jax.planning.partial_batches.replayed_run import start_of_run
-from distflow_jax.planning.plan_run import PreparedRun, config_table, sampler_layout
+from distflow_jax.planning.plan_run import PreparedRun, sampler_layout
 from distflow_jax.runtime.place import Place
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import NoSamplersAhead, reads_step
@@ -109,10 +110,11 @@ def make_replay(
     plan = prepared.plan
     writers = {task.node.id: task.layout for task in plan.tasks}
     writers |= {None: sampler_layout(prepared.sizes)}
+    steps = StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan))
     replay = PartialBatchReplay(
         recording,
         RecordWriter(folder, state.step, None),
-        steps=StepGroups({node.id for node in nodes_ahead(plan)}, numbered=reads_step(plan)),
+        steps=steps,
         read=functools.partial(recording.read, writers=writers, prompt=prepared.loader.prompt),
     )
     return Recorded(prepared, place, replay)

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 
 from distflow_jax.cluster import processes
+from distflow_jax.cluster.own_code import environment_code
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.dag.residency import UPDATE_WEIGHTS
 from distflow_jax.models import lora
-from distflow_jax.planning.plan_run import PreparedRun, config_table, environment_table
+from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.report.run_writer import RunEvents
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.runtime.host_offload import Offload
@@ -56,6 +58,9 @@ def deliver_to_workers(
     Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
+    first, limits = processes.process_index() == 0, _limits(prepared)
+    events = [RunEvents(workdir / "events.jsonl").add] if first else []
+    workers = WorkerLog(prepared.worker_command, *events)
     said = [secrets.token_hex(8), start_before(workdir)]
     attempt, before = processes.all_gather_json(said)[0]
     merged = functools.partial(lora.merged, scale=config.lora.scale)
@@ -71,7 +76,8 @@ def deliver_to_workers(
         store(sync.leave(state.policy_params(policy)), state.step, ())
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
-    code = processes.code_table() | environment_table(config)
+    code = processes.code_table()
+    code |= environment_code(config.rollout.environment, config.rollout.environment_kwargs)
     tables = shared_tables(whole, code, prepared.source.tokenizer)
     facts = {"attempt": attempt, "after": before, "began": state.step}
     facts["exact"] = config.stream.weight_update == "boundary"
@@ -81,7 +87,7 @@ def deliver_to_workers(
         tables,
         facts,
         node_table(whole),
-        border=Border(_limits(prepared)),
+        border=Border(limits),
         most_workers=most_workers(raise_file_limit()),
     )
     server = WireServer(
@@ -95,9 +101,6 @@ def deliver_to_workers(
     buffers = processes.all_gather_json(announced(config.stream.listen, server.port))
     addresses = BufferAddresses(attempt, tuple(buffers))
     answers.meet(buffers)
-    first = processes.process_index() == 0
-    events = [RunEvents(workdir / "events.jsonl").add] if first else []
-    workers = WorkerLog(prepared.worker_command, *events)
     if first:
         addresses.write(workdir)
 

@@ -14,6 +14,7 @@ from distflow_jax.environments.handle import check_environments
 from distflow_jax.models.weights.source import ModelSource
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import RunPlan, make_environments, make_plan, run_loader
+from distflow_jax.planning.run_data import prompt_encoder
 from distflow_jax.planning.run_models import models_of
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rewards.pool import RewardPool
@@ -87,9 +88,10 @@ class WorkerNodes:
 
 def _environment_host(run: RunPlan, files: contextlib.ExitStack) -> EnvironmentHost:
     config = run.config
-    environments = make_environments(config, run.source, files)
+    encoder = prompt_encoder(run.source, config.data.image_tokens)
+    environments = make_environments(config, encoder, files)
     try:
-        row = run_loader(run).prompt(0)
+        row = run_loader(run, encoder).prompt(0)
     except (ValueError, FileNotFoundError) as error:  # calls bring their rows
         log.warning("the environment is not tried, as no row is here: %s", error)
     else:

@@ -16,6 +16,8 @@ import jax
 from jax.sharding import Mesh
 
 from distflow_jax.cluster import processes
+from distflow_jax.cluster.own_code import environment_code
+from distflow_jax.config.config_dict import config_table
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.environments.episode_sampler import EpisodeSampler
@@ -25,12 +27,8 @@ from distflow_jax.models.parameters import abstract_params, param_shardings
 from distflow_jax.models.weights.source import ModelSource, open_model, open_options
 from distflow_jax.parallel import mesh as mesh_lib
 from distflow_jax.parsing.paths import checked_path, named_path
-from distflow_jax.planning.plan_run import (
-    config_table,
-    environment_table,
-    make_environments,
-    settle,
-)
+from distflow_jax.planning.plan_run import make_environments, settle
+from distflow_jax.planning.run_data import prompt_encoder
 from distflow_jax.planning.sizes import Sizes
 from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.report.terminal import Terminal
@@ -124,14 +122,18 @@ def run_worker(
             "that does: take it out"
         )
     raise_file_limit()
-    table, code = config_table(config), processes.code_table() | environment_table(config)
+    table, code = config_table(config), processes.code_table()
+    code |= environment_code(config.rollout.environment, config.rollout.environment_kwargs)
     tables = shared_tables(table, code, source.tokenizer)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     with contextlib.ExitStack() as files:
         files.callback(terminal.close)
         terminal.print(f"joining {join} as {name}")
         runner = served.open(files)
-        environments = make_environments(config, source, files) if served.samples else None
+        environments = None
+        if served.samples:
+            encoder = prompt_encoder(source, config.data.image_tokens)
+            environments = make_environments(config, encoder, files)
         hosting = served.open_host(files)
         what = (config, graph, source, foreign, make, patience, environments, hosting)
         asked = _Asked(*what, stop, terminal)
