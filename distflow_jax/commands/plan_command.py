@@ -42,7 +42,6 @@ from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
-from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.runtime.build import trace
 
@@ -101,8 +100,6 @@ def main(options: SimpleNamespace) -> int:
         costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
         text += f"\n{describe(fields, costs)}\n{memory.describe()}{_left_out(memory)}"
     print(text)
-    if options.mermaid:
-        print(to_mermaid(planned.plan))
     if options.out:
         tree = to_tree(fields, costs) | ({} if memory is None else {"memory": memory.to_tree()})
         write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(options.out))
@@ -134,8 +131,6 @@ def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:
     )
     text = f"{planned.text()}\n{describe_plan(found)}"
     print(text)
-    if options.mermaid:
-        print(to_mermaid(planned.plan))
     if options.out:
         folder, drawing = pathlib.Path(options.out), draw_pod(found)
         write_files(planned.plan, text, found.to_tree(), {}, folder)
@@ -226,7 +221,7 @@ def write_files(
     sizes: Mapping[Value, int],
     folder: pathlib.Path,
 ) -> None:
-    """Writes plan.txt, plan.json, plan.mmd and plan.svg.
+    """Writes plan.txt, plan.json and plan.svg.
 
     `tree`: further entries of plan.json; `sizes`: bytes of fields, for the picture.
     """
@@ -235,5 +230,4 @@ def write_files(
     whole = json.loads(plan.to_json()) | tree
     (folder / "plan.txt").write_text(text, encoding="utf-8")
     (folder / "plan.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
     (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
