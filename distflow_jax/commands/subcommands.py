@@ -369,7 +369,7 @@ sampled, or no trainer answers; start it again. 2: a user error.""",
 
 DOCTOR = Subcommand(
     "doctor",
-    "Checks versions, devices, memory, disks, caches and ports, and suggests fixes.",
+    "Checks versions, devices, memory, disks and caches, and suggests fixes.",
     (
         number(
             "device_seconds",

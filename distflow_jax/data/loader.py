@@ -200,9 +200,9 @@ class Loader:
             "shuffle": self._config.shuffle,
         }
 
-    def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
+    def prompt(self, counter: int) -> Prompt:
         """The prompt that a counter issues."""
-        return self._with_images([self._draft(counter, expected_length)])[0]
+        return self._with_images([self._draft(counter)])[0]
 
     def _with_images(self, drafts: list[tuple[Prompt, Sequence[ImageSource]]]) -> list[Prompt]:
         """Prompts with their images, which are read together."""
@@ -216,7 +216,7 @@ class Loader:
         ]
 
     def _draft(
-        self, counter: int, expected_length: float, expected_spread: float = 0.0
+        self, counter: int, expected_length: float = 0.0, expected_spread: float = 0.0
     ) -> tuple[Prompt, Sequence[ImageSource]]:
         """(the prompt that a counter issues, the images that it still lacks)."""
         row = self.row(counter)
