@@ -50,7 +50,7 @@ from distflow_jax.report.page import page
 from distflow_jax.report.page_style import escaped
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.report.read_run import RunFolder, read_run, read_samples
-from distflow_jax.report.sections.sample_cards import answers, pictures_of
+from distflow_jax.report.sections.sample_cards import pictures_of, responses_of
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.records import RewardRequest
 from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
@@ -334,7 +334,10 @@ class Results:
         columns: tuple[str, ...] = ("score", "prompt", "response", "ground_truth")
         rows: list[dict[str, Any]] = []
         for record in records:
-            found = [record | answer for answer in answers(record)]
+            found = [
+                record | {"response": card.text, "score": card.score}
+                for card in responses_of(record)
+            ]
             pictures = pictures_of(record)
             if pictures and found:
                 columns = ("pictures", *columns[-4:])

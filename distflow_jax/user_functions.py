@@ -13,9 +13,9 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from distflow_jax.did_you_mean import hint, near_file, suggestion
 from distflow_jax.parsing.paths import named_path, reading
@@ -166,6 +166,27 @@ def errors_of_file(file: str | None, what: str) -> Iterator[None]:
             number = lines[-1].lineno
         place = f" (line {number})" if number else ""
         raise ValueError(f"{what} {file!r}: {reason}{place}") from error
+
+
+class Raised(NamedTuple):
+    """Error of a user's code: its summary, " (FILE, line N)" or "", and the traceback."""
+
+    summary: str
+    place: str
+    text: str
+
+
+def raised(error: BaseException, ours: Collection[str]) -> Raised:
+    """The parts of a message about an error. Frames of the files `ours` at the top are left out."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        frame = traceback.extract_tb(trace)[-1]
+        place = f" ({frame.filename}, line {frame.lineno})"
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return Raised(summary, place, "".join(traceback.format_exception(type(error), error, trace)))
 
 
 def _broken(place: str, what: str, error: BaseException) -> ValueError:

@@ -42,7 +42,6 @@ from distflow_jax.pods.topology import Pod, open_topology
 from distflow_jax.programs.text_table import fill_lines
 from distflow_jax.report import progress
 from distflow_jax.report.drawing import to_svg
-from distflow_jax.report.plan_picture.mermaid import to_mermaid
 from distflow_jax.report.plan_picture.picture import draw
 from distflow_jax.runtime.build import trace
 
@@ -101,11 +100,9 @@ def main(options: SimpleNamespace) -> int:
         costs, memory, missing = compiled.costs, compiled.memory, compiled.shortage
         text += f"\n{describe(fields, costs)}\n{memory.describe()}{_left_out(memory)}"
     print(text)
-    if options.mermaid:
-        print(to_mermaid(planned.plan))
     if options.out:
         tree = to_tree(fields, costs) | ({} if memory is None else {"memory": memory.to_tree()})
-        write_files(planned.plan, text, tree, bytes_of_fields(fields), pathlib.Path(options.out))
+        write_plan(planned.plan, text, tree, bytes_of_fields(fields), options.out)
     if missing:
         print(f"error: a run would end before step 1: {missing}", file=sys.stderr)
         return EXIT_USAGE
@@ -134,12 +131,9 @@ def plan_pod(options: SimpleNamespace, pod: Pod, planned: RunPlan) -> int:
     )
     text = f"{planned.text()}\n{describe_plan(found)}"
     print(text)
-    if options.mermaid:
-        print(to_mermaid(planned.plan))
     if options.out:
-        folder, drawing = pathlib.Path(options.out), draw_pod(found)
-        write_files(planned.plan, text, found.to_tree(), {}, folder)
-        (folder / "pod.svg").write_text(to_svg(drawing, f"plan for {pod.name}"), encoding="utf-8")
+        write_plan(planned.plan, text, found.to_tree(), {}, options.out)
+        write_files(options.out, {"pod.svg": to_svg(draw_pod(found), f"plan for {pod.name}")})
     if found.problem:
         print(f"error: a run would end before step 1: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
@@ -157,15 +151,11 @@ def sweep_pod(options: SimpleNamespace, pod: Pod, config: Config) -> int:
     print(text)
     if options.apply and found.best:
         file = pathlib.Path(options.apply)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(found.flag_file(), encoding="utf-8")
+        write_files(file.parent, {file.name: found.flag_file()})
         print(f"train with these settings: --flagfile={options.apply}")
     if options.out:
-        folder = pathlib.Path(options.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sweep.txt").write_text(text, encoding="utf-8")
         tree = json.dumps(found.to_tree(), indent=1)
-        (folder / "sweep.json").write_text(tree, encoding="utf-8")
+        write_files(options.out, {"sweep.txt": text, "sweep.json": tree})
     if found.problem:
         print(f"error: {found.problem}", file=sys.stderr)
         return EXIT_USAGE
@@ -179,10 +169,7 @@ def compare_schedules(
     found = plan_async(pod, config, options.chosen, read_lengths(path, config, pod.size))
     print(found.describe())
     if options.out:
-        folder = pathlib.Path(options.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        tree = json.dumps(found.to_tree(), indent=1)
-        (folder / "async.json").write_text(tree, encoding="utf-8")
+        write_files(options.out, {"async.json": json.dumps(found.to_tree(), indent=1)})
     return 0
 
 
@@ -219,21 +206,32 @@ def wanted_machine(devices: int, processes: int, chip: str = "") -> Machine:
     )
 
 
-def write_files(
+def write_plan(
     plan: Plan,
     text: str,
     tree: Mapping[str, Any],
     sizes: Mapping[Value, int],
-    folder: pathlib.Path,
+    folder: str,
 ) -> None:
-    """Writes plan.txt, plan.json, plan.mmd and plan.svg.
+    """Writes plan.txt, plan.json and plan.svg.
 
     `tree`: further entries of plan.json; `sizes`: bytes of fields, for the picture.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    drawing = draw(plan, sizes=sizes)
     whole = json.loads(plan.to_json()) | tree
-    (folder / "plan.txt").write_text(text, encoding="utf-8")
-    (folder / "plan.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    (folder / "plan.mmd").write_text(to_mermaid(plan), encoding="utf-8")
-    (folder / "plan.svg").write_text(to_svg(drawing, f"plan {plan.name}"), encoding="utf-8")
+    drawing = draw(plan, sizes=sizes)
+    write_files(
+        folder,
+        {
+            "plan.txt": text,
+            "plan.json": json.dumps(whole, indent=1),
+            "plan.svg": to_svg(drawing, f"plan {plan.name}"),
+        },
+    )
+
+
+def write_files(folder: str | pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Writes texts by the names of their files into a folder, which is made."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,44 +1,24 @@
 """The subcommand report."""
 
-import os
 import pathlib
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 from distflow_jax.report.json_lines import write_atomic
-from distflow_jax.report.live.live_server import LOOPBACK, find_runs, names_of, open_server, serve
+from distflow_jax.report.live.live_server import find_runs, names_of, open_server, serve
 from distflow_jax.report.page import compare_page, report
 from distflow_jax.report.read_run import read_run
 
 
 def main(options: SimpleNamespace) -> int:
-    """Reads the folders, and writes or serves the report."""
+    """Writes a page of runs, or serves them until a signal; returns the exit code."""
     folders = [*([options.workdir] if options.workdir else []), *options.arguments]
-    return write_or_serve(folders, out=options.out, port=options.serve, host=options.host)
-
-
-def write_or_serve(
-    folders: Sequence[str | os.PathLike],
-    *,
-    out: str = "",
-    port: int | None = None,
-    host: str = LOOPBACK,
-) -> int:
-    """Writes a page of runs, or serves them until a signal; returns the exit code.
-
-    Args:
-      folders: of runs, or of folders that contain runs.
-      out: file of the page; "": report.html in the folder of the one run.
-      port: port of the live page, 0 for any free one; None: the page is written.
-      host: address at which the live page is served.
-
-    Raises:
-      ValueError: folders or flags that do not fit.
-    """
-    if port is not None:
+    out = options.out
+    if options.serve is not None:
         if out:
-            raise ValueError(f"--out={out} and --serve={port} exclude each other; leave one out")
-        serve(open_server(folders, port, host))
+            raise ValueError(
+                f"--out={out} and --serve={options.serve} exclude each other; leave one out"
+            )
+        serve(open_server(folders, options.serve, options.host))
         return 0
     runs = find_runs(folders)
     if len(runs) > 1 and not out:

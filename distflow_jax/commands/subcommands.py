@@ -167,12 +167,11 @@ PLAN = Subcommand(
             "empty: those of this machine.",
         ),
         switch("compile", True, "Compile the programs for their costs."),
-        switch("mermaid", False, "Also print the plan as a Mermaid flowchart."),
         Flag("out", "new_folder", "", "Folder for the plan's text and pictures; empty: none."),
     ),
     (
         "--config=grpo_smollm2 --config.algorithm.kl_coef=0.04",
-        "--config=grpo_smollm2 --out=plan --mermaid",
+        "--config=grpo_smollm2 --out=plan",
         "--config=tiny --topology=v5e:4x4 --out=plan",
         "--config=tiny --topology=gpu:2x8 --sweep",
         "--config=tiny --topology=gpu:1x8 --async=runs/tiny",
@@ -182,8 +181,8 @@ Trains nothing. Every program of a device segment is compiled for its costs:
 FLOPs, bytes, memory. --nocompile only traces them. --topology compiles for a
 pod that need not exist, and estimates seconds: see docs/scaling.md;
 --only=actor_train compiles one program of several. --out writes plan.txt,
-plan.json, the picture plan.svg, and plan.mmd, a Mermaid flowchart; for a pod
-also pod.svg, its memory and seconds. --sweep searches the fastest settings that
+plan.json and the picture plan.svg; for a pod also pod.svg, its memory and
+seconds. --sweep searches the fastest settings that
 fit: mesh, remat, micro-batches, samplers' width and cache, but for keys that
 the command line sets. It prints their flags, and --apply=FILE writes them:
 train with --flagfile=FILE. --out then writes sweep.txt and sweep.json. --async
@@ -370,7 +369,7 @@ sampled, or no trainer answers; start it again. 2: a user error.""",
 
 DOCTOR = Subcommand(
     "doctor",
-    "Checks versions, devices, memory, disks, caches and ports, and suggests fixes.",
+    "Checks versions, devices, memory, disks and caches, and suggests fixes.",
     (
         number(
             "device_seconds",

@@ -34,10 +34,7 @@ def main(options: SimpleNamespace) -> int:
                 foreign=foreign,
                 nodes=options.nodes,
             )
-    except NobodyAnswers as error:
-        user_error(str(error))
-        return EXIT_PREEMPTED  # they may come back
-    except WorkerLeft as error:
+    except (NobodyAnswers, WorkerLeft) as error:  # trainers may come back
         user_error(str(error))
         return EXIT_PREEMPTED
     except WorkerFailed as error:

@@ -7,8 +7,6 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterator
 
-from distflow_jax.data.drawn.bar_charts import BarCharts
-from distflow_jax.data.drawn.digits import Digits
 from distflow_jax.data.drawn.shapes import Shapes
 from distflow_jax.data.drawn.walk import Walk
 from distflow_jax.data.example import Dataset, Example
@@ -115,8 +113,6 @@ def _random_words(key: str, count: int) -> Iterator[int]:
 TASKS: dict[str, Callable[..., Dataset]] = {
     "arithmetic": Arithmetic,
     "shapes": Shapes,
-    "digits": Digits,
-    "charts": BarCharts,
     "walk": Walk,
     "programs": Programs,
 }

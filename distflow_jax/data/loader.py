@@ -200,10 +200,9 @@ class Loader:
             "shuffle": self._config.shuffle,
         }
 
-    def prompt(self, counter: int, expected_length: float = 0.0) -> Prompt:
+    def prompt(self, counter: int) -> Prompt:
         """The prompt that a counter issues."""
-        draft = self._draft(counter, expected_length)
-        (prompt,) = self._with_images([draft])
+        (prompt,) = self._with_images([self._draft(counter)])
         return prompt
 
     def _with_images(self, drafts: list[tuple[Prompt, Sequence[ImageSource]]]) -> list[Prompt]:
@@ -218,7 +217,7 @@ class Loader:
         ]
 
     def _draft(
-        self, counter: int, expected_length: float, expected_spread: float = 0.0
+        self, counter: int, expected_length: float = 0.0, expected_spread: float = 0.0
     ) -> tuple[Prompt, Sequence[ImageSource]]:
         """(the prompt that a counter issues, the images that it still lacks)."""
         row = self.row(counter)

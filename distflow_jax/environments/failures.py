@@ -4,9 +4,9 @@ import collections
 import dataclasses
 import logging
 import pathlib
-import traceback
 
 from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
+from distflow_jax.user_functions import raised
 
 # Why a call gave no answer: it raised, or returned something else than an answer; its deadline
 # passed; a new object did not answer the turns so far as the one before; the host that it ran on is
@@ -49,17 +49,10 @@ class CallFailure:
         what, error = failed.what, failed.error
         if error is None:
             return cls(failed.cause, f"{what} {_WHY[failed.cause].format(seconds)}", what)
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-            trace = trace.tb_next
-        summary = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
-        place = ""
-        if trace is not None:
-            frame = traceback.extract_tb(trace)[-1]
-            place = f" ({frame.filename}, line {frame.lineno})"
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        kind = f"{what}, {type(error).__name__}{place}"
-        return cls(failed.cause, f"{what} raised {summary}{place}\n{text}", kind)
+        found = raised(error, _OURS)
+        kind = f"{what}, {type(error).__name__}{found.place}"
+        summary = found.summary.replace("\n", " ")
+        return cls(failed.cause, f"{what} raised {summary}{found.place}\n{found.text}", kind)
 
 
 class FailedElsewhere(EnvironmentCallFailed):

@@ -72,8 +72,7 @@ class BoundedChild:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches the parent alone
-            env=dict(os.environ)
-            | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+            env=os.environ | {"PYTHONPATH": module_path()},
         )
         weakref.finalize(self, _stop, self._process)
 
@@ -84,6 +83,11 @@ class BoundedChild:
         if process.returncode == -signal.SIGPROF:
             return f"took more than {self._seconds:g} s of processor time"
         return f"ended with exit code {process.returncode}"
+
+
+def module_path() -> str:
+    """PYTHONPATH of a child that is to find the same modules as this process."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 
 def _stop(process: subprocess.Popen) -> None:

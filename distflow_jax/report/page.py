@@ -135,7 +135,7 @@ def run_sections(run: RunFolder, number: int) -> dict[str, str]:
     """
     bodies = {
         "timeline": run_timeline(run.events),
-        "times": step_bars(run.plan, run.steps, run.partial_batches),
+        "times": step_bars(run.plan, run.steps),
         "plan": _plan(run),
         "samples": sample_cards(run),
         "processes": processes(run.stragglers),

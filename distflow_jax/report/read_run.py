@@ -20,6 +20,7 @@ _MOST_NAMED = 12  # files of samples named in an error
 _KEPT = (b'"val-', b'"NaN"', b'Infinity"')  # lines that contain one of these are always read
 _EARLIER = 4  # steps whose samples are read in addition to the last
 _MOST_EARLIER_BYTES = 16 << 20  # of further files, read for the same prompts
+_MOST_TEXT_BYTES = 1 << 28
 _MOST_EVENTS = 100_000  # a month of steps
 # objectives of nodes that train a model, where their options name none
 _OBJECTIVES = {"ACTOR": "policy", "CRITIC": "value", "REWARD": "reward_model"}
@@ -51,10 +52,9 @@ class RunFolder:
 
     `rows` are the metrics by step, in order; `samples` the first records of a few files by name,
     `earlier` those of other files that have the same prompts; `steps` the spans of the first and
-    the last step in the trace; `partial_batches` the records of partial batches of these steps
-    (stream/batches/recordings.py); `stragglers` the records of RunWriter.stragglers, `groups` those
-    of a run with workers (stream/resume.py), `events` those of RunWriter.event; `objectives` what
-    the plan's nodes train, in their order, as "policy" or "value"; `samples_prompts` whether a node
+    the last step in the trace; `stragglers` the records of RunWriter.stragglers, `groups` those of
+    a run with workers (stream/resume.py), `events` those of RunWriter.event; `objectives` what the
+    plan's nodes train, in their order, as "policy" or "value"; `samples_prompts` whether a node
     samples responses; `notes` the problems that were met.
     """
 
@@ -64,7 +64,6 @@ class RunFolder:
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
     earlier: Mapping[str, Sequence[Mapping[str, Any]]]
     steps: Mapping[int, Sequence[Span]]
-    partial_batches: Mapping[int, Sequence[Mapping[str, Any]]]
     stragglers: Sequence[Mapping[str, Any]]
     groups: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -86,15 +85,14 @@ def read_run(folder: str | os.PathLike) -> RunFolder:
     tree = _json(folder / "plan.json", notes)
     objectives, samples_prompts = _trained(tree)
     samples = _samples(folder / "samples", notes)
-    config, steps = read_config(folder, notes), _steps(folder / "trace.json", notes)
+    config = read_config(folder, notes)
     return RunFolder(
         name=folder.resolve().name,
         config=config,
         rows=_rows(folder / "metrics.jsonl", notes),
         samples=samples,
         earlier=_earlier(folder / "samples", samples),
-        steps=steps,
-        partial_batches=_partial_batches(folder / "partial_batches.jsonl", steps, notes),
+        steps=_steps(folder / "trace.json", notes),
         stragglers=_thinned(folder / "stragglers.jsonl", _MOST_LINES // 10, notes),
         groups=_groups(folder, notes) if config.get("stream.workers") else (),
         events=_thinned(folder / "events.jsonl", _MOST_EVENTS, notes),
@@ -140,12 +138,12 @@ def read_samples(folder: str | os.PathLike, name: str) -> list[dict[str, Any]]:
         return _objects(file, name, [])
 
 
-def _text(path: pathlib.Path, most: int = 1 << 28) -> str:
-    """The first `most` bytes of a file as text; "" without a file."""
+def _text(path: pathlib.Path) -> str:
+    """The first bytes of a file as text; "" without a file."""
     if not inside(path, path.parent):
         return ""
     with path.open("rb") as file:
-        return file.read(most).decode("utf-8", "replace")
+        return file.read(_MOST_TEXT_BYTES).decode("utf-8", "replace")
 
 
 def _json(path: pathlib.Path, notes: list[str]) -> Mapping[str, Any]:
@@ -353,19 +351,6 @@ def _groups(folder: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
     return [line for path in paths for line in _thinned(path, _MOST_LINES // 10, notes)]
 
 
-def _partial_batches(
-    path: pathlib.Path, steps: Iterable[int], notes: list[str]
-) -> dict[int, list[dict[str, Any]]]:
-    """Records of the partial batches of some steps, in their order."""
-    if not inside(path, path.parent):
-        return {}
-    words = [b'"step": %d,' % step for step in steps]
-    with path.open("rb") as file:
-        lines = (line for line in file if any(word in line for word in words))
-        found = _objects(lines, path.name, notes)
-    return {step: [row for row in found if row.get("step") == step] for step in steps}
-
-
 def _events(path: pathlib.Path) -> Iterable[dict[str, Any]]:
     """Complete events of a trace; of a large file only those of its beginning and end."""
     if not inside(path, path.parent):
@@ -406,14 +391,8 @@ def _step(event: Mapping[str, Any]) -> int | None:
 
 def _partial_batch(event: Mapping[str, Any]) -> int:
     args = event.get("args")
-    partial_batch = args.get("partial_batch") if isinstance(args, Mapping) else None
-    return (
-        partial_batch
-        if isinstance(partial_batch, int)
-        and not isinstance(partial_batch, bool)
-        and partial_batch > 0
-        else 0
-    )
+    number = args.get("partial_batch") if isinstance(args, Mapping) else None
+    return number if type(number) is int and number > 0 else 0
 
 
 def _timed(event: Mapping[str, Any]) -> bool:

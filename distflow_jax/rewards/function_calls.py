@@ -5,9 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from distflow_jax.rewards import call_forms, reward_function
@@ -15,6 +13,7 @@ from distflow_jax.rewards.call_forms import BATCH
 from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, same_answers
 from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction
+from distflow_jax.user_functions import raised
 
 NOT_SCORED = RewardResult(math.nan)
 
@@ -122,13 +121,9 @@ def result_from(value: Any) -> RewardResult:
 
 def error_result(error: BaseException, on_error: float, hint: str = "") -> RewardResult:
     """An exception of the user's function as a result, with its file, line and traceback."""
-    trace = _beyond_this_package(error.__traceback__)
-    summary = "".join(traceback.format_exception_only(error)).strip() + hint
-    if trace is not None:
-        frame = traceback.extract_tb(trace)[-1]
-        summary += f" ({frame.filename}, line {frame.lineno})"
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return RewardResult(on_error, error=f"exception: {summary}\n{text}")
+    found = raised(error, _OWN_FILES)
+    summary = f"{found.summary}{hint}{found.place}"
+    return RewardResult(on_error, error=f"exception: {summary}\n{found.text}")
 
 
 def _guarded_many(
@@ -203,14 +198,8 @@ async def _gather(
     return await asyncio.gather(*map(one, calls))
 
 
+# their frames do not help to find the error in the user's function
 _OWN_FILES = {__file__, reward_function.__file__, call_forms.__file__}
-
-
-def _beyond_this_package(trace: TracebackType | None) -> TracebackType | None:
-    # the frames of these files do not help to find the error in the user's function
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
-        trace = trace.tb_next
-    return trace
 
 
 def _numbers(entries: Mapping[Any, Any]) -> dict[str, float]:

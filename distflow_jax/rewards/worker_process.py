@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from distflow_jax.parsing.bounded_child import module_path
 from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
 
 ASYNC_GRACE_SECONDS = 1.0  # coroutines have deadlines of their own, which should expire first
@@ -76,7 +77,8 @@ class WorkerProcess:
                 # its own session: Ctrl-C reaches the parent alone, and a kill reaches all processes
                 # that the function started
                 start_new_session=True,
-                env=_environment(),
+                # no accelerator if the function uses JAX
+                env=os.environ | {"PYTHONPATH": module_path(), "JAX_PLATFORMS": "cpu"},
             )
         self._connection = Connection(ours.detach())
         self._kind = None
@@ -163,9 +165,3 @@ def _has_ended(process: subprocess.Popen) -> bool:
         return True
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, options) is not None
-
-
-def _environment() -> dict[str, str]:
-    # the same modules as here, and no accelerator if the function uses JAX
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}

@@ -121,7 +121,7 @@ class SamplerService:
         def weight_update() -> None:
             with self._weights.turns:
                 self.scheduler.load(params, version, cache=cache)
-                self._weights.weight_update(params, version)
+                self._weights.params, self._weights.version = params, version
             done.set_result(None)
 
         self._put(_Work(weight_update, done.set_exception))

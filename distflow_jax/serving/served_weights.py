@@ -44,19 +44,6 @@ class Weights:
     """
 
     def __init__(self, params: Any, version: int):
+        """`params` on the engine's mesh; `version`: of whoever loads them, at first the step."""
         self.turns = Turns()
-        self._params, self._version = params, version
-
-    @property
-    def params(self) -> Any:
-        """Parameters on the engine's mesh."""
-        return self._params
-
-    @property
-    def version(self) -> int:
-        """A number that whoever loads them chooses; at first the training step."""
-        return self._version
-
-    def weight_update(self, params: Any, version: int) -> None:
-        """Puts others in their place. The caller has the turn: no program is being started."""
-        self._params, self._version = params, version
+        self.params, self.version = params, version

@@ -525,7 +525,6 @@ def test_the_commands_of_pods_need_no_checkout():
 
 
 def test_a_dry_run_can_be_submitted_as_it_is(capsys):
-    """Behind the file stand comments, in its own language."""
     slurm.main([*SLURM, "--dry_run", "--unchecked", "--", *TRAIN])
     output = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=output, text=True).returncode == 0

@@ -33,7 +33,6 @@ def options_of(**changes):
         processes=1,
         chip="",
         compile=False,
-        mermaid=False,
         out="",
         **{"async": ""},
     )

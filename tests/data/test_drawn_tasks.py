@@ -17,8 +17,6 @@ from distflow_jax.models.tokenizer import Tokenizer
 
 ALL = [
     *("task:shapes", "task:shapes?ask=colour", "task:shapes?ask=position"),
-    *("task:digits", "task:digits?digits=3&sides=40-90"),
-    *("task:charts", "task:charts?ask=count", "task:charts?ask=value"),
     "task:walk",
 ]
 
@@ -62,8 +60,6 @@ def test_held_out_pictures_never_occur_in_training(spec):
         ("task:shapes?most=6", "1 2 3 4 5 6"),
         ("task:shapes?ask=colour", "red green blue yellow"),
         ("task:shapes?ask=position", "left right top bottom"),
-        ("task:charts?ask=count", "2 3 4"),
-        ("task:charts?ask=highest", " ".join(COLOURS)),
         ("task:walk", "up down left right"),
         ("task:walk?cells=2", "up down left right"),
     ],
@@ -82,9 +78,7 @@ def test_pictures_have_many_sizes_within_the_bounds():
     sizes = {data[row].images[0].size() for row in range(300)}
     assert len(sizes) > 150
     assert all(40 <= side <= 60 for size in sizes for side in size)
-    assert {open_dataset("task:digits?sides=64")[r].images[0].size() for r in range(9)} == {
-        (64, 64)
-    }
+    assert {open_dataset("task:walk?sides=64")[r].images[0].size() for r in range(9)} == {(64, 64)}
 
 
 def test_the_picture_shows_the_answer():
@@ -138,15 +132,13 @@ def islands(mask):
         ("task:shapes?most=10", "task:shapes: most must be from 2 to 9, got 10"),
         ("task:shapes?sides=10-20", "task:shapes sides must be like 64 or 32-96, from 24 to 2048"),
         ("task:shapes?sides=big", "task:shapes sides must be like 64 or 32-96, .* got 'big'"),
-        ("task:charts?sides=64-32", "task:charts sides must be like"),
-        ("task:digits?digits=0", "task:digits digits must be like 2 or 1-3, at most 8, got '0'"),
-        ("task:digits?digits=8", "task:digits of 8 digits needs sides of at least 64 pixels"),
-        ("task:charts?size=0", "task:charts: size must be at least 1, got 0"),
-        ("task:charts?bars=3", "unknown option 'bars'"),
+        ("task:walk?sides=64-32", "task:walk sides must be like"),
+        ("task:walk?size=0", "task:walk: size must be at least 1, got 0"),
+        ("task:walk?bars=3", "unknown option 'bars'"),
         ("task:walk?cells=9", "task:walk cells must be from 2 to 5, a sixth of the least side"),
         (
             "task:photos",
-            "unknown task 'photos' .* known: arithmetic, charts, digits, programs",
+            "unknown task 'photos' .* known: arithmetic, programs, shapes, walk",
         ),
     ],
 )

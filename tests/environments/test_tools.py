@@ -45,6 +45,8 @@ MESSAGES = [{"role": "user", "content": "What is 12 * 7?"}]
         ("(-1) ** 123456789123456789", "-1"),
         ("0 ** 0", "1"),
         ("1/10**20", "1e-20"),
+        ("(" * 98 + "007" + ")" * 98, "7"),
+        ("-" * 199 + "1", "-1"),
     ],
 )
 def test_arithmetic(text, value):
@@ -61,17 +63,18 @@ def test_arithmetic(text, value):
         ("twelve", "not arithmetic: 'twelve'"),
         ("__import__('os')", "not arithmetic"),
         ("1,00", "not arithmetic"),
-        ("1 2", "expected an operator before '2'"),
-        ("1 +", "ends too early"),
-        ("(1", "not closed"),
-        ("* 3", "expected a number before"),
+        ("1 2", "not arithmetic: '1 2'"),
+        ("1 +", "not arithmetic"),
+        ("(1", "not arithmetic"),
+        ("* 3", "not arithmetic"),
+        ("2(3)", "not arithmetic"),
+        ("...", "not arithmetic"),
         ("(-8) ** 0.5", "root of a negative"),
         ("9 ** 9 ** 9", "too large"),
         ("1.5 ** 99999.5", "too large"),
         ("10 ** 50", "more than 50 digits"),
         ("1" * 201, "longer than 200"),
-        ("(" * 99 + "1" + ")" * 99, "inside one another"),
-        ("**".join("2" * 60), "inside one another"),
+        ("**".join("2" * 60), "too large"),
     ],
 )
 def test_what_is_no_arithmetic_is_said_in_words(text, message):

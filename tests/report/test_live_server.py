@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.paths import ROOT
 from support.waiting import HANG
 
-from distflow_jax.commands.report_command import write_or_serve
+from distflow_jax.commands import report_command
 from distflow_jax.report.live.live_server import find_runs, names_of, open_server
 from distflow_jax.report.live.metrics_tail import end_token, news
 from distflow_jax.report.run_writer import RunWriter
@@ -269,25 +270,30 @@ def test_a_port_that_cannot_be_had_is_named(tmp_path):
         open_server([tmp_path], 0, "192.0.2.1")
 
 
+def report(*folders, out="", serve=None):
+    options = SimpleNamespace(workdir="", arguments=folders, out=out, serve=serve, host="")
+    return report_command.main(options)
+
+
 def test_a_page_of_several_runs_needs_a_name(tmp_path, capsys):
     write(tmp_path / "one", [1])
     write(tmp_path / "two", [1])
     with pytest.raises(ValueError, match="2 runs are given; name the page with --out=FILE.html"):
-        write_or_serve([tmp_path])
+        report(tmp_path)
     out = tmp_path / "both.html"
-    assert write_or_serve([tmp_path], out=str(out)) == 0
+    assert report(tmp_path, out=str(out)) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     text = out.read_text()
     assert "Settings that differ" in text and "<td>&quot;one&quot;</td>" in text
     with pytest.raises(ValueError, match="exclude each other"):
-        write_or_serve([tmp_path], out="a.html", port=0)
+        report(tmp_path, out="a.html", serve=0)
 
 
 def test_the_page_of_one_run_is_in_its_folder(tmp_path, capsys):
     write(tmp_path / "runs" / "one", [1])
     page = tmp_path / "runs" / "one" / "report.html"
     page.unlink()
-    write_or_serve([tmp_path / "runs"])
+    report(tmp_path / "runs")
     assert capsys.readouterr().out == f"wrote {page}\n" and page.is_file()
     assert not (tmp_path / "runs" / "report.html").exists()
 

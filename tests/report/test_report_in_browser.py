@@ -95,11 +95,6 @@ def folder(tmp_path_factory):
         ),
     ]
     (folder / "trace.json").write_text("\n".join(map(json.dumps, trace)))
-    partial_batches = [
-        {"step": 60, "partial_batch": partial_batch, "counters": [partial_batch, 99]}
-        for partial_batch in (1, 2, 3)
-    ]
-    (folder / "partial_batches.jsonl").write_text("\n".join(map(json.dumps, partial_batches)))
     writer.close()
     return folder
 

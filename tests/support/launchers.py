@@ -1,11 +1,10 @@
 """Dry runs of the launchers for clusters, and the flags that tests start them with."""
 
-import re
-import shlex
 import stat
 import sys
 
 from distflow_jax.cluster import job
+from support.launched_hosts import launched
 from support.paths import ROOT
 
 # quotes, a variable of the shell and one of Kubernetes, spaces: all are to arrive as they are
@@ -26,13 +25,7 @@ VM = ["--name=my-tpu", "--zone=us-east5-a", "--accelerator_type=v5p-32"]
 def dry_run(launcher, flags, capsys, command=TRAIN):
     """(what would be submitted, [(host, variables, command)])."""
     assert launcher.main([*flags, "--dry_run", "--unchecked", "--", *command]) == 0
-    text, _, comments = capsys.readouterr().out.partition("\n# Commands ")
-    shown = []
-    for name, line in re.findall(r"^# (\S.*?): (.*)$", comments, re.MULTILINE):
-        words = shlex.split(line)
-        size = next(i for i, word in enumerate(words) if not re.match(r"\w+=", word))
-        shown.append((name, dict(word.split("=", 1) for word in words[:size]), words[size:]))
-    return text, shown
+    return capsys.readouterr().out, launched(launcher, [*flags, "--unchecked", "--", *command])
 
 
 def places(shown):

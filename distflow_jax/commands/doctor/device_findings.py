@@ -14,6 +14,7 @@ from typing import Any
 
 from distflow_jax.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
 from distflow_jax.commands.doctor.package_findings import installed
+from distflow_jax.parsing.bounded_child import module_path
 from distflow_jax.programs.units import format_bytes
 
 PROBE = "distflow_jax.commands.doctor.device_probe"
@@ -46,9 +47,8 @@ class Probe:
     """A process that looks for devices while the page begins; `command` is for tests."""
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-P", "-m", PROBE)):
-        path = os.pathsep.join(place or os.getcwd() for place in sys.path)
         # memory may be in use by a run: the probe takes none in advance
-        added = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        added = {"PYTHONPATH": module_path(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -50,17 +50,11 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, help="GPU nodes (default 1)")
     add("--gpus_per_node", type=int, default=8, help="GPUs of each node (default 8)")
     add("--spot", action="store_true", help="use preemptible (spot) nodes")
-    add(
-        "--volume",
-        **hosts.REPEATED,
-        metavar="CLAIM:PATH",
-        help="a PersistentVolumeClaim (ReadWriteMany) and its path in the pods",
+    parser.repeated(
+        "--volume", "CLAIM:PATH", "a PersistentVolumeClaim (ReadWriteMany) and its path in the pods"
     )
-    add(
-        "--secret",
-        **hosts.REPEATED,
-        metavar="NAME",
-        help="a Secret whose entries become environment variables, such as HF_TOKEN",
+    parser.repeated(
+        "--secret", "NAME", "a Secret whose entries become environment variables, such as HF_TOKEN"
     )
     add("--directory", default="", help="folder to run in (default: the image's)")
     add("--queue", default="", help="a LocalQueue of Kueue, which admits the job")
@@ -99,13 +93,12 @@ def check(options: argparse.Namespace) -> None:
     # the longest name derived from it is a pod's, with at most 63 characters
     longest = len(f"-{REPLICATED_JOB}-{options.slices - 1}-{count - 1}-xxxxx")
     hosts.name_of("--name", options.name, length=63 - longest)
-    hosts.name_of("--namespace", options.namespace, length=63)
+    hosts.name_of("--namespace", options.namespace)
     for secret in options.secret:
-        hosts.name_of("--secret", secret, length=63)
-    if options.queue:
-        hosts.name_of("--queue", options.queue, length=63)
-    if options.gpu:
-        hosts.name_of("--gpu", options.gpu, length=63)
+        hosts.name_of("--secret", secret)
+    for flag in ("queue", "gpu"):
+        if name := getattr(options, flag):
+            hosts.name_of(f"--{flag}", name)
     if not re.fullmatch(r"[^\s\"']+", options.image):
         raise ValueError(f"--image takes no spaces or quotes, got {options.image!r}")
     hosts.variables(options.env)
@@ -210,37 +203,16 @@ def labels(options: argparse.Namespace) -> dict[str, str]:
     return found | ({QUEUE: options.queue} if options.queue else {})
 
 
-def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The pods, with the variables that Kubernetes and GKE add to those of the manifest."""
-    count, shared = num_hosts(options), environment(options)
-    command = [options.python, *options.command]
-    result = []
-    for part in range(options.slices):
-        names = [pod(options, part, index) for index in range(count)]
-        for index, name in enumerate(names):
-            added = {"JOB_COMPLETION_INDEX": str(index)}
-            if options.tpu:
-                added["TPU_WORKER_HOSTNAMES"] = ",".join(names) if count > 1 else "localhost"
-                added["TPU_WORKER_ID"] = str(index)
-            if options.slices > 1:
-                added["MEGASCALE_COORDINATOR_ADDRESS"] = pod(options, 0, 0)
-                added["MEGASCALE_NUM_SLICES"] = str(options.slices)
-                added["MEGASCALE_SLICE_ID"] = str(part)
-            result.append(hosts.Host(name.partition(".")[0], shared | added, command))
-    return result
-
-
 def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the JobSet, and the Job of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
-    text, shown = manifest(options), run_hosts(options)
-    shown += gke_workers.worker_hosts(options)
+    text = manifest(options)
     count = num_hosts(options) * options.slices
     each = options.gpus_per_node
     if options.tpu:
         each = chips_per_host(options) * CHIPS[options.tpu].devices
     hosts.check_run(options, count, count * each, chip_of(options))
     if options.dry_run:
-        print(f"{text}\n{hosts.describe(shown, 'in the pods')}")
+        print(text)
         return 0
     return hosts.submit(["kubectl", "create", "--filename=-"], text)

@@ -31,7 +31,7 @@ TPUS = {
 _ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8, "2x2x1": 4}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: hosts.LauncherParser) -> None:
     """Adds the flags of the second group, and of certificates."""
     add_worker_flags(parser)
     add = parser.add_argument
@@ -60,16 +60,15 @@ def check_group(options: argparse.Namespace) -> None:
     hosts.at_least(1, worker_gpus=options.worker_gpus)
     hosts.at_least(0, workers=options.workers, worker_max_restarts=options.worker_max_restarts)
     if options.tls_secret:
-        hosts.name_of("--tls_secret", options.tls_secret, length=63)
+        hosts.name_of("--tls_secret", options.tls_secret)
     if not options.workers:
         return
     if options.worker_gpu and options.worker_tpu:
         raise ValueError("give either --worker_tpu and --worker_topology, or --worker_gpu")
     hosts.name_of("--name", options.name, length=63 - len(f"-workers-{options.workers - 1}-xxxxx"))
-    if options.worker_gpu:
-        hosts.name_of("--worker_gpu", options.worker_gpu, length=63)
-    if options.worker_machine_type:
-        hosts.name_of("--worker_machine_type", options.worker_machine_type, length=63)
+    for flag in ("worker_gpu", "worker_machine_type"):
+        if name := getattr(options, flag):
+            hosts.name_of(f"--{flag}", name)
     tpu = _tpu(options)
     if not tpu:
         return
@@ -121,19 +120,6 @@ def worker_group(options: argparse.Namespace) -> dict[str, Any]:
         "limits": limits,
         "host_network": False,
     }
-
-
-def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The workers' pods, with the variables that Kubernetes adds to those of the manifest."""
-    command = [options.python, *options.worker]
-    return [
-        hosts.Host(
-            f"{options.name}-workers-{i}",
-            _variables(options) | {"JOB_COMPLETION_INDEX": str(i)},
-            command,
-        )
-        for i in range(options.workers)
-    ]
 
 
 def _tpu(options: argparse.Namespace) -> str:

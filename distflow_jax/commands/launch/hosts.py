@@ -1,7 +1,6 @@
-"""Shared code of the launchers: arguments, and the hosts that a dry run prints."""
+"""Shared code of the launchers: their arguments, and what they submit."""
 
 import argparse
-import dataclasses
 import importlib
 import os
 import pathlib
@@ -10,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from distflow_jax.cluster import job
 from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, python_arguments
@@ -25,33 +24,22 @@ _WRITTEN = ("workdir", "out", "log")  # flags of files and folders that are made
 _MAY_BE_BUCKETS = ("config.compilation_cache",)
 
 
-REPEATED: dict[str, Any] = {"action": "append", "default": []}  # of a flag that is given often
-
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """One host of a run: the variables that give its place in the job, and its command."""
-
-    name: str
-    environment: Mapping[str, str]
-    command: Sequence[str]
-
-    def line(self) -> str:
-        """The host's shell command: NAME=VALUE ... COMMAND."""
-        return f"{assignments(self.environment)} {shlex.join(self.command)}".lstrip()
-
-
-class _LauncherFlags(argparse.ArgumentParser):
+class LauncherParser(argparse.ArgumentParser):
     """A parser whose errors about unknown flags name the nearest one."""
 
     def error(self, message: str) -> NoReturn:
+        """Ends the process with a message; that of an unknown flag names the nearest."""
         if unknown := re.search(r"^unrecognized arguments: (--?[\w-]+)", message):
             known = [flag for action in self._actions for flag in action.option_strings]
             message = f"unknown flag {unknown[1]} ({hint(unknown[1], known, str)})"
         super().error(message)
 
+    def repeated(self, flag: str, metavar: str, about: str) -> None:
+        """Adds a flag that may be given several times; its value is the list of all."""
+        self.add_argument(flag, action="append", default=[], metavar=metavar, help=about)
 
-def parser(doc: str, program: str) -> argparse.ArgumentParser:
+
+def parser(doc: str, program: str) -> LauncherParser:
     """A parser that shows a launcher's docstring: summary, an example, details.
 
     `program` is how the launcher was called; it takes the place of `distflow launch NAME` in the
@@ -59,7 +47,7 @@ def parser(doc: str, program: str) -> argparse.ArgumentParser:
     """
     summary, example, details = doc.split("\n\n", 2)
     example = re.sub(r"distflow launch \w+", program, example)
-    return _LauncherFlags(
+    return LauncherParser(
         prog=program,
         description=summary + "\n\n" + details,
         epilog="example:\n  " + example.replace("\n", "\n  "),
@@ -162,7 +150,7 @@ def _absent(error: str) -> str:
     return next((path for path in paths if not os.path.exists(path.rstrip(".)"))), "")
 
 
-def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentParser:
+def cluster_parser(doc: str, program: str, *, python: str) -> LauncherParser:
     """A parser with the flags of all launchers for clusters; see `parser`.
 
     `python` is the default of --python; "" stands for the interpreter of this process.
@@ -171,9 +159,9 @@ def cluster_parser(doc: str, program: str, *, python: str) -> argparse.ArgumentP
     result.add_argument(
         "--dry_run",
         action="store_true",
-        help="print the submission and each host's command; submit nothing",
+        help="print the submission, and submit nothing",
     )
-    result.add_argument("--env", **REPEATED, metavar="NAME=VALUE", help="a variable of the run")
+    result.repeated("--env", "NAME=VALUE", "a variable of the run")
     result.add_argument(
         "--unchecked",
         action="store_true",
@@ -200,7 +188,7 @@ def variables(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def one_line(what: str, *texts: str) -> None:
-    """Raises ValueError for a line break: submissions, and their comments, consist of lines."""
+    """Raises ValueError for a line break: submissions consist of lines."""
     for text in texts:
         if re.search(r"[\r\n]", text):
             raise ValueError(f"{what} takes no line breaks, got {text!r}")
@@ -218,7 +206,7 @@ def volumes(given: Sequence[str], kind: str) -> dict[str, str]:
         name, _, path = volume.partition(":")
         if not re.fullmatch(r"/[^\s:\"']+", path):
             raise ValueError(f"--volume must be {kind}:/PATH, got {volume!r}")
-        result[name_of("--volume", name, length=63)] = path
+        result[name_of("--volume", name)] = path
     return result
 
 
@@ -259,7 +247,7 @@ def at_least(least: int, **sizes: int) -> None:
             raise ValueError(f"--{name} must be at least {least}, got {size}")
 
 
-def name_of(flag: str, text: str, *, length: int) -> str:
+def name_of(flag: str, text: str, *, length: int = 63) -> str:
     """Returns `text` if it is a name in Kubernetes and Google Cloud; raises ValueError if not."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text) or len(text) > length:
         raise ValueError(
@@ -269,29 +257,15 @@ def name_of(flag: str, text: str, *, length: int) -> str:
     return text
 
 
-def describe(hosts: Sequence[Host], where: str) -> str:
-    """Comment lines after a dry run's submission: each host's command and its process."""
-    lines = [f"# Commands {where}:"]
-    for host in hosts:
-        lines.append(f"# {host.name}: {host.line()}")
-        lines.append(f"#     {job.find(host.environment).describe()}")
-    return "\n".join(lines)
-
-
 def submit(command: Sequence[str], text: str | None = None) -> int:
     """Runs a cluster's own program with `text` as its input; returns its exit code."""
-    return _run(command, text).returncode
+    return submitted(command, text, stdout=None).returncode
 
 
-def submitted(command: Sequence[str], text: str) -> tuple[int, str]:
-    """(exit code, output without spaces at its ends) of a cluster's own program; see `submit`."""
-    done = _run(command, text, stdout=subprocess.PIPE)
-    return done.returncode, done.stdout.strip()
-
-
-def _run(
-    command: Sequence[str], text: str | None, stdout: int | None = None
+def submitted(
+    command: Sequence[str], text: str | None, stdout: int | None = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
+    """The end of a cluster's own program, with its output; see `submit`."""
     try:
         return subprocess.run(command, input=text, text=True, check=False, stdout=stdout)
     except FileNotFoundError:

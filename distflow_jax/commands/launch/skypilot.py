@@ -38,17 +38,11 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--spot", action="store_true", help="use preemptible (spot) nodes")
     add("--image", default="", help="container image (default: SkyPilot's own)")
     add("--directory", default=".", help="folder that is copied to the nodes (default: this one)")
-    add(
-        "--volume",
-        **hosts.REPEATED,
-        metavar="NAME:PATH",
-        help="a volume of SkyPilot and its path on the nodes",
-    )
-    add(
+    parser.repeated("--volume", "NAME:PATH", "a volume of SkyPilot and its path on the nodes")
+    parser.repeated(
         "--setup",
-        **hosts.REPEATED,
-        metavar="LINE",
-        help="a line of shell that prepares a node, such as --setup='pip install -e .[gpu]'",
+        "LINE",
+        "a line of shell that prepares a node, such as --setup='pip install -e .[gpu]'",
     )
     add("--max_restarts", type=int, default=3, help="restarts after a failure (default 3)")
     add_template_flags(parser, TEMPLATE)
@@ -59,7 +53,7 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
-    hosts.name_of("--name", options.name, length=63)
+    hosts.name_of("--name", options.name)
     hosts.at_least(1, nodes=options.nodes, gpus_per_node=options.gpus_per_node)
     hosts.at_least(0, max_restarts=options.max_restarts)
     for flag in ("gpu", "infra", "image"):
@@ -70,20 +64,6 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
     hosts.one_line("the command", options.python, *options.command)
     hosts.check_workdir(options.command, hosts.volumes(options.volume, "NAME"))
     return options
-
-
-def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The nodes, with the variables that the job sets on each."""
-    own = hosts.variables(options.env)
-    places = [{"DISTFLOW_DISTRIBUTED": "off"}]
-    if options.nodes > 1:
-        shared = {
-            "DISTFLOW_COORDINATOR": f"node0:{job.COORDINATOR_PORT}",
-            "DISTFLOW_NUM_PROCESSES": str(options.nodes),
-        }
-        places = [shared | {"DISTFLOW_PROCESS_ID": str(i)} for i in range(options.nodes)]
-    command = [options.python, *options.command]
-    return [hosts.Host(f"node{i}", own | place, command) for i, place in enumerate(places)]
 
 
 def main(arguments: list[str], program: str = PROGRAM) -> int:
@@ -100,7 +80,7 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     devices = options.nodes * (options.gpus_per_node if options.gpu else 1)
     hosts.check_run(options, options.nodes, devices, hosts.gpu_chip(options.gpu), options.directory)
     if options.dry_run:
-        print(f"{text}\n{hosts.describe(run_hosts(options), 'on the nodes')}")
+        print(text)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, f"{options.name}.yaml")

@@ -57,17 +57,11 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         default=300,
         help="time between SIGTERM and the limit, for a step and a checkpoint (default 300)",
     )
-    add(
-        "--option",
-        **hosts.REPEATED,
-        metavar="--NAME=VALUE",
-        help="a further option of sbatch, such as --option=--qos=high",
+    parser.repeated(
+        "--option", "--NAME=VALUE", "a further option of sbatch, such as --option=--qos=high"
     )
-    add(
-        "--setup",
-        **hosts.REPEATED,
-        metavar="LINE",
-        help="a line of shell to run first, such as --setup='module load cuda'",
+    parser.repeated(
+        "--setup", "LINE", "a line of shell to run first, such as --setup='module load cuda'"
     )
     add_template_flags(parser, TEMPLATE)
     add_worker_flags(parser)
@@ -76,11 +70,10 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--worker_partition", default="", help="partition of the workers (default: --partition)")
     add("--worker_time", default="", help="time limit of each worker (default: --time)")
     add("--worker_retries", type=int, default=3, help="starts after a worker's crash (default 3)")
-    add(
+    parser.repeated(
         "--worker_option",
-        **hosts.REPEATED,
-        metavar="--NAME=VALUE",
-        help="a further option of sbatch for the workers: --worker_option=--nodelist=n[5-8]",
+        "--NAME=VALUE",
+        "a further option of sbatch for the workers: --worker_option=--nodelist=n[5-8]",
     )
     return parser
 
@@ -195,38 +188,6 @@ def own_variables(options: argparse.Namespace) -> dict[str, str]:
     return worker_variables(options, {job.GRACE: str(options.grace_seconds)})
 
 
-def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The nodes, with the variables that srun sets for the task on each."""
-    count = options.nodes
-    step = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": str(count),
-        "SLURM_STEP_NODELIST": f"node[0-{count - 1}]" if count > 1 else "node0",
-        "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})" if count > 1 else "1",
-        "SLURM_LOCALID": "0",
-    }
-    command = [options.python, *options.command]
-    return [
-        hosts.Host(
-            f"node{i}",
-            step | {"SLURM_PROCID": str(i), "SLURM_NODEID": str(i)} | hosts.variables(options.env),
-            command,
-        )
-        for i in range(count)
-    ]
-
-
-def worker_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The workers, with the variables that Slurm sets for each."""
-    command = [options.python, *options.worker]
-    found = []
-    for i in range(options.workers):
-        added = {"SLURM_ARRAY_TASK_ID": str(i)} | own_variables(options)
-        found.append(hosts.Host(f"worker{i}", added, command))
-    return found
-
-
 def submission(trainers: str, workers: str) -> str:
     """A shell script that submits both groups, each batch script as it is."""
     return f"""\
@@ -246,10 +207,10 @@ def worker_arguments(trainers: str) -> list[str]:
 
 def submit(trainers: str, workers: str) -> int:
     """Submits both groups; returns the exit code of sbatch."""
-    code, number = hosts.submitted(["sbatch", "--parsable"], trainers)
-    if code:
-        return code
-    number = number.partition(";")[0]  # after it the cluster
+    done = hosts.submitted(["sbatch", "--parsable"], trainers)
+    if done.returncode:
+        return done.returncode
+    number = done.stdout.strip().partition(";")[0]  # after it the cluster
     print(f"the trainers are job {number}", flush=True)
     code = hosts.submit(["sbatch", *worker_arguments(number)], workers)
     if code:
@@ -261,13 +222,11 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Submits the job, and that of the workers, or prints them; returns the exit code."""
     options = parse_arguments(arguments, program)
     text = script(options)
-    where = "on the nodes (Slurm chooses their names and the number of the job)"
     workers = worker_script(options) if options.workers else ""
     gpus = options.gpus_per_node
     chip, devices = "gpu" if gpus else "", options.nodes * max(1, gpus)
     hosts.check_run(options, options.nodes, devices, chip, options.directory)
     if options.dry_run:
-        text = submission(text, workers) if workers else text
-        print(f"{text}\n{hosts.describe([*run_hosts(options), *worker_hosts(options)], where)}")
+        print(submission(text, workers) if workers else text)
         return 0
     return submit(text, workers) if workers else hosts.submit(["sbatch"], text)

@@ -41,8 +41,8 @@ def parse_arguments(arguments: list[str], program: str = PROGRAM) -> argparse.Na
     """Parses and checks the flags before `--`, and the command with its flags after it."""
     options = make_parser(program).parse_args(arguments)
     options.command = hosts.python_command(options)
-    hosts.name_of("--name", options.name, length=63)
-    hosts.name_of("--zone", options.zone, length=63)
+    hosts.name_of("--name", options.name)
+    hosts.name_of("--zone", options.zone)
     if options.project and not re.fullmatch(r"[a-z][-a-z0-9:.]*[a-z0-9]", options.project):
         raise ValueError(f"--project must be the name of a project, got {options.project!r}")
     hosts.variables(options.env)
@@ -77,15 +77,6 @@ def remote_command(options: argparse.Namespace) -> str:
     return f"cd {shlex.quote(options.directory)} && exec {shlex.join(words)}"
 
 
-def run_hosts(options: argparse.Namespace) -> list[hosts.Host]:
-    """The workers of the TPU."""
-    command = [options.python, *options.command]
-    return [
-        hosts.Host(f"worker {i}", environment(options), command)
-        for i in range(tpu(options.accelerator_type).hosts)
-    ]
-
-
 def main(arguments: list[str], program: str = PROGRAM) -> int:
     """Starts the run, or prints the command; returns the exit code."""
     options = parse_arguments(arguments, program)
@@ -93,7 +84,6 @@ def main(arguments: list[str], program: str = PROGRAM) -> int:
     slice_ = tpu(options.accelerator_type)
     hosts.check_run(options, slice_.hosts, slice_.devices, slice_.chip.name)
     if options.dry_run:
-        where = f"in {options.directory} on the hosts"
-        print(f"{text}\n{hosts.describe(run_hosts(options), where)}")
+        print(text)
         return 0
     return hosts.submit(shlex.split(text))

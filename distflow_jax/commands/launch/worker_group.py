@@ -38,14 +38,13 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=0, help=what)
 
 
-def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+def add_worker_flags(parser: hosts.LauncherParser) -> None:
     """Adds the flags of the second group that all clusters have."""
     add_workers(parser)
-    parser.add_argument(
+    parser.repeated(
         "--worker_flag",
-        **hosts.REPEATED,
-        metavar="--NAME=VALUE",
-        help="a further flag of each worker, such as --worker_flag=--join_seconds=60",
+        "--NAME=VALUE",
+        "a further flag of each worker, such as --worker_flag=--join_seconds=60",
     )
 
 

@@ -28,6 +28,7 @@ COLOURS = {
     "black": (25, 25, 25),
 }
 MOST_SIDE = 2048
+BRIGHT = 225  # darkest background
 MOST_DRAWS = 10_000  # a split without a scene in so many draws counts as empty
 
 Paint = Callable[[Any], None]  # draws on an ImageDraw
@@ -56,7 +57,6 @@ class DrawnTask(GeneratedRows):
 
     ASKS: ClassVar[tuple[str, ...]] = ()  # what may be asked; the first is the default
     LEAST_SIDE: ClassVar[int] = 16
-    BRIGHT: ClassVar[int] = 225  # darkest background
     MOST: ClassVar[int] = 0  # largest value of `most`, where a task has it
 
     first_image_row = 0
@@ -117,7 +117,7 @@ class DrawnTask(GeneratedRows):
         for draw in range(MOST_DRAWS):
             stream = HashStream(f"{self.KIND}/{self.seed}/{row}/{draw}")
             height, width = stream.between(low, high), stream.between(low, high)
-            red, green, blue = (stream.between(self.BRIGHT, 255) for _ in range(3))
+            red, green, blue = (stream.between(BRIGHT, 255) for _ in range(3))
             scene = self._scene(stream, height, width)
             content = f"{height} {width} {red} {green} {blue} {scene.objects}"
             if self._has(content):

@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 from distflow_jax.dag.plan import Plan
 from distflow_jax.report.drawing import Drawing, Line, Rect, Shape, Text, move, text_width
 from distflow_jax.report.plan_picture.captions import AFTER, LOADER
-from distflow_jax.report.plan_picture.outline import outline_style
 
 # role -> (strong, faint)
 ROLE_COLORS = {
@@ -86,6 +85,11 @@ def legend_entries(
         ([*mark, Text(size + 6.0, 0, word, _SMALL, FAINT)], size + 6.0 + text_width(word, _SMALL))
         for mark, word, size in entries
     ]
+
+
+def outline_style(is_loop: bool) -> tuple[str, str, tuple[float, ...]]:
+    """(stroke, fill, dashes)."""
+    return ("#be185d", "#fdf2f8", (6.0, 4.0)) if is_loop else ("#94a3b8", "#f8fafc", (2.0, 2.0))
 
 
 def _extent(shape: Shape) -> tuple[float, float, float, float]:

@@ -4,6 +4,7 @@ The page's script sorts them by other numbers, which stand in the attributes of 
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,7 +132,7 @@ def _order_choice(files: Iterable[Mapping[str, PromptCard]]) -> str:
 
 
 def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[str, PromptCard]:
-    """{key of the prompt: its responses}; a training record is one response, see `answers`."""
+    """{key of the prompt: its responses}; see `responses_of`."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         if "prompt" in record or "response" in record or "responses" in record:
@@ -139,52 +140,35 @@ def groups_of(records: Iterable[Mapping[str, Any]]) -> dict[str, PromptCard]:
     return {key: _group(rows) for key, rows in found.items()}
 
 
-def answers(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a record: a training step's response, or all responses to an evaluation's prompt."""
-    common = {key: record.get(key, "") for key in ("prompt", "ground_truth")}
+def responses_of(record: Mapping[str, Any]) -> list[ResponseCard]:
+    """The response of a training step's record, or all to an evaluation's prompt."""
     if not isinstance(record.get("responses"), list):
-        return [common | {"response": record.get("response", ""), "score": record.get("score", "")}]
-    return [
-        common | {"response": response, "score": _at(record, "scores", i)}
-        for i, response in enumerate(record["responses"])
-    ]
-
-
-def _at(record: Mapping[str, Any], name: str, place: int) -> Any:
-    values = record.get(name)
-    return values[place] if isinstance(values, list) and place < len(values) else ""
+        return [
+            ResponseCard(
+                record.get("response", ""),
+                record.get("score", ""),
+                record.get("response_length", ""),
+                record.get("finished"),
+                record.get("advantage", ""),
+                {key: value for key, value in record.items() if key not in _KNOWN},
+            )
+        ]
+    columns = [record.get(name) for name in ("scores", "lengths", "finished")]
+    columns = [column if isinstance(column, list) else [] for column in columns]
+    rows = itertools.zip_longest(record["responses"], *columns, fillvalue="")
+    return [ResponseCard(*row) for row in itertools.islice(rows, len(record["responses"]))]
 
 
 def _group(records: Sequence[Mapping[str, Any]]) -> PromptCard:
-    first, found = records[0], []
-    for record in records:
-        rest = {key: value for key, value in record.items() if key not in _KNOWN}
-        if isinstance(record.get("responses"), list):
-            found += [
-                ResponseCard(
-                    text,
-                    _at(record, "scores", i),
-                    _at(record, "lengths", i),
-                    _at(record, "finished", i),
-                )
-                for i, text in enumerate(record["responses"])
-            ]
-        else:
-            found.append(
-                ResponseCard(
-                    record.get("response", ""),
-                    record.get("score", ""),
-                    record.get("response_length", ""),
-                    record.get("finished"),
-                    record.get("advantage", ""),
-                    rest,
-                )
-            )
+    first = records[0]
+    found = [response for record in records for response in responses_of(record)]
     found.sort(key=lambda answer: -answer.number if not math.isnan(answer.number) else math.inf)
-    source = str(first.get("data_source", ""))
-    pictures = pictures_of(first)
     return PromptCard(
-        first.get("prompt", ""), first.get("ground_truth", ""), source, found, pictures
+        first.get("prompt", ""),
+        first.get("ground_truth", ""),
+        str(first.get("data_source", "")),
+        found,
+        pictures_of(first),
     )
 
 

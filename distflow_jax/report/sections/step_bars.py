@@ -1,8 +1,6 @@
 """Times of single steps: bars over seconds, with a row per node in the planned order."""
 
-import types
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from distflow_jax.report.progress import EVALUATION
 from distflow_jax.report.read_run import PlannedNode, Span
@@ -12,27 +10,18 @@ _MOST_ROWS = 48
 _WORDS = {"testing": EVALUATION}  # names of spans that a reader gets in other words
 _WAITING = "waiting"  # the thread of times that no thread spends
 _LIGHTER = " In the row training every second partial batch is lighter."
-_MOST_PROMPTS = 12  # named in the title of a partial batch
 _INVISIBLE = 0.001  # share of the axis below which a gap between bars is not drawn
 _ROLES = {"ROLLOUT", "REWARD", "ACTOR", "CRITIC", "REFERENCE"}
 
 
-Record = Mapping[str, Any]  # of a partial batch, see stream/batches/recordings.py
-
-
-def step_bars(
-    plan: Sequence[PlannedNode],
-    steps: Mapping[int, Sequence[Span]],
-    partial_batches: Mapping[int, Sequence[Record]] = types.MappingProxyType({}),
-) -> str:
-    """HTML of the times of steps, the last step first; "" without any. `partial_batches`: by
-    step."""
+def step_bars(plan: Sequence[PlannedNode], steps: Mapping[int, Sequence[Span]]) -> str:
+    """HTML of the times of steps, the last step first; "" without any."""
     parts = []
     for step, spans in reversed(steps.items()):
         note = "the last" if step == max(steps) else "the first in trace.json"
         end = max([span.end for span in spans], default=0.0)
         near = end * _INVISIBLE
-        rows = _lanes(plan, spans, partial_batches.get(step, ()), near) + [
+        rows = _lanes(plan, spans, near) + [
             BarRow(name, _bars(name, bars, kind), sum_)
             for name, bars, kind, sum_ in _rows(plan, spans, near)
         ]
@@ -48,12 +37,7 @@ def step_bars(
     return about + "".join(parts)
 
 
-def _lanes(
-    plan: Sequence[PlannedNode],
-    spans: Sequence[Span],
-    partial_batches: Sequence[Record],
-    near: float,
-) -> list[BarRow]:
+def _lanes(plan: Sequence[PlannedNode], spans: Sequence[Span], near: float) -> list[BarRow]:
     """Sampling and training, a row each, where samplers run in a thread beside the training, or a
     step is trained in partial batches."""
     roles = {node.id: node.role for node in plan}
@@ -64,11 +48,6 @@ def _lanes(
     count = max((span.partial_batch for span in training), default=0)
     if beside or count:
         lanes.append(("training", training))
-    records = {
-        found: record
-        for record in partial_batches
-        if isinstance(found := record.get("partial_batch"), int)
-    }
     rows = []
     for label, here in lanes:
         found: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -79,7 +58,7 @@ def _lanes(
             bar
             for (name, partial_batch), times in found.items()
             for bar in _bars(
-                _title(name, partial_batch, count, records.get(partial_batch, {})),
+                f"partial batch {partial_batch} of {count}, {name}" if partial_batch else name,
                 _merged(times, near),
                 _kind(roles.get(name, ""))
                 + (" second" if partial_batch and partial_batch % 2 == 0 else ""),
@@ -89,24 +68,6 @@ def _lanes(
         remark = f" in {count} partial batches" if count and label == "training" else ""
         rows.append(BarRow(label, bars, f"{_sum(busy)}{remark}"))
     return rows
-
-
-def _title(name: str, partial_batch: int, partial_batches: int, record: Record) -> str:
-    """A bar's title, with the facts of its partial batch."""
-    if not partial_batch:
-        return name
-    counters = record.get("counters")
-    facts = []
-    if isinstance(counters, list):
-        shown = ", ".join(map(str, counters[:_MOST_PROMPTS]))
-        more = f" and {len(counters) - _MOST_PROMPTS} more" if counters[_MOST_PROMPTS:] else ""
-        facts.append(f"prompts {shown}{more}" if counters else "no prompts")
-    if {"rows", "room"} <= record.keys():
-        facts.append(f"{record['rows']} of {record['room']} rows")
-    if isinstance(waited := record.get("waited"), int | float):
-        facts.append(f"waited {waited:.3f} s")
-    about = f" ({'; '.join(facts)})" if facts else ""
-    return f"partial batch {partial_batch} of {partial_batches}{about}, {name}"
 
 
 def _bars(name: str, times: Sequence[tuple[float, float]], kind: str) -> list[Bar]:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from distflow_jax.parsing.bounded_child import module_path
 from distflow_jax.report.trackers.follower import Follower, lock, state_path
 from distflow_jax.report.trackers.tracker import check_trackers
 
@@ -129,8 +130,6 @@ def _started(spec: str, folder: pathlib.Path, token: str, seconds: float) -> sub
     """The process of a tracker; its standard input takes the word of the end."""
     # -P: no module of the working directory stands before the standard library's
     command = [sys.executable, "-P", "-m", f"{__package__}.sender", str(folder), spec]
-    # the same modules as here, and no accelerator if a user's tracker imports JAX
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     output = state_path(folder, spec).with_suffix(".log")
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a") as file:
@@ -139,7 +138,8 @@ def _started(spec: str, folder: pathlib.Path, token: str, seconds: float) -> sub
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,
-            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            # no accelerator if a user's tracker imports JAX
+            env=os.environ | {"PYTHONPATH": module_path(), "JAX_PLATFORMS": "cpu"},
             text=True,
             # a signal to the run's group reaches none of the processes that a package starts
             start_new_session=True,
