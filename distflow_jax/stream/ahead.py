@@ -37,8 +37,8 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, no_round
 from distflow_jax.layout import Metrics
-from distflow_jax.stream.batches.agreement import Agreement, Policy
-from distflow_jax.stream.batches.partial_batches import PartialBatch
+from distflow_jax.stream.batches.agreement import Agreement
+from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner
 from distflow_jax.stream.batches.recordings import RecordWriter
 from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
@@ -58,7 +58,6 @@ WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 class DataPlace(Protocol):
     """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
 
-    begun: dict[str, Any] | None
     account: dict[str, int] | None
 
     def look_at(self, counter: int) -> None:
@@ -95,20 +94,20 @@ class Ahead:
         producer: Producer,
         nodes: NodesAhead,
         delivery: Delivery,
-        policy: Policy,
+        planner: PartialBatchPlanner,
         config: StreamConfig,
         *,
         trainer: TrainerCalls,
         kept: KeptGroups,
         numbered: bool = False,
     ):
-        """`delivery`: of weights to the sampler; `policy`: of the partial batches of steps;
+        """`delivery`: of weights to the sampler; `planner`: of the partial batches of steps;
         `numbered`: whether groups get the number of their step."""
         self.producer, self.saver, self._config = producer, kept.saver, config
         self.place = kept.place
-        self._delivery, self._policy, self._kept = delivery, policy, kept
+        self._delivery, self._planner, self._kept = delivery, planner, kept
         self._trainer, self._lock = trainer, producer.lock
-        self._peers = _peers(producer, spreads=policy.spreads or delivery.rule.skips)
+        self._peers = _peers(producer, spreads=planner.spreads or delivery.rule.skips)
         self.publications = Publications(delivery.rule, producer, self._peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
@@ -121,7 +120,7 @@ class Ahead:
         by_rounds = config.weight_update == "boundary" and nodes.until is not None
         self._rounds = RegionRounds(producer, _gather()) if by_rounds else None
         self._agreement = Agreement(
-            policy,
+            planner,
             producer,
             _gather(),
             self._peers,
@@ -215,17 +214,16 @@ class Ahead:
 
         while not self._partial_batches or not self._partial_batches[-1].last:
             self._next(step)
-        cut = self._policy.cut
+        cut = self._planner.cut
         with self._times.block("wait"):
             self.drive.wait_until(decided, needs=cut.end)
         self._sampling.rest()  # devices that it shares are the trainer's from here on
-        store, metrics = self._joined(cut)
-        return store, metrics | self._policy.metrics(self._agreement.sampled())
+        return self._joined(cut)
 
     def _next(self, step: int) -> tuple[PartialBatch, list[Group]]:
         """The next partial batch, and this process's groups in it, once it is decided and the
         fields of groups are known."""
-        if not self._partial_batches and not self._policy.begin(step):
+        if not self._partial_batches and not self._planner.begin(step):
             raise Ended(DATA_ENDED)
         begun = time.monotonic()
         with self._times.block("wait"):
@@ -258,7 +256,6 @@ class Ahead:
         with self._lock:
             end = self.producer.admission.finish(step).end
         self.place.look_at(end)
-        self.place.begun = self.producer.admission.begun
         self._partial_batches = []
         self._kept.recording.finish(step, end, self._measured)
 

@@ -36,7 +36,7 @@ def beside_another(monkeypatch):
     def with_another(self, value):
         begun = begin(self, value)
         both = Future()
-        both.set_result([*begun.result(), [False, [], 0, rows]])
+        both.set_result([*begun.result(), [False, [], rows]])
         return both
 
     monkeypatch.setattr(BackgroundGather, "begin", with_another)

@@ -29,10 +29,8 @@ from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn
 from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
-from distflow_jax.stream.batches.agreement import Policy
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
-from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
 from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.frames.prompt_frames import request_bytes
@@ -128,7 +126,7 @@ def _make_ahead(
     tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
     saved = SavedSamples(added)
-    admission, policy = _rule(prepared, state, place, saved)
+    admission, planner = _rule(prepared, state, place, saved)
     producer = _producer(prepared, runtime, state, admission, tasks, saved)
     if config.stream.workers:
         delivery = deliver_to_workers(
@@ -152,7 +150,7 @@ def _make_ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
         delivery,
-        policy,
+        planner,
         config.stream,
         trainer=trainer,
         kept=KeptGroups(
@@ -233,23 +231,18 @@ def _buffer(prepared: PreparedRun, state: RunState, sampled: Collection[str]) ->
 
 def _rule(
     prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples
-) -> tuple[Admission, Policy]:
+) -> tuple[Admission, PartialBatchPlanner]:
     """The rule by which groups of a run that goes on from `state` begin, and what steps take."""
     config, plan, batches = prepared.config, prepared.plan, prepared.loader.num_steps
-    rule, step, position = stream_rule(config, plan), state.step, place.position
+    rule = stream_rule(config, plan)
     bounds: dict[str, Any] = {
-        "step": step,
-        "counter": position,
+        "step": state.step,
+        "counter": place.position,
         "last": None if batches is None else batches * config.data.prompts_per_step,
         "steps": config.training.steps,
+        "judged": bool(plan.region.nodes),
+        "exact": config.stream.weight_update == "boundary",
     }
-    if config.stream.round_tokens:
-        # samples of a run without a budget belong to the steps that follow
-        begun = place.begun or begun_by_steps(rule, step, position, saved.counters)
-        deadlines = Deadlines(rule, begun=begun, **bounds)
-        return deadlines, RolloutBudget(deadlines, tokens=config.stream.round_tokens)
-    bounds["judged"] = bool(plan.region.nodes)
-    bounds["exact"] = config.stream.weight_update == "boundary"
     # the producer's rule learns of this process's decisions at once; this one of what all know
     known = Admission(rule, **bounds)
     for counter in saved.given_up:
