@@ -149,7 +149,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
     assert stream.evaluated(0, end=time.monotonic()) == []
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
-    thread = stream.drive.sampling
+    thread = stream._sampling
     stream.close()
     thread.raise_error()
 

@@ -26,18 +26,19 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn_if_incomplete
-from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
+from distflow_jax.runtime.samplers.run_buffers import serve_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
-from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.frames.prompt_frames import request_bytes
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
+from distflow_jax.stream.links.local_link import make_local_link
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests, differs
+from distflow_jax.stream.sampling_side import SamplingSide
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -129,7 +130,7 @@ def _make_ahead(
     admission, planner = _rule(prepared, state, place, saved)
     producer = _producer(prepared, runtime, state, admission, tasks, saved)
     if config.stream.workers:
-        delivery = deliver_to_workers(
+        sampling: SamplingSide = serve_workers(
             prepared, state, producer, runtime.offload, checkpointer.folder
         )
     else:
@@ -139,7 +140,7 @@ def _make_ahead(
             prepared.environments,
             runtime.contexts.of(tasks[0]).on_response,
         )
-        delivery = make_delivery(
+        sampling = make_local_link(
             config.stream,
             sampler,
             producer,
@@ -149,7 +150,7 @@ def _make_ahead(
     return Ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
-        delivery,
+        sampling,
         planner,
         config.stream,
         trainer=trainer,
