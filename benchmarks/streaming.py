@@ -3,7 +3,6 @@
     python benchmarks/streaming.py
     python benchmarks/streaming.py --cells=heavy-2 --schedules=in_flight-2,partial_batches-2
     python benchmarks/streaming.py --real=tiny,smollm2 --steps=6
-    python benchmarks/streaming.py --budget                     # rollouts of so many tokens
     python benchmarks/streaming.py --workers=equal,uneven       # samplers outside the job
     python benchmarks/streaming.py --quick                      # few steps: all parts run
 
@@ -74,16 +73,6 @@ REAL: Columns = (
     ("speed-up", "speed", ".2f"),
     ("CPU of the machine", "machine_cpu", ".0%"),
 )
-BUDGETS: Columns = (
-    ("tokens of a rollout, 0: no budget", "round_tokens", ""),
-    ("s, mean", "rollout", ".3f"),
-    ("coefficient of variation", "variation", ".3f"),
-    ("of the step's s", "step_variation", ".3f"),
-    ("groups a step", "groups", ".1f"),
-    ("tokens beyond", "beyond", ".0f"),
-    ("s for 32 groups", "step_of_all", ".3f"),
-    ("thrown away", "thrown_away", ".0f"),
-)
 WORKERS: Columns = (
     ("cell", "cell", ""),
     ("s a step", "seconds", ".3f"),
@@ -121,7 +110,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--beside-others", action="store_true", help=beside)
     parser.add_argument("--real", default=[], **some_of(MODELS), help="instead: real models")
     parser.add_argument("--rounds", type=int, default=1, help="of --real: runs of each, in turn")
-    parser.add_argument("--budget", action="store_true", help="instead: rollouts with a budget")
     parser.add_argument("--workers", default=[], **some_of(FAR), help="instead: workers sample")
     parser.add_argument("--json", default="", help="file for the results")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -228,16 +216,6 @@ def compute(args: argparse.Namespace) -> tuple[Found, bool]:
     return every, all(x["speed"] >= 1 for x in every)
 
 
-def compare_budgets(args: argparse.Namespace) -> tuple[Found, bool]:
-    """Prints the table of rollouts with and without a budget; returns their numbers, and whether
-    those with one vary as little as they must, and nothing is thrown away."""
-    without, budget = found = windows_of(results.budget_cells(**args.common), results.rollouts)
-    print(titles(BUDGETS), flush=True)
-    show(BUDGETS, found)
-    steady = budget["variation"] * results.STEADIER <= without["variation"]
-    return found, steady and not any(x["thrown_away"] for x in found)
-
-
 def compare_workers(args: argparse.Namespace) -> tuple[Found, bool]:
     """Prints the table of runs with workers; returns their numbers, and whether they pass."""
     groups = results.far_groups(args.workers, **args.common)
@@ -259,8 +237,7 @@ def main() -> int:
         else:
             join_runs(chosen, args.worker.parent, args.far)
         return 0
-    kind = compare_budgets if args.budget else compute if args.real else simulate
-    kind = compare_workers if args.workers else kind
+    kind = compare_workers if args.workers else compute if args.real else simulate
     found, passed = kind(args)
     write_json(args.json, found)
     return int(not (passed or args.quick))

@@ -70,9 +70,8 @@ INNER_FLOORS = {
     "stream": [
         {"ahead"},
         {"driver"},
-        {"delivery"},
         {"links", "batches"},
-        {"leased_nodes", "node_runner"},
+        {"host_thread", "node_runner"},
         {"frames"},
         {"."},
         {"wire"},

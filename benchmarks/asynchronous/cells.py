@@ -101,7 +101,6 @@ class SimulatedCell(Cell):
     workload: str
     samplers: int  # simulated devices that sample, of all processes
     width: int = 1  # devices that share a copy of the sampler's weights
-    round_tokens: int = 0  # of a rollout on shared devices; 0: it ends with B groups of its step
 
     @property
     def lengths(self) -> streaming_model.Workload:
@@ -127,9 +126,8 @@ class SimulatedCell(Cell):
 
     @property
     def name(self) -> str:
-        budget = f"-{self.round_tokens}" if self.round_tokens else ""
         layout = f"{self.samplers}x{self.width}"
-        return f"{self.workload}-{self.schedule}-{self.staleness}-{layout}{budget}"
+        return f"{self.workload}-{self.schedule}-{self.staleness}-{layout}"
 
     def settings(self) -> dict[str, Any]:
         changed = super().settings() | SIMULATED
@@ -138,8 +136,6 @@ class SimulatedCell(Cell):
             changed["stream.weight_update"] = "boundary"
         if self.schedule == "partial_batches":
             changed |= PARTIAL_BATCHES
-        if self.round_tokens:
-            changed["stream.round_tokens"] = self.round_tokens
         if self.lengths.reward:
             changed |= slow_rewards(streaming_model.mean_reward(self.lengths))
         return changed

@@ -17,7 +17,7 @@ MOST_OFF = 0.05  # of the model's seconds
 MOST_CPU = 0.5  # of the machine's CPU-seconds
 LEAST_SPEED = 0.95  # with workers, of that within the job
 LEAST_RATE = 0.9  # of the summed rates of a fast and a slow worker
-STEADIER = 3.0  # least ratio of the coefficient of variation, without a budget over with one
+
 EQUAL = (("heavy-2", 1, 4), ("heavy-2", 2, 2), ("fixed-2", 2, 4))  # (workload, staleness, samplers)
 POOL = {"workload": "mild-2", "staleness": 4, "training": 32}
 
@@ -107,41 +107,6 @@ def flaws(found: dict[str, Any], cpu: str) -> list[str]:
     """What makes the seconds of a run worth nothing."""
     refused = [f"refused: CPU {found[cpu]:.0%}"] if found[cpu] >= MOST_CPU else []
     return refused + (["compiled"] if found["compilations"] else [])
-
-
-# -- rollouts with a budget of tokens --------------------------------------------------------------
-
-
-def budget_cells(**steps: int) -> list[SimulatedCell]:
-    """Runs of the first workload on shared devices, without a budget and with one."""
-    workload = model.WORKLOADS[0]
-    common = {
-        "workload": workload.name,
-        "schedule": "shared",
-        "staleness": 2,
-        "samplers": model.DEVICES,
-    }
-    return [
-        SimulatedCell(**common, **steps, round_tokens=budget)
-        for budget in (0, round(model.mean_tokens(workload)))
-    ]
-
-
-def rollouts(window: Window) -> dict[str, Any]:
-    """Numbers of the rollouts of a run, and the tokens of it that no step trained."""
-    seconds, steps = window.values("timing_s/wait_for_samples"), window.values("timing_s/step")
-    groups = float(np.mean(window.values("training/groups", model.PROMPTS)))
-    (end,) = (row for row in window.all_rows if row["step"] == window.cell.last)
-    return {
-        **vars(window.cell),
-        "rollout": float(np.mean(seconds)),
-        "variation": float(np.std(seconds) / np.mean(seconds)),
-        "step_variation": float(np.std(steps) / np.mean(steps)),
-        "groups": groups,
-        "beyond": float(np.mean(window.values("training/rollout_tokens_beyond"))),
-        "step_of_all": float(np.mean(steps)) * model.PROMPTS / groups,
-        "thrown_away": end["perf/tokens/sampled"] - end["perf/tokens/trained"],
-    }
 
 
 # -- workers beside samplers of the job ------------------------------------------------------------

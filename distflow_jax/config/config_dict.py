@@ -39,13 +39,13 @@ RENAMED = {
     **{
         f"flow.{key}": f"stream.{key}"
         for key in (
-            *("cache", "divergence", "order", "round_tokens", "record", "workers", "worker_nodes"),
+            *("cache", "divergence", "order", "record", "workers", "worker_nodes"),
             *("listen", "save_seconds", "lease_seconds", "max_tries"),
         )
     },
 }
 # keys of earlier releases that need nothing in their place
-REMOVED = ("flow.stagger", "flow.dispatch")
+REMOVED = ("flow.stagger", "flow.dispatch", "flow.round_tokens")
 # errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and
 # AttributeError mean an unknown key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)

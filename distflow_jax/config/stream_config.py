@@ -8,18 +8,9 @@ from distflow_jax.parsing.setting_checks import Section, refuse, setting
 
 _AHEAD: dict[str, tuple[str, ...]] = {"max_staleness": ()}
 _COMBINATIONS = {  # {conditions, see StreamConfig: message}; the first match is reported
-    "divergence budget": "stream.divergence={stream.divergence:g} keeps older weights in the "
-    "samplers, but the deadlines of stream.round_tokens={stream.round_tokens} assume the newest; "
-    "use divergence=0 or round_tokens=0",
     "divergence boundary": "stream.divergence={stream.divergence!r} decides when samplers receive "
     "weights, but stream.weight_update='boundary' fixes the version of each step; use "
     "weight_update='in_flight', or remove stream.divergence",
-    "budget boundary": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
-    "end, but stream.weight_update='boundary' fixes their version before they begin; use "
-    "weight_update='in_flight', or round_tokens=0",
-    "budget partial": "stream.round_tokens={stream.round_tokens} decides a step's groups at its "
-    "end, but stream.partial_batches={stream.partial_batches!r} trains some earlier; use "
-    "partial_batches='off', or round_tokens=0",
     "hasty": "stream.lease_seconds={stream.lease_seconds:g} would expire between two reports of a "
     "worker: use at least {least:g}, twice stream.save_seconds",
     "workers !ahead": "stream.workers=True needs samples made ahead of training, but "
@@ -58,10 +49,6 @@ class StreamConfig(Section, name="stream"):
     # which groups get slots first: longest (longest expected responses), counter (prompt order), or
     # informative (largest spread of the prompt's last scores). Does not change the groups of a step
     order: str = setting("longest", one_of(("longest", "counter", "informative")), needs=_AHEAD)
-    # token budget of a rollout, over all processes. The rollout also ends once prompts_per_step
-    # groups are complete, but never before the groups that its step must train on; step sizes vary.
-    # Workers and samplers on their own devices keep sampling. 0: no budget
-    round_tokens: int = setting(0, at_least(0), needs=_AHEAD)
     # store the groups of each partial batch in the run's folder; train --replay=FOLDER repeats the
     # training from them without a sampler
     record: bool = setting(False, needs={"partial_batches": ("counter", "ready")})
@@ -93,8 +80,6 @@ class StreamConfig(Section, name="stream"):
             "ahead": self.ahead,
             "boundary": self.weight_update == "boundary",
             "divergence": self.divergence,
-            "budget": self.round_tokens,
-            "partial": self.in_partial_batches,
             "workers": self.workers,
             "hasty": self.lease_seconds < 2 * self.save_seconds,
         }

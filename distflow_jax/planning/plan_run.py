@@ -64,7 +64,6 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import check_references, trial_request
 from distflow_jax.rewards.registry import SANDBOXED
 from distflow_jax.stages.registry import Demands, settle_graph, takes_policy_ratio
-from distflow_jax.stream import deadlines
 from distflow_jax.stream.batches.recordings import Recording
 from distflow_jax.stream.batches.streamed_nodes import (
     described,
@@ -351,7 +350,6 @@ def _surroundings(config: Config, sizes: Sizes) -> Surroundings:
         sampler_part=SAMPLERS in config.mesh.roles,
         own_devices=sizes.samplers_have_own_devices,
         offload=config.training.offload,
-        group_tokens=config.rollout.num_samples * config.rollout.max_response_length,
         mini_prompts=config.data.prompts_per_step // config.training.mini_batches,
         environment=config.rollout.environment,
         stuck_seconds=config.health.stuck_seconds,
@@ -461,7 +459,7 @@ def prepare(
 def run_loader(run: RunPlan, encoder: PromptEncoder, dataset: Dataset | None = None) -> Loader:
     """The loader of a run's training data; see run_data.open_loader."""
     share = sampler_share(run.sizes, run.machine, in_turn=run.config.stream.workers)
-    staleness = _observed_staleness(run.config, run.plan)
+    staleness = stream_rule(run.config, run.plan).observed_staleness
     return open_loader(
         run.config,
         run.graph,
@@ -476,15 +474,6 @@ def stream_rule(config: Config, plan: Plan) -> Rule:
     """The rule by which samplers of a run begin groups."""
     rounds = plan.region.max_rounds if config.stream.ahead else 1
     return Rule(config.data.prompts_per_step, config.stream.max_staleness, rounds)
-
-
-def _observed_staleness(config: Config, plan: Plan) -> int:
-    rule = stream_rule(config, plan)
-    return (
-        deadlines.observed_staleness(rule)
-        if config.stream.round_tokens
-        else rule.observed_staleness
-    )
 
 
 def until_of(config: Config, plan: Plan) -> Until | None:

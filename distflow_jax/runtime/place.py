@@ -7,7 +7,6 @@ from typing import Any
 from distflow_jax.config.run_config import Config
 from distflow_jax.data.loader import Loader
 from distflow_jax.parsing.setting_checks import refuse
-from distflow_jax.stream.deadlines import in_order
 
 
 @dataclasses.dataclass
@@ -18,9 +17,6 @@ class Place:
     batches: int = 0  # of the loader that were used: one a step, or as many as a region took
     # first prompt that no step looked at, where samplers run ahead; None: all of `batches` were
     counter: int | None = None
-    # groups that have begun and are not trained on, where rollouts have a budget of tokens: see
-    # Deadlines.begun; None: all from `counter` on are to begin
-    begun: dict[str, Any] | None = None
     # account of tokens over all processes, see Token account, where no samples are saved that bring
     # one; None: samplers never ran ahead
     account: dict[str, int] | None = None
@@ -39,7 +35,6 @@ class Place:
             loader.position // batch,
             # otherwise steps take whole batches, as the loader gives them
             info.get("counter") if ahead else None,
-            info.get("begun") if config.stream.round_tokens else None,
             info.get("account", info.get("ledger")),  # its name before
         )
 
@@ -62,16 +57,12 @@ class Place:
         return {
             "loader": loader.state(self.loader_position),
             "counter": self.counter,
-            "begun": self.begun,
             "account": self.account,
         }
 
 
 # {what holds, see `check_place`: the message}
 _MOVED = {
-    "unordered !budget": "the checkpoint of step {step} has trained prompts before others with "
-    "lower counters, as stream.round_tokens does: with stream.round_tokens=0 some would be trained "
-    "twice; give stream.round_tokens and stream.max_staleness again, or start in a new --workdir",
     "split": "data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
     "{position} prompts, which are no whole number of such batches, so some would be trained on "
     "twice; give the number of before, or start in a new --workdir",
@@ -86,19 +77,14 @@ _MOVED = {
 
 def check_place(info: Mapping[str, Any], step: int, config: Config) -> None:
     """Raises ValueError if the run would train on prompts again, or not begin its next batch where
-    the checkpoint's did.
-
-    A budget of tokens takes some prompts before their turn; its steps, and those of a region, end
-    amid a batch.
+    the checkpoint's did. Steps of a region end amid a batch.
     """
     counter, batch = info.get("counter"), config.data.prompts_per_step
-    begun, position = info.get("begun"), int(info["loader"]["position"])
+    position = int(info["loader"]["position"])
     first = position if counter is None else counter // batch * batch
     whole_batches = counter is None or not config.stream.ahead
     holds = {
         "ahead": config.stream.ahead,
-        "budget": config.stream.round_tokens,
-        "unordered": begun is not None and not in_order(begun),
         "counted": counter is not None,
         "split": whole_batches and position % batch,
         "amid": counter is not None and counter > first,

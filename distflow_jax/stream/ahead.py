@@ -13,7 +13,7 @@ The way of a group:
     EpisodeSampler; SampleRequests.submit (submit_here without a connection) takes its samples
   the same thread, or BufferThread for workers:
     Driver.hand_on takes it out of the buffer (Producer.collect), for the nodes that run on it
-  threads of HostThread (LeasedNodes where workers run them):
+  HostThread, and workers for nodes that they run:
     rewards and other nodes on the host; then `group.done`
   the training thread:
     Agreement.next waits for the groups of a partial batch, StepGroups.join makes fields of them
@@ -37,19 +37,19 @@ from distflow_jax.coordinator.coordinator import Coordinator
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended, NextRound, no_round
 from distflow_jax.layout import Metrics
-from distflow_jax.stream.batches.agreement import Agreement, Policy
-from distflow_jax.stream.batches.partial_batches import PartialBatch
+from distflow_jax.stream.batches.agreement import Agreement
+from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
 from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
+from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.quarantine import Quarantine
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import SampleSaver
-from distflow_jax.stream.schedule import Cut
+from distflow_jax.stream.sampling_side import SamplingSide
 from distflow_jax.stream.step_groups import StepGroups
 
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
@@ -58,7 +58,6 @@ WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 class DataPlace(Protocol):
     """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
 
-    begun: dict[str, Any] | None
     account: dict[str, int] | None
 
     def look_at(self, counter: int) -> None:
@@ -94,22 +93,23 @@ class Ahead:
         self,
         producer: Producer,
         nodes: NodesAhead,
-        delivery: Delivery,
-        policy: Policy,
+        sampling: SamplingSide,
+        planner: PartialBatchPlanner,
         config: StreamConfig,
         *,
         trainer: TrainerCalls,
         kept: KeptGroups,
         numbered: bool = False,
     ):
-        """`delivery`: of weights to the sampler; `policy`: of the partial batches of steps;
-        `numbered`: whether groups get the number of their step."""
+        """`sampling`: not started; `planner`: of the partial batches of steps; `numbered`: whether
+        groups get the number of their step."""
         self.producer, self.saver, self._config = producer, kept.saver, config
         self.place = kept.place
-        self._delivery, self._policy, self._kept = delivery, policy, kept
+        self._sampling, self._planner, self._kept = sampling, planner, kept
         self._trainer, self._lock = trainer, producer.lock
-        self._peers = _peers(producer, spreads=policy.spreads or delivery.rule.skips)
-        self.publications = Publications(delivery.rule, producer, self._peers, self._bring)
+        rule = PublishRule(config.divergence, config.max_staleness)
+        self._peers = _peers(producer, spreads=planner.spreads or rule.skips)
+        self.publications = Publications(rule, producer, self._peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
         self._counts = producer.counts()  # that `measured` has looked at
         self._quarantine = Quarantine(producer)
@@ -121,25 +121,25 @@ class Ahead:
         by_rounds = config.weight_update == "boundary" and nodes.until is not None
         self._rounds = RegionRounds(producer, _gather()) if by_rounds else None
         self._agreement = Agreement(
-            policy,
+            planner,
             producer,
             _gather(),
             self._peers,
             self.publications,
             config,
             judges=not by_rounds,
-            missing=lambda: self.drive.sampling.missing_workers,
+            missing=lambda: sampling.missing_workers,
         )
         self.drive = Driver(
             producer,
             nodes,
-            delivery,
+            sampling,
             trainer,
             kept.saver,
             idle=self.publications.note_idle,
             known=self._rounds.known if self._rounds else lambda end: True,
         )
-        self._sampling, self._times = self.drive.sampling, self.drive.times
+        self._times = self.drive.times
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Ahead:
 
     def _bring(self, version: int) -> None:
         with self._trainer.weights() as params, self._times.block("leave"):
-            self._times.moved(self._sampling.bring(self._delivery.sync, params, version))
+            self._times.moved(self._sampling.bring(params, version))
 
     def offer(self, step: int, metrics: Mapping[str, Any], *, needed: bool) -> Metrics:
         """Publishes the weights of a step with these metrics, or not; returns metrics of that."""
@@ -215,17 +215,21 @@ class Ahead:
 
         while not self._partial_batches or not self._partial_batches[-1].last:
             self._next(step)
-        cut = self._policy.cut
+        cut = self._planner.cut
         with self._times.block("wait"):
             self.drive.wait_until(decided, needs=cut.end)
         self._sampling.rest()  # devices that it shares are the trainer's from here on
-        store, metrics = self._joined(cut)
-        return store, metrics | self._policy.metrics(self._agreement.sampled())
+        self.saver.add_complete()  # while the groups are there
+        with self._lock:
+            groups = self.producer.forget(cut.counters)
+            account = self.saver.took(cut, groups)
+        times = {WEIGHT_UPDATES: self._times.take()}
+        return self._steps.join(cut, groups, times | account.metrics())
 
     def _next(self, step: int) -> tuple[PartialBatch, list[Group]]:
         """The next partial batch, and this process's groups in it, once it is decided and the
         fields of groups are known."""
-        if not self._partial_batches and not self._policy.begin(step):
+        if not self._partial_batches and not self._planner.begin(step):
             raise Ended(DATA_ENDED)
         begun = time.monotonic()
         with self._times.block("wait"):
@@ -241,16 +245,6 @@ class Ahead:
         self._groups = mine
         return partial_batch, mine
 
-    def _joined(self, cut: Cut) -> tuple[FieldStore, Metrics]:
-        """The fields of this process's groups of a step, which is decided, and metrics of the nodes
-        that ran on them. The groups are the step's from then on."""
-        self.saver.add_complete()  # while the groups are there
-        with self._lock:
-            groups = self.producer.forget(cut.counters)
-            account = self.saver.took(cut, groups)
-        times = {WEIGHT_UPDATES: self._times.take()}
-        return self._steps.join(cut, groups, times | account.metrics())
-
     def _finish(self, step: int) -> None:
         """Counts the groups of a step as taken. Raises the error of a disk that could not record
         them."""
@@ -258,7 +252,6 @@ class Ahead:
         with self._lock:
             end = self.producer.admission.finish(step).end
         self.place.look_at(end)
-        self.place.begun = self.producer.admission.begun
         self._partial_batches = []
         self._kept.recording.finish(step, end, self._measured)
 
@@ -314,9 +307,14 @@ class Ahead:
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 
-    def at_rest(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which no other thread touches an array."""
-        return self.drive.at_rest(0)
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A block in which no other thread touches an array. The watchdog is told what it waits
+        for."""
+        self._trainer.note(self.producer.oldest)
+        with self._sampling.hold(0):
+            self._trainer.note("")
+            yield
 
     @contextlib.contextmanager
     def free_sampler(self) -> Iterator[None]:
@@ -325,7 +323,9 @@ class Ahead:
         It holds the weights that were published last. What is under way is suspended, and goes on
         afterwards; responses in turns end first.
         """
-        with self.drive.suspended(self.publications.newest) as held:
+        self._trainer.note(self.producer.oldest)
+        with self._sampling.suspended(self.publications.newest) as held:
+            self._trainer.note("")
             self._trainer.lend(held[0])
             yield
             held[:] = [self._trainer.give_back()]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from distflow_jax.cluster import processes
-from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
 from distflow_jax.stream.tasks import ENVIRONMENT, EVALUATION, SAMPLING
@@ -43,25 +42,28 @@ class BufferThread(SamplingSide):
     def __init__(
         self,
         producer: Producer,
-        hooks: Hooks,
-        store: Callable[[Any, int, Collection[int]], None],
+        store: Callable[[Any, int, Collection[int]], int],
         *,
         open_evaluations: int,
         no_workers_seconds: float,
         server: WorkerServer,
     ):
         """`store(params, version, evaluated)`: copies weights to where workers get them, and keeps
-        versions that are evaluated, at most `open_evaluations`. The thread begins at once."""
-        self._producer, self._hooks, self._store, self._server = producer, hooks, store, server
+        versions that are evaluated, at most `open_evaluations`; returns the bytes of the weights.
+        """
+        self._producer, self._store, self._server = producer, store, server
         self._lock, self._buffer = producer.lock, producer.buffer
-        self._evaluations, self._open_evaluations = hooks.evaluations, open_evaluations
-        self._no_workers_seconds = no_workers_seconds
+        self._open_evaluations, self._no_workers_seconds = open_evaluations, no_workers_seconds
         self._alone_since = time.monotonic()
         self._next_told = self._alone_since + FIRST_SECONDS
         self._at_work = threading.Lock()
         self._closing = False
+
+    def start(self, hooks: Hooks) -> None:
+        """As SamplingSide.start."""
+        self._hooks, self._evaluations = hooks, hooks.evaluations
         with self._lock:
-            self._begin_evaluation(producer.version)
+            self._begin_evaluation(self._producer.version)
         self._thread = SamplingThread("leases", self._serve)
         self.raise_error = self._thread.raise_error
 
@@ -90,16 +92,14 @@ class BufferThread(SamplingSide):
         with self._lock:
             self._lock.notify_all()
 
-    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
-        """Sends the trainer's weights to where the sampler takes them; returns their bytes."""
-        left = sync.leave(params)
-        # they are copied before this returns
-        self._store(left, version, self._evaluations.open(version))
+    def bring(self, params: Any, version: int) -> int:
+        """As SamplingSide.bring; the weights are copied before it returns."""
+        size = self._store(params, version, self._evaluations.open(version))
         with self._lock:
             self._buffer.publish(version)
             self._begin_evaluation(version)
             self._lock.notify_all()
-        return left.nbytes
+        return size
 
     def evaluated_by(self, step: int) -> int:
         """All evaluations of weights that a later step was trained with, as far as they have ended

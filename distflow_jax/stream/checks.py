@@ -23,7 +23,6 @@ class Surroundings:
     sampler_part: bool  # whether mesh.roles gives samplers devices
     own_devices: bool  # whether samplers have devices that no trainer uses
     offload: str
-    group_tokens: int  # most of a group, of one node that samples
     mini_prompts: int  # groups of a mini-batch
     stuck_seconds: float  # after which the watchdog ends a run that waits
     environment: str = ""  # rollout.environment
@@ -53,10 +52,6 @@ _COMBINATIONS = {
     "the policy's log-probs of sampled tokens, but dag {plan.name!r} has none; use 0",
     "ahead late": "{staleness} filters each group of the region separately, but node {late!r} "
     "needs a whole batch: give it scope group, or use max_staleness=0",
-    "budget region": "{budget} trains complete groups out of order, but the region of dag "
-    "{plan.name!r} filters groups in order; use round_tokens=0, or a dag without a region",
-    "budget small": "{budget} is below the {longest} tokens of the longest group "
-    "(rollout.num_samples x rollout.max_response_length): use at least {longest}",
     "partial !apart": "{partial} needs samplers with devices of their own, because sampling and "
     "training alternate on the trainer's: {own_devices} use partial_batches='off'",
     "partial offload": "{partial} would move models with training.offload={run.offload!r} for each "
@@ -81,14 +76,11 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
     ratio = [task.node.id for task in plan.tasks if takes_policy_ratio(task.node)]
     judged = [task.node.id for unit in plan.split()[0] for task in unit.tasks]
     late = [name for name in judged if name not in ahead]
-    longest = run.group_tokens * len(sampling)
     off_policy = {algorithm.correction, algorithm.rejection} != {"none"}
     holds = {
         "ahead": config.ahead,
         "boundary": config.weight_update == "boundary",
         "divergence": config.divergence,
-        "budget": config.round_tokens,
-        "small": 0 < config.round_tokens < longest,
         "partial": config.in_partial_batches,
         "ready": config.partial_batches == "ready",
         "large": config.partial_batch_prompts > run.mini_prompts,
@@ -98,7 +90,6 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
         "apart": run.own_devices,
         "spread": run.sampler_hosts > 1,
         "offload": run.offload != "none",
-        "region": judged,
         "late": late,
         "samples": sampling,
         "samplers": len(keys) > 1,
@@ -109,11 +100,9 @@ def check_plan(config: StreamConfig, plan: Plan, run: Surroundings) -> None:
     }
     values = {
         "staleness": f"stream.max_staleness={config.max_staleness}",
-        "budget": f"stream.round_tokens={config.round_tokens}",
         "partial": f"stream.partial_batches={config.partial_batches!r}",
         "own_devices": "give mesh.roles.ROLLOUT.devices devices that mesh.devices leaves out, or",
         "keys": ", ".join(keys),
-        "longest": longest,
         "ratio": "".join(ratio[:1]),
         "late": "".join(late[:1]),
     }

@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations, Evaluator
 from distflow_jax.stream.host_nodes import NodesAhead, Span
+from distflow_jax.stream.host_thread import HostThread
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.resume import SampleSaver
-from distflow_jax.stream.sampling_side import Hooks
+from distflow_jax.stream.sampling_side import Hooks, SamplingSide
 from distflow_jax.stream.weight_update_times import WeightUpdateTimes
 from distflow_jax.watchdog.gossip import OTHERS
 
@@ -48,7 +46,6 @@ class Driver:
     """Samples the groups of a process, and passes them to the nodes that run on each group.
 
     Attributes:
-      sampling: brings weights to the sampler, and samples.
       evaluations: evaluations made by samplers.
       times: of weight updates.
     """
@@ -57,24 +54,23 @@ class Driver:
         self,
         producer: Producer,
         nodes: NodesAhead,
-        delivery: Delivery,
+        sampling: SamplingSide,
         trainer: TrainerCalls,
         saver: SampleSaver,
         *,
         idle: Callable[[], None],
         known: Callable[[int], bool],
     ):
-        """`idle()`: the sampler has nothing to do; `known(counter)`: with weight updates at
-        boundaries, whether all processes know the filter decisions of all groups below."""
+        """`sampling` begins here. `idle()`: the sampler has nothing to do; `known(counter)`: with
+        weight updates at boundaries, whether all processes know the filter decisions of all groups
+        below."""
         self._producer, self._lock = producer, producer.lock
-        self._trainer, self._saver, self._sync = trainer, saver, delivery.sync
-        self._host = delivery.nodes(nodes, trainer.span, self._lock)
+        self._trainer, self._saver, self._sampling = trainer, saver, sampling
+        self._host = HostThread(nodes, trainer.span, self._lock, producer.buffer)
         self.times = WeightUpdateTimes()
-        self.evaluations = Evaluations(trainer.evaluator, self._host, held=producer.version)
+        self.evaluations = Evaluations(trainer.evaluator, self._host.call, held=producer.version)
         span = functools.partial(trainer.span, producer.name)
-        self.sampling = delivery.start(
-            Hooks(self.hand_on, self._arrive, span, idle, self.evaluations, known)
-        )
+        sampling.start(Hooks(self.hand_on, self._arriving, span, idle, self.evaluations, known))
 
     def wait_until(self, until: Callable[[], bool], *, needs: int = 0, waits_for: str = "") -> None:
         """Waits until something is true, and samples meanwhile if this thread does.
@@ -91,7 +87,7 @@ class Driver:
             if time.monotonic() >= next_note:
                 self._trainer.note(waits_for or self._missing(needs))
                 next_note = time.monotonic() + NOTE_SECONDS
-            if not self.sampling.round():
+            if not self._sampling.round():
                 with self._lock:
                     self._lock.wait(IDLE_SECONDS)
 
@@ -101,39 +97,21 @@ class Driver:
             self._host.submit(group, self._saver.add_complete)
 
     @contextlib.contextmanager
-    def _arrive(self, left: Any) -> Iterator[Any]:
-        """A block in which the sampler does not decode, with the weights that have left."""
+    def _arriving(self) -> Iterator[None]:
+        """A block in which the sampler does not decode, since weights come."""
         with self.times.block("arrive"), self._trainer.span("take_weights"):
-            yield jax.block_until_ready(self._sync.arrive(left))
-
-    @contextlib.contextmanager
-    def at_rest(self, version: int) -> Iterator[None]:
-        """A block in which no other thread touches an array, and the sampler holds the weights of a
-        version or later ones. The watchdog is told what it waits for."""
-        self._trainer.note(self._producer.oldest)
-        with self.sampling.hold(version):
-            self._trainer.note("")
             yield
-
-    @contextlib.contextmanager
-    def suspended(self, version: int) -> Iterator[list[SamplerState]]:
-        """A block as of `at_rest` that has the sampler's state in a list, and leaves it there: what
-        is under way goes on afterwards; responses in turns end first."""
-        self._trainer.note(self._producer.oldest)
-        with self.sampling.suspended(version) as held:
-            self._trainer.note("")
-            yield held
 
     def close(self) -> None:
         """Ends the threads."""
-        self.sampling.close()
+        self._sampling.close()
         self._host.close()
 
     def _raise_errors(self, needs: int) -> None:
         """Raises what a sampler or a disk has raised, or a node that ran on a group below a
         counter."""
         self._saver.check()
-        self.sampling.raise_error()
+        self._sampling.raise_error()
         with self._lock:
             groups = [g for c, g in self._producer.groups.items() if c < needs]
         for running in [g.running for g in groups if g.running is not None]:

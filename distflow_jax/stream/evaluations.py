@@ -13,7 +13,6 @@ from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stages.evaluate import Scored
-from distflow_jax.stream.host_nodes import HostThread
 from distflow_jax.stream.tasks import GroupTask
 
 log = logging.getLogger("distflow_jax")
@@ -52,9 +51,9 @@ class Evaluations:
     """The evaluations of one process: made in the sampler's thread or by workers, collected by the
     main thread."""
 
-    def __init__(self, evaluator: Evaluator, host: HostThread, *, held: int):
-        """`host`: the thread that calls functions of the user; `held`: version at the start."""
-        self._evaluator, self._host = evaluator, host
+    def __init__(self, evaluator: Evaluator, call: Callable[..., Future[Evaluated]], *, held: int):
+        """`call`: HostThread.call; `held`: version at the start."""
+        self._evaluator, self._call = evaluator, call
         self._made: dict[int, Future[Evaluated]] = {}
         self._began: dict[int, float] = {}  # those that workers make
         self._next = held  # all versions below are taken
@@ -98,7 +97,7 @@ class Evaluations:
         def score() -> Evaluated:
             return Evaluated(version, self._evaluator.score(answers), seconds, ended)
 
-        self._made[version] = self._host.call(f"evaluation of step {version}", score)
+        self._made[version] = self._call(f"evaluation of step {version}", score)
 
     def open(self, version: int) -> list[int]:
         """The versions up to one that are evaluated, and were not taken."""

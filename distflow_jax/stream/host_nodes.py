@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import STEP, Metrics, Parts
 
-T = TypeVar("T")
 Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
 
 
@@ -82,19 +80,6 @@ class NodesAhead:
         """The ids of all of them."""
         return self.sampled | {unit.tasks[0].node.id for unit in self.units}
 
-    def run(
-        self,
-        group: Group,
-        span: Span = contextlib.nullcontext,
-    ) -> None:
-        """Runs all units on a group whose samples are complete, and judges it.
-
-        `span(name)`: a block that times the unit of that name.
-        """
-        for unit in self.units:
-            self.run_unit(unit, group, span)
-        self.judge(group)
-
     def judge(self, group: Group) -> None:
         """Notes a region's filter decision on a group, all of whose nodes have run."""
         if self.until is None:
@@ -108,8 +93,8 @@ class NodesAhead:
             )
         group.keep = bool(decisions.all())
 
-    def run_unit(self, unit: Unit, group: Group, span: Span = contextlib.nullcontext) -> None:
-        """Runs one unit on a group; `span` as of `run`."""
+    def run_unit(self, unit: Unit, group: Group, span: Span) -> None:
+        """Runs one unit on a group; `span(name)`: a block that times the unit of that name."""
         group.node = unit.name
         with span(unit.name):
             values = [group.store.values[edge.source, edge.field] for edge in unit.inputs]
@@ -131,62 +116,6 @@ class NodesAhead:
             group.store.put(source, field, value)
         for name, value in measured.items():
             group.metrics.setdefault(name, []).append(value)
-
-
-class HostThread:
-    """Runs the nodes on one group after another, calling user functions from a single thread."""
-
-    def __init__(self, nodes: NodesAhead, span: Span, lock: threading.Condition):
-        """`lock` guards the groups' marks."""
-        self._nodes, self._span, self._lock = nodes, span, lock
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
-        self._at_work: Group | str | None = None
-
-    def submit(self, group: Group, done: Callable[[], object]) -> None:
-        """Begins the nodes of a group; calls `done` after them, in the thread."""
-        group.running = self.executor.submit(self._run, group, done)
-
-    def call(self, what: str, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in the thread; `what` names it where a group waits for it."""
-
-        def run() -> T:
-            with self.at_work(what):
-                return function()
-
-        return self.executor.submit(run)
-
-    def waits_for(self, group: Group) -> str:
-        """The node and the prompt that hold up a group whose samples are complete, or else what the
-        thread is at."""
-        late = self._at_work or group  # one after the other
-        if isinstance(late, str):
-            return late
-        first = next((unit.name for unit in self._nodes.units), "until")  # before it has begun
-        return f"{late.node or first} of prompt {late.counter}"
-
-    def close(self) -> None:
-        """Ends the thread after the node that runs."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-    @contextlib.contextmanager
-    def at_work(self, work: Group | str) -> Iterator[None]:
-        """A block of the thread that works on a group, or on something else that has a name."""
-        self._at_work = work
-        try:
-            yield
-        finally:
-            self._at_work = None
-
-    def _run(self, group: Group, done: Callable[[], object]) -> None:
-        with self.at_work(group):
-            self._nodes.run(group, self._span)
-        self._end(group, done)
-
-    def _end(self, group: Group, done: Callable[[], object]) -> None:
-        with self._lock:
-            group.done = True
-            self._lock.notify_all()
-        done()
 
 
 def step_metrics(groups: Sequence[Group]) -> Metrics:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.evaluations import Evaluations
 
@@ -19,7 +18,7 @@ class Hooks:
 
     Attributes:
       hand_on: passes complete groups on.
-      arrive: a context in which weights that have left the trainer are on the sampler's devices.
+      arriving: a block in which the sampler does not decode, since weights come.
       span: times a decode call.
       idle: called under the producer's lock if no response is unfinished and none may begin.
       evaluations: that samplers make.
@@ -27,7 +26,7 @@ class Hooks:
     """
 
     hand_on: Callable[[], None]
-    arrive: Callable[[Any], contextlib.AbstractContextManager[Any]]
+    arriving: Callable[[], contextlib.AbstractContextManager[Any]]
     span: Callable[[], contextlib.AbstractContextManager[Any]]
     idle: Callable[[], None]
     evaluations: Evaluations
@@ -43,7 +42,11 @@ class SamplingSide:
 
     missing_workers: list[str] = []
 
-    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+    def start(self, hooks: Hooks) -> None:
+        """Starts what samples, once; threads begin here."""
+        raise NotImplementedError
+
+    def bring(self, params: Any, version: int) -> int:
         """Sends the trainer's weights to where samplers take them; returns their bytes."""
         raise NotImplementedError
 

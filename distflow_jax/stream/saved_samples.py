@@ -57,11 +57,6 @@ class SavedSamples:
         return counter in self._left
 
     @property
-    def counters(self) -> set[int]:
-        """The counters whose samples were not taken."""
-        return set(self._left)
-
-    @property
     def end(self) -> int:
         """The first counter after those whose samples were not taken."""
         return 1 + max(self._left, default=-1)

@@ -25,7 +25,6 @@ same staleness by counters in one process.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.parsing.checked_fields import at_least
@@ -105,11 +104,6 @@ class Admission:
         self.rule, self.finished, self.position = rule, step, counter
         self._last, self._steps, self.judged, self._exact = last, steps, judged, exact
         self._decisions: dict[int, bool] = {}  # of counters from `position` on
-
-    @property
-    def begun(self) -> dict[str, Any] | None:
-        """Groups that have begun, for a checkpoint; None: the rule says which."""
-        return None
 
     def judge(self, counter: int, keep: bool) -> None:
         """Notes a filter decision. One that is known already must be the same; ValueError

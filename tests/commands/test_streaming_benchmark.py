@@ -150,16 +150,6 @@ def test_every_part_runs_on_this_machine(tmp_path):
         assert 0 < x["own_cpu"] and 0 <= x["idle_samplers"] < 1 and not x["compilations"]
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_rollouts_with_a_budget_run_on_this_machine(tmp_path):
-    """Dropped samples are counted on any machine; the seconds of four steps mean nothing."""
-    without, budget = quickly(tmp_path, "--budget")
-    assert without["thrown_away"] == budget["thrown_away"] == 0
-    assert without["groups"] == streaming_model.PROMPTS >= budget["groups"] > 0
-    assert without["beyond"] == 0 <= budget["beyond"]
-
-
 def run(rate, cpu=0.2):
     return {"rate": rate, "seconds": 100 / rate, "own_cpu": cpu, "compilations": 0}
 

@@ -37,7 +37,6 @@ PARTIAL = {
 STREAM = {
     **PARTIAL,
     "boundary": ("stream.weight_update=boundary",),
-    "budget": ("stream.round_tokens=4096",),
     "divergence": ("stream.divergence=0.001",),
     "recording": ("stream.record=True",),
     "region": ("dag=dapo",),
@@ -58,13 +57,8 @@ FEATURES = {
     "mini-batches": ("training.mini_batches=2",),
     "epochs": ("training.epochs=2",),
 }
-# a budget says which groups a step has when it is spent: after partial batches of them, filter
-# decisions on them, or versions that are theirs alone. What says when weights move is a version of
-# each step, the newest of a deadline, or what they change; no two of them
-ANYWHERE = [
-    *({"budget", other} for other in ("boundary", "divergence", "region", *PARTIAL)),
-    {"boundary", "divergence"},
-]
+# weights move at the end of each step, or when they have changed enough
+ANYWHERE = [{"boundary", "divergence"}]
 REFUSED = {
     "workers": ANYWHERE,
     "own part": ANYWHERE,

@@ -177,7 +177,7 @@ def check_evaluations(folder, config):
 def delayed(monkeypatch, seed):
     """Delays of samplers and trainers, of random lengths."""
     draw = random.Random(seed)
-    rounds, begin, nodes = Producer.collect, Ahead.begin, NodesAhead.run
+    rounds, begin, nodes = Producer.collect, Ahead.begin, NodesAhead.judge
 
     def late_round(self):
         time.sleep(draw.uniform(0, 0.05))
@@ -187,11 +187,11 @@ def delayed(monkeypatch, seed):
         time.sleep(draw.uniform(0, 0.2))
         begin(self, step)
 
-    def late_nodes(self, group, span):
+    def late_nodes(self, group):
         time.sleep(draw.uniform(0, 0.05))
-        return nodes(self, group, span)
+        return nodes(self, group)
 
-    monkeypatch.setattr(NodesAhead, "run", late_nodes)
+    monkeypatch.setattr(NodesAhead, "judge", late_nodes)
     monkeypatch.setattr(Producer, "collect", late_round)
     monkeypatch.setattr(Ahead, "begin", late_step)
 
@@ -252,14 +252,14 @@ def test_newest_weights_at_once(tmp_path, monkeypatch):
 def test_an_error_of_a_host_node_ends_the_run(tmp_path, monkeypatch):
     """It reaches the step that needs the group, with its own message."""
 
-    whole = NodesAhead.run
+    whole = NodesAhead.judge
 
-    def broken(self, group, span):
+    def broken(self, group):
         if group.counter >= PROMPTS:  # of step 2, which is sampled beside step 1
             raise RuntimeError("no filter decision today")
-        whole(self, group, span)
+        whole(self, group)
 
-    monkeypatch.setattr(NodesAhead, "run", broken)
+    monkeypatch.setattr(NodesAhead, "judge", broken)
     with pytest.raises(RuntimeError, match="no filter decision today"):
         run.train_here(config_of("stream.max_staleness=1", "eval.every=0"), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]

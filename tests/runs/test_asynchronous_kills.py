@@ -6,7 +6,6 @@ Nightly: samplers that run ahead are killed at random: with weight updates at th
 end bit-equal, in flight every prompt trains once, on any number of processes.
 """
 
-import collections
 import random
 import signal
 import time
@@ -265,32 +264,6 @@ def test_a_killed_run_with_swaps_in_flight(tmp_path, processes, kills, flags):
     flags, late = ["stream.max_staleness=2", *flags], {"DELAYS": "1"}
     run_with_kills(folder, flags, draw, kills, processes, late)
     check(folder, 2, steps_for(kills))
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_killed_run_whose_rollouts_have_a_budget(tmp_path):
-    """Steps differ in size, and checkpoints hold the prompts that no step has trained."""
-    folder, staleness = tmp_path / "killed", 2
-    flags = [
-        f"stream.max_staleness={staleness}",
-        "stream.round_tokens=300",
-        "rollout.max_response_length=24",
-    ]
-    run_with_kills(folder, [*flags, *SHARED], random.Random(14), 3, (2, 1))
-    found = records(folder)
-    assert sorted(found) == list(range(1, STEPS + 1))
-    trained = collections.Counter(
-        counter for rows in found.values() for row in rows for counter in row["counters"]
-    )
-    assert sorted(trained) == list(range(len(trained))) and set(trained.values()) == {1}
-    for step, rows in found.items():
-        assert 1 <= sum(len(row["counters"]) for row in rows) <= PROMPTS
-        for row in rows:
-            for (low, high), age in zip(row["version"], row["age"], strict=True):
-                assert 0 <= low <= high <= step - 1 and 0 <= age <= staleness
-    tokens = check_tokens(folder)
-    assert tokens["sampled"] == tokens["trained"] + tokens["lost"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Images beside everything else that a run may do: each trains, tower and all, and is counted.
 
-Nightly: images beside adapters, demonstrations, preferences, a critic, partial batches, budgets and
+Nightly: images beside adapters, demonstrations, preferences, a critic, partial batches and
 replays train the tower, or leave it.
 """
 
@@ -35,7 +35,6 @@ AHEAD = {
     "stream.max_staleness": 1,
     "algorithm.correction": "token_tis",
 }
-SHARED = {"mesh.roles": {"ROLLOUT": {"devices": "0:1"}}}
 PARTIAL_BATCHES = AHEAD | {"stream.partial_batches": "counter", "stream.partial_batch_prompts": 2}
 CASES = {
     "lora": {"lora.rank": 4},
@@ -45,7 +44,6 @@ CASES = {
     "ppo": {"dag": "ppo"},
     "partial_batches": PARTIAL_BATCHES,
     "ppo in partial batches": PARTIAL_BATCHES | {"dag": "ppo"},
-    "round_tokens": AHEAD | SHARED | {"stream.round_tokens": 48},
 }
 
 

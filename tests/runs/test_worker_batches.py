@@ -1,8 +1,8 @@
-"""How steps take groups of workers of other jobs: in partial batches, by budgets, in rounds.
+"""How steps take groups of workers of other jobs: in partial batches, in rounds.
 
 Trainers and workers are real processes. All is read from the files that trainers write.
 
-Nightly: steps that take workers' groups in partial batches, by budgets, in rounds of a region, by
+Nightly: steps that take workers' groups in partial batches, in rounds of a region, by
 weights that move when a worker starves: each prompt once though two are given up, no token too old;
 partial batches are the step at once; a replay without workers is equal bit for bit.
 """
@@ -155,35 +155,3 @@ def test_rounds_of_a_region_are_answered_by_one_version(tmp_path, started, most,
         assert versions == {max(0, step - 1 - most)}
     assert step == steps and rounds
     check_account(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_step_begins_when_its_budget_was_sampled_by_workers(tmp_path, started):
-    """Every prompt below the last trained one trains once but those that are given up, at most B in
-    a step, and none too old."""
-    folder, tokens, most, steps = tmp_path / "run", 300, 2, 6
-    flags = (
-        f"stream.round_tokens={tokens}",
-        f"stream.max_staleness={most}",
-        f"training.steps={steps}",
-        "rollout.max_response_length=24",
-    )
-    fails = {"FAILS": ",".join(map(str, FAILS))}
-    train(started, folder, flags, processes=2, environment=fails)
-    found, rows = records(folder), read_metrics(folder / "metrics.jsonl")
-    assert sorted(found) == [row["step"] for row in rows] == list(range(1, steps + 1))
-    trained = []
-    for row in rows:
-        lines = found[row["step"]]
-        counters = sorted(c for line in lines for c in line["counters"])
-        assert 1 <= len(counters) == row["training/groups"] <= PROMPTS
-        uids = sorted(tuple(uid) for line in lines for uid in line["uid"])
-        assert uids == [(c, s) for c in counters for s in range(SAMPLES)]
-        ages = [age for line in lines for age in line["age"]]
-        assert 0 <= min(ages) and max(ages) <= most
-        trained += counters
-    assert sorted([*trained, *FAILS]) == list(range(len(trained) + len(FAILS)))
-    last = {name: rows[-1][f"perf/tokens/{name}"] for name in ("sampled", "trained", "lost")}
-    assert last["sampled"] == last["trained"] + last["lost"] > 0
-    assert sum(row["training/rollout_tokens"] for row in rows) == last["sampled"]

@@ -31,19 +31,10 @@ def test_steps_are_counted_in_a_row():
     assert after(({"actor_train/rollout_corr/kept_weight_max": 0.0}, 0)).rejected == 1
 
 
-def check(counter, position, prompts=8, begun=None, **stream):
+def check(counter, position, prompts=8, **stream):
     """Checks the place of a checkpoint against the settings of the run that goes on."""
     config = Config(data=DataConfig(prompts_per_step=prompts), stream=StreamConfig(**stream))
-    check_place({"counter": counter, "begun": begun, "loader": {"position": position}}, 4, config)
-
-
-def test_prompts_out_of_their_order_are_not_trained_twice():
-    gap = {"next": 9, "waiting": [[6, 2], [8, 3]]}
-    check(9, 8, begun=gap, max_staleness=1, round_tokens=100)
-    for stream in ({"max_staleness": 1}, {}):
-        with pytest.raises(ValueError, match="of step 4 has trained .* stream.max_staleness again"):
-            check(9, 8, begun=gap, **stream)
-    check(9, 8, begun={"next": 9, "waiting": [[7, 2], [8, 3]]}, max_staleness=1)
+    check_place({"counter": counter, "loader": {"position": position}}, 4, config)
 
 
 def test_batches_go_on_where_the_checkpoint_stands():

@@ -1,11 +1,11 @@
 """Partial batches of several processes: the same on all of them, whatever is late, and none waits
-forever. With a budget of tokens a step's one partial batch is what its rollout has completed.
+forever.
 
-A model has every order of events: two million of them are the nightly tier's, forty thousand the
+A model has every order of events: a million of them are the nightly tier's, twenty thousand the
 default one's. Processes with real connections run the same code.
 
-Nightly: over 2,000,000 random events no process waits forever for a partial batch or the end of a
-rollout, and all have the same.
+Nightly: over 1,000,000 random events no process waits forever for a partial batch, and all have the
+same.
 """
 
 import random
@@ -19,7 +19,6 @@ from distflow_jax.cluster.background_gather import BackgroundGather
 from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.first_fit import RowLimits
-from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.stream.batches.agreement import Agreement
 from distflow_jax.stream.batches.group_facts import GroupFacts, decision_of
 from distflow_jax.stream.batches.partial_batches import (
@@ -27,8 +26,6 @@ from distflow_jax.stream.batches.partial_batches import (
     PartialBatchRoom,
     ReadyPlanner,
 )
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget, rollout_metrics
-from distflow_jax.stream.deadlines import Deadlines
 from distflow_jax.stream.publications import Publications
 from distflow_jax.stream.publish_rule import PublishRule
 from distflow_jax.stream.schedule import Admission, Rule
@@ -56,7 +53,7 @@ class Job:
 
     @property
     def spreads(self):
-        return self.kind in ("ready", "budget")
+        return self.kind == "ready"
 
     def buffer(self, counter):
         return dealt(counter, self.rule.groups, self.processes, self.salt)
@@ -86,8 +83,8 @@ class Job:
     def admission(self):
         return Admission(self.rule, steps=self.steps, judged=self.judged)
 
-    def policy(self, process):
-        """The policy of a process, which plans by a rule of its own."""
+    def planner(self):
+        """The planner of a process, which plans by a rule of its own."""
         if self.kind == "whole":
             return CounterPlanner(self.admission(), self.rule.groups, facts_of=decision_of)
         options = {"mini_batches": self.minis, "facts_of": self.facts}
@@ -95,23 +92,6 @@ class Job:
             room = PartialBatchRoom(self.rows, RowLimits(16, 4, shared=False))
             return ReadyPlanner(self.admission(), room, **options)
         return CounterPlanner(self.admission(), self.prompts, **options)
-
-
-class BudgetJob(Job):
-    """The constants of a random job whose rollouts end by a budget of tokens."""
-
-    def __init__(self, draw, steps):
-        super().__init__(draw, steps)
-        self.kind, self.judged = "budget", False
-        self.rule = Rule(max(draw.randint(1, 6), self.processes), draw.randint(1, 3))
-        self.tokens = draw.choice([1, 5, 20, 1000])
-        self.publishing = PublishRule(0.0, self.rule.max_staleness)
-
-    def admission(self):
-        return Deadlines(self.rule, steps=self.steps)
-
-    def policy(self, process):
-        return RolloutBudget(process.admission, tokens=self.tokens)
 
 
 class Process:
@@ -122,14 +102,13 @@ class Process:
         samplers that starve."""
         self.job, self.index, self.lock = job, index, threading.Condition()
         self.version, self.admission = 0, job.admission()
-        self.groups, self.seen, self.tokens, self.begun = {}, set(), 0, 0
+        self.groups, self.seen, self.begun = {}, set(), 0
         self.publications = Publications(job.publishing, self, news, self.bring)
-        self.published, self.partial_batches, self.cuts, self.sampled = [], [], [], []
-        self.lost = []  # (finished steps, counter) of prompts that were given up
-        self.policy = job.policy(self)
+        self.published, self.partial_batches, self.cuts = [], [], []
+        self.planner = job.planner()
         parts = make_parts()
         self.agreement = Agreement(
-            self.policy, self, *parts, self.publications, CONFIG, judges=True
+            self.planner, self, *parts, self.publications, CONFIG, judges=True
         )
 
     # -- what a producer has ----------------------------------------------------------------------
@@ -138,16 +117,12 @@ class Process:
         with self.lock:
             self.lock.notify_all()
 
-    def counts(self):
-        return Counts(tokens=self.tokens)
-
     def begun_up_to(self, end):
         return self.begun >= end
 
     def judge(self, counter, keep):
         self.admission.judge(counter, keep)
         if not (keep or self.job.judged):
-            self.lost.append((self.admission.finished, counter))
             self.groups.pop(counter, None)
 
     def admit(self, held=None):
@@ -181,20 +156,20 @@ class Process:
             return False
         group = draw.choice(self.late)
         if group.left:
-            group.left, self.tokens = group.left - 1, self.tokens + 1
+            group.left -= 1
         else:
             group.done, group.given_up = True, self.job.gives_up(group.counter)
         return True
 
     def bring(self, version):
         """Weights of the step's beginning; no mini-batch has changed them."""
-        assert version == self.admission.finished and not self.policy.mini_batch
+        assert version == self.admission.finished and not self.planner.mini_batch
         self.published.append((version, len(self.partial_batches)))
 
     def begin(self):
         """Begins a step where none is under way."""
         if not self.partial_batches or self.partial_batches[-1].last:
-            assert self.policy.begin(self.admission.finished + 1)
+            assert self.planner.begin(self.admission.finished + 1)
 
     def train(self, partial_batch):
         """Trains a partial batch; after the last one the step ends, and its groups are gone."""
@@ -202,8 +177,6 @@ class Process:
         if not partial_batch.last:
             return
         step = partial_batch.step
-        self.sampled.append(self.agreement.sampled())
-        self.policy.metrics(self.sampled[-1])
         with self.lock:
             self.agreement.finish()
             self.cuts.append(self.admission.finish(step))
@@ -278,42 +251,12 @@ def check(world, job):
         assert [one.last for one in mine] == [False] * (len(mine) - 1) + [True]
         assert sorted(c for one in mine for c in one.counters) == list(cut.kept)
         assert len(mine) == 1 or job.kind in ("counter", "ready")
-    if job.kind == "budget":
-        check_rollouts(world, job)
 
 
-def check_rollouts(world, job):
-    """Rollouts have ended no earlier than they may, and nothing is left after the last step."""
-    for process in world:
-        assert not process.groups
-        assert sum(process.sampled) == process.tokens == sum(map(job.length, process.seen))
-    cuts = world[0].cuts
-    assert len(cuts) == job.steps
-    counters = sorted([c for cut in cuts for c in cut.kept] + [c for _, c in world[0].lost])
-    assert counters == list(range(len(counters)))
-    rule, sampled, trained = job.admission(), 0, 0
-    for number, cut in enumerate(cuts):
-        found = [{"tokens": p.sampled[number], "groups": len(cut.kept)} for p in world]
-        metrics = rollout_metrics(found, budget=job.tokens)
-        tokens, beyond = (metrics[f"training/rollout_tokens{end}"] for end in ("", "_beyond"))
-        assert beyond == max(0, tokens - job.tokens)
-        sampled += tokens
-        for finished, counter in world[0].lost:
-            if finished == cut.step - 1:
-                rule.judge(counter, False)
-        if tokens < job.tokens and len(cut.kept) < job.rule.groups:  # nothing was left to sample
-            waiting = [counter for counter, _ in rule.begun["waiting"]]
-            assert sampled == trained + sum(map(job.length, waiting))
-        trained += sum(map(job.length, cut.kept))
-        for counter in cut.kept:
-            rule.complete(counter)
-        assert rule.finish(cut.step).kept == cut.kept
-
-
-def model(make_job, seed, steps):
+def model(seed, steps):
     """Runs a random job to its end, one random event after the other; returns their number."""
     draw = random.Random(seed)
-    job = make_job(draw, steps)
+    job = Job(draw, steps)
     gathers, wanted, starving = Gathers(job.processes), [0], 0
 
     def raised(kind, number):
@@ -330,40 +273,31 @@ def model(make_job, seed, steps):
         what, given = draw.choice(choices)
         what(*given)
     check(world, job)
-    check_gathers([values for values, _ in gathers.begun], world, job)
+    check_gathers([values for values, _ in gathers.begun])
     return events
 
 
-def check_gathers(gathers, world, job):
+def check_gathers(gathers):
     """Each tells something, or nobody would have begun it; what was told is not told again."""
     counters = []
     for told in gathers:
-        counted = job.kind == "budget" and any(tokens for _, _, tokens, _ in told.values())
-        assert counted or any(asked or rows for asked, *_, rows in told.values())
+        assert any(asked or rows for asked, _, rows in told.values())
         counters += [row[0] for *_, rows in told.values() for row in rows]
     assert len(counters) == len(set(counters))
-    for process in world:
-        tokens = sum(told[process.index][2] for told in gathers if process.index in told)
-        assert tokens <= process.tokens
 
 
-JOBS = {"partial batches": Job, "rollouts": BudgetJob}
-
-
-@pytest.mark.parametrize("make_job", JOBS.values(), ids=JOBS)
-def test_processes_of_a_model_agree_and_never_wait_forever(make_job):
+def test_processes_of_a_model_agree_and_never_wait_forever():
     total = seed = 0
     while total < 20_000:
-        total += model(make_job, seed, 4)
+        total += model(seed, 4)
         seed += 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_job", JOBS.values(), ids=JOBS)
-def test_a_million_events(make_job):
+def test_a_million_events():
     total, seed = 0, 10_000
     while total < 1_000_000:
-        total += model(make_job, seed, 8)
+        total += model(seed, 8)
         seed += 1
 
 
@@ -398,9 +332,8 @@ class Threaded(Process):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("make_job", JOBS.values(), ids=JOBS)
-def test_processes_with_connections_agree(make_job, seed):
-    job = make_job(random.Random(seed), 5)
+def test_processes_with_connections_agree(seed):
+    job = Job(random.Random(seed), 5)
     job.publishing = PublishRule(0.0, job.rule.max_staleness)  # no sampler of a thread starves
     pairs = list(zip(*(exchanges(job.processes) for _ in range(2)), strict=True))
 
@@ -414,13 +347,3 @@ def test_processes_with_connections_agree(make_job, seed):
     for process in world:
         process.agreement.close()
         process.peers.close()
-
-
-def test_metrics_of_a_rollout():
-    found = [{"tokens": 30, "groups": 3}, {"tokens": 12, "groups": 3}]
-    assert rollout_metrics(found, budget=40) == {
-        "training/rollout_tokens": 42.0,
-        "training/rollout_tokens_beyond": 2.0,
-        "training/groups": 3.0,
-    }
-    assert rollout_metrics(found, budget=50)["training/rollout_tokens_beyond"] == 0

@@ -36,7 +36,7 @@ def beside_another(monkeypatch):
     def with_another(self, value):
         begun = begin(self, value)
         both = Future()
-        both.set_result([*begun.result(), [False, [], 0, rows]])
+        both.set_result([*begun.result(), [False, [], rows]])
         return both
 
     monkeypatch.setattr(BackgroundGather, "begin", with_another)
@@ -149,7 +149,7 @@ def test_a_run_that_ends_waits_for_its_evaluations_until_its_time_is_over(tmp_pa
     assert stream.evaluated(0, end=time.monotonic()) == []
     stream.end_saving(time.monotonic())
     assert not stream.saver.settled
-    thread = stream.drive.sampling
+    thread = stream._sampling
     stream.close()
     thread.raise_error()
 

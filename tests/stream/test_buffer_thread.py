@@ -17,7 +17,8 @@ from distflow_jax.runtime.samplers.worker_log import Move, WorkerLog
 from distflow_jax.stream import buffer_thread
 from distflow_jax.stream.buffer_thread import LEAVING_SECONDS, BufferThread, WorkerServer
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
-from distflow_jax.stream.host_nodes import HostThread, NodesAhead
+from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.host_thread import HostThread
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.sampling_side import Hooks
@@ -94,15 +95,13 @@ def waiting(monkeypatch, caplog):
     workers = WorkerLog("distflow worker --join=x")
     thread = BufferThread(
         producer,
-        hooks(
-            Evaluations(NOTHING_EVALUATED, None, held=0),
-            idle=lambda: after.starving.append(producer.starving),
-        ),
-        lambda params, version, evaluated: None,
+        lambda params, version, evaluated: 0,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
         server=WorkerServer(workers.moved, workers.missing, lambda now: None, lambda: None),
     )
+    evaluations = Evaluations(NOTHING_EVALUATED, None, held=0)
+    thread.start(hooks(evaluations, idle=lambda: after.starving.append(producer.starving)))
     with contextlib.closing(thread):
         yield buffer, thread, after
 
@@ -238,13 +237,6 @@ def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
     assert thread.missing_workers == []
 
 
-class Leaving:
-    """Leaves weights as they are."""
-
-    def leave(self, params):
-        return params["w"]
-
-
 @pytest.fixture
 def evaluating():
     """(thread, task buffer, weight store, evaluations) of a run that evaluates even versions, by
@@ -268,22 +260,23 @@ def evaluating():
         requests=lambda version: [GroupRequest(p, params, version=version) for p in prompts],
         score=lambda answers: answers,
     )
-    host = HostThread(NodesAhead(frozenset({"gen"}), (), {}), contextlib.nullcontext, lock)
-    evaluations = Evaluations(evaluator, host, held=0)
+    host = HostThread(NodesAhead(frozenset({"gen"}), (), {}), contextlib.nullcontext, lock, buffer)
+    evaluations = Evaluations(evaluator, host.call, held=0)
 
-    def store(left, version, evaluated):
-        weights.put(version, {"w": left})
+    def store(params, version, evaluated):
+        weights.put(version, params)
         weights.keep(version - 1, evaluated)
+        return 8
 
     workers = WorkerLog("")
     thread = BufferThread(
         producer,
-        hooks(evaluations),
         store,
         open_evaluations=2,
         no_workers_seconds=NO_WORKERS,
         server=WorkerServer(workers.moved, workers.missing, lambda now: None, lambda: None),
     )
+    thread.start(hooks(evaluations))
     weights.put(0, {"w": jnp.zeros(4)})
     with contextlib.closing(host), contextlib.closing(thread):
         yield thread, buffer, weights, evaluations
@@ -294,7 +287,7 @@ def test_a_version_is_kept_until_its_evaluation_is_recorded(evaluating):
     thread, buffer, weights, evaluations = evaluating
 
     def bring(version):
-        thread.bring(Leaving(), {"w": jnp.full(4, version)}, version)
+        thread.bring({"w": jnp.full(4, version)}, version)
 
     def evaluate(version):
         with thread.hold(version):

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
 from distflow_jax.layout import Parts
-from distflow_jax.stream.host_nodes import Group, HostThread, NodesAhead, step_metrics, units_ahead
+from distflow_jax.stream.host_nodes import Group, NodesAhead, step_metrics, units_ahead
+from distflow_jax.stream.host_thread import HostThread
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "remax", "online_dpo"])
@@ -104,7 +106,9 @@ def run_on(groups, stages, until=None):
     nodes = NodesAhead(frozenset({"gen"}), units, runners, until)
     assert nodes.ids == {"gen", "score", "mean"}
     for group in groups:
-        nodes.run(group)
+        for unit in units:
+            nodes.run_unit(unit, group, contextlib.nullcontext)
+        nodes.judge(group)
 
 
 def test_each_group_gets_what_a_step_would_give_it():
@@ -138,7 +142,8 @@ def test_a_region_judges_whole_groups():
 def test_what_holds_up_a_group_has_a_name():
     """An evaluation that is scored before its nodes begin, and then the first of these."""
     nodes = NodesAhead(frozenset({"gen"}), units_ahead(built(), {"gen"}), {})
-    host = HostThread(nodes, lambda name: contextlib.nullcontext(), threading.Condition())
+    buffer = types.SimpleNamespace(served=())
+    host = HostThread(nodes, contextlib.nullcontext, threading.Condition(), buffer)
     group, begun, goes_on = group_of(17, ["a"]), threading.Event(), threading.Event()
 
     def score():

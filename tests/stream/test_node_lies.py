@@ -18,7 +18,7 @@ from distflow_jax.layout import Layout
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import result_frame
 from distflow_jax.stream.host_nodes import Group, NodesAhead, units_ahead
-from distflow_jax.stream.leased_nodes import LeasedNodes
+from distflow_jax.stream.host_thread import HostThread
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
@@ -74,7 +74,7 @@ class Trainer:
         (self.unit,) = units()
         runners = {"score": make_runner(self.unit, {"score": score})}
         ahead = NodesAhead(frozenset({"gen"}), (self.unit,), runners)
-        self.nodes = LeasedNodes(ahead, contextlib.nullcontext, self.lock, self.buffer)
+        self.nodes = HostThread(ahead, contextlib.nullcontext, self.lock, self.buffer)
         writers = dict.fromkeys((None, "gen", "score"), HOST)
         given = {"uid": np.array([[4, 0], [4, 1]], np.int64), "prompt": [prompt_of(5, [1])] * 2}
         self.group = Group(4, FieldStore.of_step(writers, given), set())

@@ -35,7 +35,7 @@ from distflow_jax.stream.frames.node_frames import (
 )
 from distflow_jax.stream.frames.prompt_frames import of_plain, prompt_facts, to_plain
 from distflow_jax.stream.host_nodes import Group, NodesAhead, step_metrics, units_ahead
-from distflow_jax.stream.leased_nodes import LeasedNodes
+from distflow_jax.stream.host_thread import HostThread
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
@@ -225,7 +225,7 @@ def test_a_prompt_that_is_given_up_after_it_was_sampled_leaves_the_account_whole
         num_samples=2,
         saved=SavedSamples(),
     )
-    nodes = LeasedNodes(ahead(), contextlib.nullcontext, lock, buffer)
+    nodes = HostThread(ahead(), contextlib.nullcontext, lock, buffer)
     producer.admit()
     for task in requests.lease("w", 0, 100):
         key, request = task.key, task.content
@@ -270,7 +270,7 @@ class BufferOfNodes:
             served=served,
         )
         self.requests = SampleRequests(self.tasks, self.lock)
-        self.nodes = LeasedNodes(ahead(), contextlib.nullcontext, self.lock, self.tasks)
+        self.nodes = HostThread(ahead(), contextlib.nullcontext, self.lock, self.tasks)
         facts = {"attempt": attempt, "after": "", "began": 0, "exact": False}
         answers = BufferService(
             self.requests,
@@ -354,7 +354,8 @@ def plain(counters):
     """The groups as trainers that run all nodes have them."""
     groups, nodes = [group_of(counter) for counter in counters], ahead()
     for group in groups:
-        nodes.run(group)
+        for unit in nodes.units:
+            nodes.run_unit(unit, group, contextlib.nullcontext)
     return groups
 
 

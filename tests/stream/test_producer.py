@@ -10,6 +10,7 @@ import pytest
 from support.tiny_model import prompt_of
 from support.waiting import HANG, until
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.dag.graph import Node
 from distflow_jax.environments.episode_sampler import Counts
 from distflow_jax.layout import Layout
@@ -18,6 +19,7 @@ from distflow_jax.stream.exact_order import Work
 from distflow_jax.stream.links.local_link import OrderedLink, ThreadLink
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.sample_requests import SampleRequests
+from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -71,18 +73,13 @@ def producer_of(draw, **bounds):
     )
 
 
-def thread_of(sampler, producer, link=ThreadLink, **options):
+def thread_of(sampler, producer, kind=ThreadLink, *, idle=lambda: None, evaluations=None):
     """A worker in a thread of its own."""
-    return link(
-        sampler,
-        producer,
-        producer.collect,
-        arrive=contextlib.nullcontext,
-        cache="keep",
-        span=contextlib.nullcontext,
-        buffers=2,
-        **options,
-    )
+    sync = types.SimpleNamespace(arrive=lambda left: left)
+    link = kind(StreamConfig(max_staleness=1), sampler, producer, sync)
+    block = contextlib.nullcontext
+    link.start(Hooks(producer.collect, block, block, idle, evaluations, lambda end: True))
+    return link
 
 
 def test_no_group_is_overlooked_while_it_begins():
@@ -184,15 +181,13 @@ def test_weights_for_an_evaluation_are_not_dropped_before_they_are_taken():
         lock.then = thread.make_room
         return Work(1, None)
 
-    thread = thread_of(
-        NoSampler(),
-        producer,
-        OrderedLink,
-        order=types.SimpleNamespace(next=next_work, needs=lambda version: False),
-        evaluations=types.SimpleNamespace(
-            make=lambda sampler, heard: evaluated.append(sampler.version)
-        ),
-    )
+    class Ordered(OrderedLink):
+        def start(self, hooks):
+            self._order = types.SimpleNamespace(next=next_work, needs=lambda version: False)
+            ThreadLink.start(self, hooks)
+
+    made = types.SimpleNamespace(make=lambda sampler, heard: evaluated.append(sampler.version))
+    thread = thread_of(NoSampler(), producer, Ordered, evaluations=made)
     thread.deliver(types.SimpleNamespace(ready=True, version=1), 1)
     with lock:
         assert lock.wait_for(lambda: evaluated, 20)

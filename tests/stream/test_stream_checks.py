@@ -25,7 +25,6 @@ def test_a_sampler_over_several_hosts_does_not_run_ahead(weight_update):
             sampler_part=True,
             own_devices=True,
             offload="none",
-            group_tokens=1,
             mini_prompts=1,
             stuck_seconds=1800.0,
         )

@@ -121,10 +121,6 @@ SIZES = [
                 "but stream.weight_update='boundary' fixes the version",
             ),
             (
-                "stream.divergence=0.5 ; stream.round_tokens=4096",
-                "stream.divergence=0.5 keeps older",
-            ),
-            (
                 "stream.partial_batches=counter",
                 "stream.partial_batches='counter' needs stream.partial_batch_prompts of at",
             ),
@@ -155,29 +151,12 @@ SIZES = [
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2",
                 "partial_batches='counter' needs samplers with",
             ),
-            (
-                "stream.round_tokens=63",
-                "stream.round_tokens=63 is below the 64 tokens of the longest",
-            ),
-            (
-                "stream.round_tokens=4096 ; dag=dapo",
-                "trains complete groups out of order, but the region of dag",
-            ),
         ],
     ),
     *_under(
         _OWN,
         [
             ("flow.stagger=1", "config.flow.stagger was removed and needs no replacement: "),
-            (
-                "stream.round_tokens=4096 ; stream.partial_batches=ready ; "
-                "stream.partial_batch_rows=4",
-                "groups at its end, but stream.partial_batches='ready' trains some earlier",
-            ),
-            (
-                "stream.round_tokens=4096 ; stream.weight_update=boundary",
-                "stream.weight_update='boundary' fixes their version before they begin",
-            ),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=99",
                 "above the 16 groups of a mini-batch",

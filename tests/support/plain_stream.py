@@ -19,9 +19,9 @@ from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.group_facts import decision_of
 from distflow_jax.stream.batches.partial_batches import CounterPlanner
 from distflow_jax.stream.batches.recordings import RecordWriter
-from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.host_nodes import NodesAhead
+from distflow_jax.stream.links.local_link import make_local_link
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests
@@ -126,7 +126,7 @@ def owned(*, first=0, mine=lambda counter: True, last=None):
 class PlainPlace:
     """The first prompt that no step has looked at."""
 
-    counter, begun, account = 0, None, None
+    counter, account = 0, None
 
     def look_at(self, counter):
         self.counter = counter
@@ -167,7 +167,7 @@ def plain_stream(
     source = Ahead(
         producer,
         NodesAhead(frozenset({"gen"}), (), {}, until),
-        make_delivery(config, PlainSampler(step), producer, PlainSync(), own_devices=own_devices),
+        make_local_link(config, PlainSampler(step), producer, PlainSync(), own_devices=own_devices),
         CounterPlanner(Admission(rule, **bounds), BATCH, facts_of=decision_of),
         config,
         trainer=trainer,

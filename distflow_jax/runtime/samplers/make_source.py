@@ -26,20 +26,19 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
 from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn_if_incomplete
-from distflow_jax.runtime.samplers.run_buffers import deliver_to_workers
+from distflow_jax.runtime.samplers.run_buffers import serve_workers
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
-from distflow_jax.stream.batches.agreement import Policy
-from distflow_jax.stream.batches.rollout_budget import RolloutBudget
+from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
 from distflow_jax.stream.checks import nodes_ahead, sampling_tasks
-from distflow_jax.stream.deadlines import Deadlines, begun_by_steps
-from distflow_jax.stream.delivery import make_delivery
 from distflow_jax.stream.driver import TrainerCalls
 from distflow_jax.stream.frames.prompt_frames import request_bytes
 from distflow_jax.stream.host_nodes import NodesAhead, units_ahead
+from distflow_jax.stream.links.local_link import make_local_link
 from distflow_jax.stream.producer import Producer, SamplingNode
 from distflow_jax.stream.resume import GroupRecords, SampleSaver, TokenAccount
 from distflow_jax.stream.sample_requests import SampleRequests, differs
+from distflow_jax.stream.sampling_side import SamplingSide
 from distflow_jax.stream.saved_samples import SavedSamples
 from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -126,10 +125,10 @@ def _make_ahead(
     tasks, folder = sampling_tasks(plan), checkpointer.folder.parent
     sampled = frozenset(task.node.id for task in tasks)
     rule, saved = stream_rule(config, plan), SavedSamples(added)
-    admission, policy = _admission(prepared, state, place, saved, rule)
+    admission, planner = _admission(prepared, state, place, saved, rule)
     producer = _producer(prepared, runtime, state, rule, admission, tasks, saved)
     if config.stream.workers:
-        delivery = deliver_to_workers(
+        sampling: SamplingSide = serve_workers(
             prepared, state, producer, runtime.offload, checkpointer.folder
         )
     else:
@@ -139,7 +138,7 @@ def _make_ahead(
             prepared.environments,
             runtime.contexts.of(tasks[0]).on_response,
         )
-        delivery = make_delivery(
+        sampling = make_local_link(
             config.stream,
             sampler,
             producer,
@@ -149,8 +148,8 @@ def _make_ahead(
     return Ahead(
         producer,
         NodesAhead(sampled, units_ahead(plan, sampled), runtime.runners, prepared.until),
-        delivery,
-        policy,
+        sampling,
+        planner,
         config.stream,
         trainer=trainer,
         kept=KeptGroups(
@@ -232,24 +231,18 @@ def _buffer(
 
 def _admission(
     prepared: PreparedRun, state: RunState, place: Place, saved: SavedSamples, rule: Rule
-) -> tuple[Admission, Policy]:
-    """The admission of groups of a run that goes on from `state`, by its rule, and the policy of
-    its steps."""
+) -> tuple[Admission, PartialBatchPlanner]:
+    """The admission of groups of a run that goes on from `state`, by its rule, and what its steps
+    take."""
     config, plan, batches = prepared.config, prepared.plan, prepared.loader.num_steps
-    step, position = state.step, place.position
     bounds: dict[str, Any] = {
-        "step": step,
-        "counter": position,
+        "step": state.step,
+        "counter": place.position,
         "last": None if batches is None else batches * config.data.prompts_per_step,
         "steps": config.training.steps,
+        "judged": bool(plan.region.nodes),
+        "exact": config.stream.weight_update == "boundary",
     }
-    if config.stream.round_tokens:
-        # samples of a run without a budget belong to the steps that follow
-        begun = place.begun or begun_by_steps(rule, step, position, saved.counters)
-        deadlines = Deadlines(rule, begun=begun, **bounds)
-        return deadlines, RolloutBudget(deadlines, tokens=config.stream.round_tokens)
-    bounds["judged"] = bool(plan.region.nodes)
-    bounds["exact"] = config.stream.weight_update == "boundary"
     # the producer's rule learns of this process's decisions at once; this one of what all know
     known = Admission(rule, **bounds)
     for counter in saved.given_up:

@@ -1,6 +1,5 @@
 """The task buffers of a run whose groups workers sample: one in each process, with its server."""
 
-import dataclasses
 import functools
 import pathlib
 import secrets
@@ -23,9 +22,7 @@ from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_li
 from distflow_jax.runtime.samplers.worker_log import WorkerLog
 from distflow_jax.stream.border import Border
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
-from distflow_jax.stream.delivery import Delivery
 from distflow_jax.stream.frames.frames import FRAME_BYTES
-from distflow_jax.stream.leased_nodes import LeasedNodes
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     announced,
@@ -36,8 +33,6 @@ from distflow_jax.stream.links.buffer_service import QUICK, BufferService
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import node_table, shared_tables
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publish_rule import PublishRule
-from distflow_jax.stream.sampling_side import Hooks
 from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.weight_wire import weight_methods
@@ -46,16 +41,15 @@ from distflow_jax.stream.wire.wire_server import WireServer
 END_SECONDS = 3.0  # in which workers hear that the run is over
 
 
-def deliver_to_workers(
+def serve_workers(
     prepared: PreparedRun,
     state: RunState,
     producer: Producer,
     offload: Offload,
     checkpoints: pathlib.Path,
-) -> Delivery:
-    """The delivery of a run with workers, who may join from now on. Collective.
-
-    Its thread begins with the stream. WORKDIR/task_buffers.json names the task buffers.
+) -> BufferThread:
+    """The task buffer of a run with workers, who may join from now on. Collective.
+    WORKDIR/task_buffers.json names the task buffers.
     """
     config, workdir = prepared.config, pathlib.Path(checkpoints).parent
     first, limits = processes.process_index() == 0, _limits(prepared)
@@ -65,15 +59,16 @@ def deliver_to_workers(
     attempt, before = processes.all_gather_json(said)[0]
     merged = functools.partial(lora.merged, scale=config.lora.scale)
     weights = WeightStore(attempt, merged, prepared.sizes.engine.dtype)
-    sync, kept = _Leaving(), weight_buffers(config.stream)
+    kept = weight_buffers(config.stream)
 
-    def store(left: _Left, version: int, evaluated: Collection[int]) -> None:
-        weights.put(version, left.params)
+    def store(params: Any, version: int, evaluated: Collection[int]) -> int:
+        weights.put(version, params)
         weights.keep(version - kept + 1, evaluated)
+        return _own_bytes(params)
 
     (policy, *_) = prepared.sampled.values()
     with offload.staying(UPDATE_WEIGHTS, state.models):
-        store(sync.leave(state.policy_params(policy)), state.step, ())
+        store(state.policy_params(policy), state.step, ())
     producer.admit()  # before workers bring what they had for an earlier start
     whole = config_table(config)
     code = processes.code_table()
@@ -112,19 +107,13 @@ def deliver_to_workers(
             answers.end(END_SECONDS)
         server.close()
 
-    def start(hooks: Hooks) -> BufferThread:
-        return BufferThread(
-            producer,
-            hooks,
-            store,
-            open_evaluations=kept,
-            no_workers_seconds=config.stream.no_workers_seconds,
-            server=WorkerServer(workers.moved, workers.missing, answers.answer_waiting, leave),
-        )
-
-    nodes = functools.partial(LeasedNodes, buffer=producer.buffer)
-    rule = PublishRule(config.stream.divergence, config.stream.max_staleness)
-    return Delivery(sync, rule, start, nodes=nodes)
+    return BufferThread(
+        producer,
+        store,
+        open_evaluations=kept,
+        no_workers_seconds=config.stream.no_workers_seconds,
+        server=WorkerServer(workers.moved, workers.missing, answers.answer_waiting, leave),
+    )
 
 
 def _limits(prepared: PreparedRun) -> ResponseLimits:
@@ -144,23 +133,8 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Left:
-    """Weights that are about to be copied to the weight store."""
-
-    params: Any
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this process's part of them."""
-        arrays = jax.tree.leaves(self.params)
-        blocks = [{str(s.index): s.data.nbytes for s in x.addressable_shards} for x in arrays]
-        return sum(size for of_array in blocks for size in of_array.values())
-
-
-class _Leaving:
-    """Leaves weights to the weight store, in the place of a sync to a sampler of this process."""
-
-    def leave(self, params: Any) -> _Left:
-        """The weights, to be copied before they change."""
-        return _Left(params)
+def _own_bytes(params: Any) -> int:
+    """Bytes of this process's part of the weights."""
+    arrays = jax.tree.leaves(params)
+    blocks = [{str(s.index): s.data.nbytes for s in x.addressable_shards} for x in arrays]
+    return sum(size for of_array in blocks for size in of_array.values())

@@ -11,12 +11,11 @@ Nothing here communicates, and nothing depends on the order in which facts arriv
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
-from distflow_jax.layout import Metrics
 from distflow_jax.stream.batches.group_facts import FactsOf, GroupFacts, facts_of, lengths_of
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.schedule import Admission, Cut
@@ -47,10 +46,9 @@ class View:
     """The groups of one process, when it may be time to gather."""
 
     groups: Sequence[Group]  # that have begun and are not trained on
-    end: int  # of the policy
+    end: int  # of the planner
     begun: bool  # whether all groups below `end` have
     news: Sequence[GroupFacts]  # of complete groups, which the others do not know
-    tokens: Callable[[], int]  # that were sampled, of which the others do not know
     processes: int
 
 
@@ -162,10 +160,6 @@ class PartialBatchPlanner:
         return self._admission.cut(self.step)
 
     @property
-    def needs(self) -> int:
-        return self.cut.end
-
-    @property
     def end(self) -> int:
         """The first counter after those that the next partial batch may have."""
         return self.cut.end
@@ -182,7 +176,7 @@ class PartialBatchPlanner:
         """Whether a process has all of its groups of the next partial batch."""
         return mine.begun and all(g.done for g in mine.groups if g.counter < mine.end)
 
-    def learn(self, facts: Iterable[GroupFacts], tokens: int = 0) -> None:
+    def learn(self, facts: Iterable[GroupFacts]) -> None:
         """Notes facts, in any order; those of a group that is known must be the same."""
         for group in facts:
             if group.counter < self._admission.position:
@@ -208,10 +202,6 @@ class PartialBatchPlanner:
             self._mini += 1
         chosen = sorted(groups, key=lambda group: group.counter)
         return PartialBatch(self.step, self._number, mini, tuple(chosen), ends, last)
-
-    def metrics(self, sampled: int) -> Metrics:
-        """None: steps are of one size."""
-        return {}
 
     def finish(self) -> Cut:
         """Ends a step whose last partial batch was taken; its facts are forgotten."""

@@ -7,20 +7,21 @@ through host memory.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
+from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.environments.episode_sampler import EpisodeSampler, Progress
 from distflow_jax.resharding.weight_sync import WeightSync, num_bytes
 from distflow_jax.rollout.requests import Response
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.evaluations import Evaluations
 from distflow_jax.stream.exact_order import ExactOrder
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.sample_requests import HERE
-from distflow_jax.stream.sampling_side import SamplingSide, SamplingThread
+from distflow_jax.stream.sampling_side import Hooks, SamplingSide, SamplingThread
+from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.worker import Worker
 
@@ -31,18 +32,16 @@ class LocalLink(SamplingSide):
     """The link (worker.Link) of a worker to the task buffer of its own process."""
 
     def __init__(
-        self,
-        sampler: EpisodeSampler,
-        producer: Producer,
-        hand_on: Callable[[], None],
-        *,
-        cache: str,
-        span: Callable[[], contextlib.AbstractContextManager[Any]],
+        self, config: StreamConfig, sampler: EpisodeSampler, producer: Producer, sync: WeightSync
     ):
-        """`hand_on()`: takes complete groups on, after each decode call; `cache`, `span`: as of
-        Worker."""
-        self._producer, self._lock, self._hand_on = producer, producer.lock, hand_on
-        self._worker = Worker(sampler, self, cache=cache, span=span)
+        """`sync`: brings the trainer's weights to the sampler."""
+        self._config, self._sampler, self._sync = config, sampler, sync
+        self._producer, self._lock = producer, producer.lock
+
+    def start(self, hooks: Hooks) -> None:
+        """As SamplingSide.start."""
+        self._hooks = hooks
+        self._worker = Worker(self._sampler, self, cache=self._config.cache, span=hooks.span)
 
     def lease(self, worker: Worker, up_to: int | None = None) -> bool:
         """Begins groups that may begin, and leases all that the worker's version may answer;
@@ -54,14 +53,14 @@ class LocalLink(SamplingSide):
                 leased += tasks
         worker.take((t.key, t.content, t.progress) for t in leased)
         if self._producer.buffer.complete:  # all of whose responses an earlier run has sampled
-            self._hand_on()
+            self._hooks.hand_on()
         return bool(leased)
 
     def submit(self, worker: Worker, ended: Mapping[Key, Progress]) -> None:
         """Takes groups that are complete, and hands them on."""
         with self._lock:
             self._producer.requests.submit_here(ended, worker.sampler.counts, goes_on=False)
-        self._hand_on()
+        self._hooks.hand_on()
 
     def fail(self, key: Key, why: str) -> None:
         """Raises: no other worker would answer it."""
@@ -87,12 +86,6 @@ class InlineLink(LocalLink):
     It has no exact order: weight updates at boundaries need devices of their own (checks.py).
     """
 
-    def __init__(self, *arguments: Any, idle: Callable[[], None], **options: Any):
-        """`arguments`, `options`: as of LocalLink. `idle()` is called under the lock where nothing
-        is under way or may begin."""
-        super().__init__(*arguments, **options)
-        self._idle = idle
-
     def advance(self, worker: Worker) -> bool:
         """Leases what may begin."""
         return self.lease(worker)
@@ -102,13 +95,13 @@ class InlineLink(LocalLink):
         if worked := self._worker.round():
             return worked
         with self._lock:
-            self._idle()
+            self._hooks.idle()
         return False
 
-    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+    def bring(self, params: Any, version: int) -> int:
         """Gives the worker the trainer's weights; returns their bytes."""
         self._worker.sampler.free_weights()
-        weights = jax.block_until_ready(sync(params))
+        weights = jax.block_until_ready(self._sync(params))
         self._worker.load(weights, version)
         with self._lock:
             self._producer.buffer.publish(version)
@@ -136,41 +129,31 @@ class _Closing(Exception):
 class ThreadLink(LocalLink):
     """A worker in a separate thread, until it is closed. It loads the newest weights at once."""
 
-    def __init__(
-        self,
-        *arguments: Any,
-        arrive: Callable[[Any], contextlib.AbstractContextManager[Any]],
-        buffers: int,
-        idle: Callable[[], None] = lambda: None,
-        **options: Any,
-    ):
-        """`arguments`, `options`: as of LocalLink. `arrive(left)`: a block with the weights on the
-        worker's devices, of those that have left the trainer. The thread begins at once.
-        `buffers`: weights that have left and lie in the memory of the host at a time. `idle()` is
-        called under the lock where nothing is under way or may begin."""
-        super().__init__(*arguments, **options)
-        self._arrive, self._idle = arrive, idle
+    def start(self, hooks: Hooks) -> None:
+        """As SamplingSide.start."""
+        super().start(hooks)
         self._inbox: dict[int, Any] = {}  # weights that have left, by version; under the lock
-        self._buffers, self._arriving = buffers, False
+        self._arriving = False
         self._wanted: int | None = None  # version at which somebody wants the worker
         self._told = 0  # deliveries and wishes so far; under the lock
         self._held = self._closing = False  # whether it waits for `hold` to end; to be closed
         self._thread = SamplingThread("sampler", self._serve)
         self.raise_error = self._thread.raise_error
 
-    def bring(self, sync: WeightSync, params: Any, version: int) -> int:
+    def bring(self, params: Any, version: int) -> int:
         """Sends the trainer's weights on their way; returns their bytes."""
         self.make_room()
-        left = sync.leave(params)
+        left = self._sync.leave(params)
         self.deliver(left, version)
         return left.nbytes
 
     def make_room(self) -> None:
         """Waits until weights may leave: those that no worker takes any more are dropped."""
+        buffers = weight_buffers(self._config)
         with self._lock:
             for version in [v for v in self._inbox if not self._needs(v)]:
                 del self._inbox[version]
-            while len(self._inbox) + self._arriving >= self._buffers:
+            while len(self._inbox) + self._arriving >= buffers:
                 self.raise_error()
                 self._lock.wait(IDLE_SECONDS)
 
@@ -226,7 +209,7 @@ class ThreadLink(LocalLink):
         if not (worked or worker.sampler.busy):
             with self._lock:
                 if not self._inbox:
-                    self._idle()
+                    self._hooks.idle()
         return worked
 
     def _needs(self, version: int) -> bool:
@@ -255,9 +238,8 @@ class ThreadLink(LocalLink):
     def _load(self, worker: Worker, left: Any, version: int) -> None:
         """Loads weights that are on their way, in place of those that are held."""
         worker.sampler.free_weights()
-        with self._arrive(left) as weights:
-            worker.load(weights, version)
-        del left
+        with self._hooks.arriving():
+            worker.load(jax.block_until_ready(self._sync.arrive(left)), version)
         with self._lock:
             self._arriving = False
             self._lock.notify_all()
@@ -277,12 +259,15 @@ class OrderedLink(ThreadLink):
     Results do not depend on timing. Weights that `hold` wants are the only ones.
     """
 
-    def __init__(
-        self, *arguments: Any, order: ExactOrder, evaluations: Evaluations, **options: Any
-    ):
-        """`arguments`, `options`: as of ThreadLink. `evaluations`: those that the order has."""
-        self._order, self._evaluations = order, evaluations
-        super().__init__(*arguments, **options)
+    def start(self, hooks: Hooks) -> None:
+        """As SamplingSide.start."""
+        self._order = ExactOrder(
+            self._producer.admission,
+            held=self._producer.version,
+            known=hooks.known,
+            due=hooks.evaluations.due,
+        )
+        super().start(hooks)
 
     def evaluated_by(self, step: int) -> int:
         """Evaluations that come before the groups of this step, so that no line of the metrics
@@ -313,7 +298,7 @@ class OrderedLink(ThreadLink):
         if work.step is not None:
             self.lease(worker, up_to=work.step)
         else:
-            self._evaluations.make(worker.sampler, self._heard)
+            self._hooks.evaluations.make(worker.sampler, self._heard)
             with self._lock:
                 self._lock.notify_all()
         return True
@@ -325,3 +310,16 @@ class OrderedLink(ThreadLink):
         """Hears of a response of an evaluation."""
         if self._closing:
             raise _Closing
+
+
+def make_local_link(
+    config: StreamConfig,
+    sampler: EpisodeSampler,
+    producer: Producer,
+    sync: WeightSync,
+    *,
+    own_devices: bool,
+) -> LocalLink:
+    """The link of a run whose own processes sample; `own_devices`: that no trainer uses."""
+    kind = {"in_flight": ThreadLink, "boundary": OrderedLink}[config.weight_update]
+    return (kind if own_devices else InlineLink)(config, sampler, producer, sync)
