@@ -47,7 +47,7 @@ def sampler_submesh(
     where = f"mesh.roles.{SAMPLERS}"
     if others := sorted(set(sizes) - {"devices"}):
         raise ValueError(
-            f"{where} takes only devices, got {', '.join(others)}: set a sampler's width with "
+            f"{where} accepts only devices, got {', '.join(others)}: set a sampler's width with "
             "mesh.rollout_tensor"
         )
     submesh = resolve_submesh(f"{where}.devices", sizes.get("devices", ""), machine.local_devices)
@@ -60,8 +60,8 @@ def sampler_submesh(
         return submesh
     shown = ", ".join(f"'{submesh_text(part)}'" for part in sorted(trained))
     raise ValueError(
-        f"{where}.devices='{first}:{last}' and mesh.devices, with those of other mesh.roles, "
-        f"{shown} overlap: give samplers all of the trainers' devices or none of them"
+        f"{where}.devices='{first}:{last}' overlaps with the trainers' devices "
+        f"({shown} in mesh.devices and other mesh.roles): give samplers exactly these or none"
     )
 
 
@@ -91,8 +91,8 @@ def _role_sizes(
     if model.hidden_size % together:
         fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
         raise ValueError(
-            f"{where}.fsdp x {where}.pipeline={together} do not divide the model's hidden_size="
-            f"{model.hidden_size}, over which they divide the embedding; use a product of {fits}, "
+            f"{where}.fsdp x {where}.pipeline={together} does not divide the model's hidden_size="
+            f"{model.hidden_size}, as sharding the embedding requires; use a product of {fits}, "
             f"and {where}.data for the other devices"
         )
     shared = {name: getattr(sizes, name) for name in ("pipeline", "context", "tensor")}
@@ -110,8 +110,8 @@ def _check_experts(what: str, width: int, model: DecoderConfig, devices: int) ->
         return
     if not model.num_experts:
         raise ValueError(
-            f"{what}={width} is for a mixture of experts, but this model has none; use 1, and fsdp "
-            "or data for the other devices"
+            f"{what}={width} is for mixture-of-experts models, but this model has no experts; "
+            "use 1, and fsdp or data for the other devices"
         )
     if model.num_experts % width:
         fits = [n for n in range(1, devices + 1) if not (devices % n or model.num_experts % n)]

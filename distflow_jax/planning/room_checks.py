@@ -83,5 +83,5 @@ def _check(what: str, needed: int, memory: int) -> None:
     if needed > ABSURD * memory:
         raise ValueError(
             f"{what}: takes {format_bytes(needed)} or more, but only {format_bytes(memory)} of "
-            "memory are available; use less"
+            "memory is available; use smaller values"
         )

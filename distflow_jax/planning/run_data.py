@@ -80,9 +80,9 @@ def open_loader(
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
-            f"data.epochs={config.data.epochs} give {loader.num_steps} steps of "
+            f"data.epochs={config.data.epochs} gives {loader.num_steps} steps of "
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
-            f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
+            f"{config.training.steps}; lower training.steps, or raise data.epochs (0: no limit)"
         )
     return loader
 
@@ -123,10 +123,10 @@ def check_references(config: Config, loader: Loader, rewards: RewardPool) -> Non
             problem = f"the program in column {column!r} fails the row's own cases"
             found.setdefault(problem, []).append(prompt.row)
     for problem, rows in found.items():
-        others = f", and so are rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
+        others = f"; also rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
         raise ValueError(
-            f"{loader.place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows looked at"
-            f"{others if rows[1:] else ''}): mend these rows, or leave them out"
+            f"{loader.place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows checked"
+            f"{others if rows[1:] else ''}): fix or remove these rows"
         )
 
 

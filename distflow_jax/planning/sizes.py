@@ -125,7 +125,7 @@ def derive_sizes(
     )
     if config.data.prompts_per_step < machine.processes:
         raise ValueError(
-            f"data.prompts_per_step={config.data.prompts_per_step} leave some of the "
+            f"data.prompts_per_step={config.data.prompts_per_step} leaves some of the "
             f"{machine.processes} processes without a prompt; use at least {machine.processes}"
         )
     chunks = math.lcm(*(m.row_chunks for m in meshes))
@@ -286,8 +286,8 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
     together = features_together(model)
     if together > rollout.prefill_tokens:
         raise ValueError(
-            f"rollout.prefill_tokens={rollout.prefill_tokens} cannot hold the {together} tokens of "
-            f"an image of {config.model.source}, which attend to each other: use at least "
+            f"rollout.prefill_tokens={rollout.prefill_tokens} cannot hold the {together} tokens "
+            f"of an image of {config.model.source}, which attend to each other: use at least "
             f"{together}"
         )
     longest_eval = data.max_prompt_length + config.eval.max_response_length
@@ -320,20 +320,20 @@ def grouped_products(config: Config, model: DecoderConfig, machine: Machine) -> 
     need = Need(PRODUCTS, machine.platform, 0, _compute_dtype(training, machine.platform))
     if name != "auto" and not model.num_experts:
         raise ValueError(
-            f"model.grouped_product={name!r} is for a mixture of experts, but "
-            f"{config.model.source} is none; use 'auto'"
+            f"model.grouped_product={name!r} is for mixture-of-experts models, which "
+            f"{config.model.source} is not; use 'auto'"
         )
     if name != "auto":
         return (named("model.grouped_product", name, need).name,)
     if training.balance_coef and not model.num_experts:
         raise ValueError(
-            f"training.balance_coef={training.balance_coef} is for a mixture of experts, but "
-            f"{config.model.source} is none; use 0"
+            f"training.balance_coef={training.balance_coef} is for mixture-of-experts models, "
+            f"which {config.model.source} is not; use 0"
         )
     if training.router_replay and not model.num_experts:
         raise ValueError(
-            "training.router_replay=True is for a mixture of experts, but "
-            f"{config.model.source} is none; use False"
+            "training.router_replay=True is for mixture-of-experts models, which "
+            f"{config.model.source} is not; use False"
         )
     return tuple(one.name for one in candidates(need)) if model.num_experts else ()
 
@@ -367,8 +367,8 @@ def _sampler_hosts(config: Config, machine: Machine) -> int:
     hosts = hosts_per_sampler(tensor, machine.local_devices)
     if rollout.environment and hosts > 1:
         raise ValueError(
-            f"rollout.environment={rollout.environment!r} needs samplers of one host, but "
-            f"mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
+            f"rollout.environment={rollout.environment!r} needs samplers that fit on one host, "
+            f"but mesh.rollout_tensor={tensor} spreads a sampler over {hosts}; use at "
             f"most {machine.local_devices}"
         )
     return hosts
@@ -562,8 +562,8 @@ def _partial_batch_packing(
         if needed > rows:
             unit = math.prod(by.values())
             raise ValueError(
-                f"stream.partial_batch_rows={rows} are too few for the "
-                f"longest group, which takes up to {needed} rows of "
+                f"stream.partial_batch_rows={rows} is too small for the longest group, which "
+                f"takes up to {needed} rows of "
                 f"training.row_tokens={config.training.row_tokens}; use at least "
                 f"{-(-needed // unit) * unit}"
             )
