@@ -37,12 +37,12 @@ def write_or_serve(
     """
     if port is not None:
         if out:
-            raise ValueError(f"--out={out} and --serve={port} exclude each other; leave one out")
+            raise ValueError(f"--out={out} and --serve={port} exclude each other; use one of them")
         serve(open_server(folders, port, host))
         return 0
     runs = find_runs(folders)
     if len(runs) > 1 and not out:
-        raise ValueError(f"{len(runs)} runs are given; name the page with --out=FILE.html")
+        raise ValueError(f"a page of {len(runs)} runs needs a name: give --out=FILE.html")
     if len(runs) == 1:
         given = pathlib.Path(folders[0])
         folder = given if given.resolve() == runs[0] else runs[0]

@@ -75,7 +75,12 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--worker_cpus", type=int, default=0, help="CPUs of each worker; 0: a whole node (default)")
     add("--worker_partition", default="", help="partition of the workers (default: --partition)")
     add("--worker_time", default="", help="time limit of each worker (default: --time)")
-    add("--worker_retries", type=int, default=3, help="starts after a worker's crash (default 3)")
+    add(
+        "--worker_retries",
+        type=int,
+        default=3,
+        help="restarts of a worker after a crash (default 3)",
+    )
     add(
         "--worker_option",
         **hosts.REPEATED,
@@ -253,7 +258,7 @@ def submit(trainers: str, workers: str) -> int:
     print(f"the trainers are job {number}", flush=True)
     code = hosts.submit(["sbatch", *worker_arguments(number)], workers)
     if code:
-        user_error(f"the workers were not submitted; `scancel {number}` takes the trainers back")
+        user_error(f"the workers were not submitted; `scancel {number}` cancels the trainers")
     return code
 
 
