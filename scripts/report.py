@@ -1,7 +1,7 @@
 """Writes report.html of a run's folder again, or shows runs live in a browser.
 
-With --serve=PORT the page grows while the runs train. Several folders, or one that contains several
-runs, are compared; a page of them needs --out=FILE.html.
+With --serve=PORT, the page updates while the runs train. To compare runs, give several folders, or
+one that contains several runs; to write a page of them, add --out=FILE.html.
 
     python scripts/report.py --workdir=runs/first
 

@@ -59,13 +59,13 @@ CONFIG = Flag(
     "config",
     "config",
     None,
-    "The run's configuration: the name of a shipped config or a .py file, each with its argument "
-    "after a colon.",
+    "The run's configuration: the name of a shipped config or a .py file, with an optional "
+    "argument after a colon.",
     required=True,
 )
 RUN = Flag("run", "folder", "", "Folder of a run: use its newest weights.")
 JOB = (
-    string("coordinator", None, "HOST:PORT of process 0, for a job that is not detected."),
+    string("coordinator", None, "HOST:PORT of process 0, if the job is not detected."),
     integer("num_processes", None, "Number of processes of the job.", 1),
     integer("process_id", None, "Number of this process, from 0.", 0),
 )

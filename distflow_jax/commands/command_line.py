@@ -129,7 +129,7 @@ def with_flag_files(arguments: Sequence[str], depth: int = 0) -> list[str]:
             continue
         file = file if equals else next(words, "")
         if depth >= MOST_FLAG_FILES:
-            raise ValueError(f"--flagfile={file}: more than {depth} files that name one another")
+            raise ValueError(f"--flagfile={file}: more than {depth} nested flag files")
         lines = read_text(named_path("--flagfile", file), MOST_SOURCE, "--flagfile").splitlines()
         kept = [x.strip() for x in lines if x.strip() and not x.startswith(("#", "//"))]
         found += with_flag_files(kept, depth + 1)

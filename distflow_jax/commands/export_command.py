@@ -23,7 +23,7 @@ def checked(options: SimpleNamespace) -> int:
     if not options.workdir and (options.step is not None or options.model or options.adapter):
         raise ValueError("--step, --model and --adapter need a run: give its --workdir")
     if options.adapter and options.untie:
-        raise ValueError("--untie writes a whole model, --adapter only adapters: take one out")
+        raise ValueError("--untie writes a whole model, --adapter only adapters: use one of them")
     mark = CONFIG_FILE if options.adapter else "config.json"
     check_new_folder(pathlib.Path(options.out), overwrite=options.overwrite, needed=0, mark=mark)
     return parse_size(options.max_shard_size)

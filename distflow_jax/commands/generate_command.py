@@ -54,8 +54,8 @@ def main(options: SimpleNamespace) -> int:
         if len(prompt.tokens) > config.data.max_prompt_length:
             raise ValueError(
                 f"prompt {i + 1} has {len(prompt.tokens)} tokens, above "
-                f"config.data.max_prompt_length={config.data.max_prompt_length}; raise that, or "
-                "shorten it"
+                f"config.data.max_prompt_length={config.data.max_prompt_length}; raise that "
+                "limit, or shorten the prompt"
             )
         prompts.append(prompt)
     sampling = SamplingParams(

@@ -53,8 +53,8 @@ def main(options: SimpleNamespace) -> int:
     config = from_config_dict(Config, options.config)
     if options.topology and options.devices:
         raise ValueError(
-            f"--topology={options.topology} has a number of devices: leave "
-            f"--devices={options.devices} out"
+            f"--topology={options.topology} already sets the number of devices: omit "
+            f"--devices={options.devices}"
         )
     if options.apply and not options.sweep:
         raise ValueError(f"--apply={options.apply} writes the flags of --sweep: add --sweep")
@@ -71,8 +71,8 @@ def main(options: SimpleNamespace) -> int:
         pod = calibrated(pod, pathlib.Path(options.calibrate))
     if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
         raise ValueError(
-            f"--only={','.join(options.only)} chooses programs to compile for one TPU --topology: "
-            "leave it out"
+            f"--only={','.join(options.only)} selects programs to compile for one TPU "
+            "--topology: omit it"
         )
     chip = options.chip
     if chip == UNNAMED_GPU:

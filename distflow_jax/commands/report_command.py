@@ -22,7 +22,7 @@ def main(options: SimpleNamespace) -> int:
         return 0
     runs = find_runs(folders)
     if len(runs) > 1 and not out:
-        raise ValueError(f"{len(runs)} runs are given; name the page with --out=FILE.html")
+        raise ValueError(f"a page of {len(runs)} runs needs a name: give --out=FILE.html")
     if len(runs) == 1:
         given = pathlib.Path(folders[0])
         folder = given if given.resolve() == runs[0] else runs[0]

@@ -102,7 +102,7 @@ GENERATE = Subcommand(
         RUN,
         string("prompt", None, "The prompt."),
         Flag("file", "file", None, "A text file with one prompt per line."),
-        Flag("image", "file", None, "A picture that stands before each prompt; vision models."),
+        Flag("image", "file", None, "Image to place before each prompt, for vision models."),
         switch("raw", False, "Continue the text itself, without the chat template."),
         integer("samples", 1, "Responses to each prompt.", 1),
         number("temperature", 0.0, "Sampling temperature; 0: greedy.", 0.0),
@@ -140,10 +140,10 @@ PLAN = Subcommand(
             "calibrate",
             "file",
             "",
-            "Rates measured on --topology's chips, the --out of benchmarks/gpu.py, in place of "
-            "published ones.",
+            "File of benchmarks/gpu.py with rates measured on --topology's chips, to use instead "
+            "of published ones.",
         ),
-        switch("sweep", False, "Search the fastest settings of a run on --topology that fit."),
+        switch("sweep", False, "Search for the fastest settings that fit on --topology."),
         string(
             "async",
             "",
@@ -159,11 +159,11 @@ PLAN = Subcommand(
             [],
             "Programs of --topology to compile, such as actor_train,decode; empty: all.",
         ),
-        integer("processes", 1, "Processes that --devices are divided over.", 1),
+        integer("processes", 1, "Number of processes that share --devices.", 1),
         string(
             "chip",
             "",
-            "What --devices are: v4, v5e, v5p, v6e, tpu7x, a100, h100, l4, ... (docs/machines.md); "
+            "Type of --devices: v4, v5e, v5p, v6e, tpu7x, a100, h100, l4, ... (docs/machines.md); "
             "empty: those of this machine.",
         ),
         switch("compile", True, "Compile the programs for their costs."),
@@ -177,26 +177,26 @@ PLAN = Subcommand(
         "--config=tiny --topology=gpu:1x8 --async=runs/tiny",
     ),
     """\
-Trains nothing. Every program of a device segment is compiled for its costs:
-FLOPs, bytes, memory. --nocompile only traces them. --topology compiles for a
-pod that need not exist, and estimates seconds: see docs/scaling.md;
---only=actor_train compiles one program of several. --out writes plan.txt,
-plan.json and the picture plan.svg; for a pod also pod.svg, its memory and
-seconds. --sweep searches the fastest settings that
-fit: mesh, remat, micro-batches, samplers' width and cache, but for keys that
-the command line sets. It prints their flags, and --apply=FILE writes them:
-train with --flagfile=FILE. --out then writes sweep.txt and sweep.json. --async
-reads lengths, or pairs of length and count, in JSON or CSV, or those and the
-seconds of a synchronous run, and compares schedules in their best layouts:
-docs/asynchronous.md; --out then writes async.json.
+Plans a run without training. Every device program is compiled to find its
+FLOPs, bytes and memory; --nocompile only traces the programs. --topology
+compiles for a pod that you need not have, and estimates seconds: see
+docs/scaling.md; --only=actor_train compiles a single program. --out writes
+plan.txt, plan.json and the picture plan.svg;
+for a pod also pod.svg with memory and seconds. --sweep searches for the fastest
+settings that fit: mesh, remat, micro-batches, width and cache of samplers.
+Keys set on the command line keep their values. The best flags are printed, and
+--apply=FILE writes them for train --flagfile=FILE. --out then writes sweep.txt
+and sweep.json. --async compares schedules, each in its best layout, for
+response lengths from JSON or CSV, or from a synchronous run, whose times it
+also uses: see docs/asynchronous.md. --out then writes async.json.
 
-Exit code 0: nothing was found that ends a run before step 1. No data and no
-weights were read, and memory is without the temporaries of what was not
-compiled: "-" in the table. On this machine these are the sampler's programs and
-the weight sync, which a run compiles and checks before step 1; with --nocompile
-and for GPU pods all. Nothing is traced for a number of devices or processes
-that this machine does not have. 2: too little memory, or a user error. The
-one-line message names the fix.""",
+Exit code 0: no reason was found why a run would fail before step 1. No data
+and no weights were read. Memory does not include temporaries of programs that
+were not compiled ("-" in the table). On this machine these are the sampler's
+programs and the weight sync, which a run compiles and checks before step 1;
+with --nocompile and for GPU pods, these are all programs. Nothing is traced for
+a number of devices or processes that this machine does not have. 2: too little
+memory, or a user error. The one-line message names the fix.""",
     "plan_command",
 )
 
@@ -208,23 +208,24 @@ REPORT = Subcommand(
             "workdir",
             "folder",
             None,
-            "Folder of a run, or of several; further ones need no flag before them.",
+            "Folder of one or several runs; further folders need no flag.",
         ),
         Flag("out", "new_file", "", "File to write; empty: report.html in the run's folder."),
         integer(
             "serve",
             None,
-            "Port of a live page of the runs, 0: any free one; nothing is written.",
+            "Port on which to serve a live page of the runs instead of writing a file; 0: any "
+            "free port.",
             0,
             65535,
         ),
-        string("host", "127.0.0.1", "Address at which the live page is served."),
+        string("host", "127.0.0.1", "Address on which to serve the live page."),
     ),
     ("--workdir=runs/first", "--serve=8080 runs/first runs/second"),
     """\
-The page is made from the files of the run's folder and nothing else. With
---serve it grows while the runs train. Several folders, or one that contains
-several runs, are compared; a page of them needs --out=FILE.html.""",
+The page shows only files of the run's folder. With --serve, it updates while
+the runs train. To compare runs, give several folders, or one that contains
+several runs; to write a page of them, add --out=FILE.html.""",
     "report_command",
     arguments="RUN ...",
 )
@@ -252,7 +253,7 @@ EXPORT = Subcommand(
         string("max_shard_size", "5GB", "Largest file size: 5GB, 500MB, 2GiB."),
         switch("overwrite", False, "Replace an existing folder."),
         switch("adapter", False, "Write only the adapters, in PEFT's format."),
-        switch("untie", False, "Write tied embeddings as a head of its own, for vLLM."),
+        switch("untie", False, "Write tied embeddings as a separate head, for vLLM."),
     ),
     (
         "--workdir=runs/first --out=exports/first",
@@ -262,12 +263,13 @@ EXPORT = Subcommand(
         "--workdir=runs/lora --adapter --out=exports/adapter",
     ),
     """\
-The folder holds safetensors, config.json, generation_config.json and the
-tokenizer with its chat template, for transformers and --config.model.source. It
-gets its name when it is complete. A critic or reward model becomes a sequence
-classifier with one label. Adapters of a model trained with lora.rank are
-merged; --adapter writes only the adapters, in PEFT's format. No accelerator is
-needed; one parameter at a time is in memory.""",
+The folder contains safetensors, config.json, generation_config.json and the
+tokenizer with its chat template. Load it with transformers, or set
+--config.model.source to it. The folder gets its name when it is complete. A
+critic or reward model becomes a sequence classifier with one label. Adapters of
+a model trained with lora.rank are merged; --adapter writes only the adapters,
+in PEFT's format. Export needs no accelerator, and memory for one parameter at a
+time.""",
     "export_command",
 )
 
@@ -281,7 +283,7 @@ SERVE = Subcommand(
         integer("port", 9000, "Port to listen on; 0: any free one.", 0, 65535),
         integer("metrics_port", 0, "Port of Prometheus metrics; 0: none.", 0, 65535),
         integer("slots", None, "Slots of the engine; empty: config.rollout.num_slots.", 1),
-        integer("max_samples", 64, "Most responses to one request.", 1),
+        integer("max_samples", 64, "Maximum number of responses to one request.", 1),
         number("temperature", 0.0, "Temperature of JetStream's Decode; 0: greedy.", 0.0),
         number("top_p", 1.0, "Top-p of JetStream's Decode; 1: all tokens.", 0.0, 1.0),
         Flag("token_file", "file", "", "File with the token that clients must send; empty: none."),
@@ -291,7 +293,7 @@ SERVE = Subcommand(
             "load_folders",
             "list",
             [],
-            "Folders, by commas, of runs that LoadWeights may load; empty: that of --run.",
+            "Folders, separated by commas, whose runs LoadWeights may load; empty: that of --run.",
         ),
         number("grace_seconds", 10.0, "Time for running requests to finish after SIGTERM.", 0.0),
     ),
@@ -323,30 +325,30 @@ WORKER = Subcommand(
             "The run's folder, or HOST:PORT of a trainer; further ones after commas.",
             required=True,
         ),
-        number("join_seconds", 120.0, "Time for the trainers' first answer.", 0.0),
+        number("join_seconds", 120.0, "Time to wait for the first answer of the trainers.", 0.0),
         number(
             "orphan_seconds",
             600.0,
-            "Time for trainers that do not answer to come back, as after a restart.",
+            "Time to wait for trainers that stop answering, as during a restart.",
             0.0,
         ),
         Flag(
             "nodes",
             "list",
             [],
-            "Nodes of the graph, by commas, that the worker runs, and environment for the "
-            "environments of other workers; empty: those that sample.",
+            "Nodes of the graph that the worker runs, separated by commas; environment runs the "
+            "environments of other workers. Empty: the nodes that sample.",
         ),
         string(
             "engine",
             "own",
-            "What samples: own, openai:http://HOST:PORT or distflow:HOST:PORT.",
+            "Engine that samples: own, openai:http://HOST:PORT or distflow:HOST:PORT.",
         ),
         Flag(
             "engine_settings",
             "file",
             "",
-            "JSON file with settings of an engine that is not our own.",
+            "JSON file with settings of another program's engine.",
         ),
     ),
     (
@@ -362,8 +364,8 @@ rollout.num_slots and mesh.rollout_tensor, may differ. With HOST:PORT the run's
 token comes from DISTFLOW_TOKEN. See docs/workers.md; engines of other programs
 are in docs/foreign_engines.md.
 
-Exit code 0: the run has ended. 75: SIGTERM came, and the trainers have what was
-sampled, or no trainer answers; start it again. 2: a user error.""",
+Exit code 0: the run has ended. 75: the worker stopped after SIGTERM and
+submitted its samples, or no trainer answers; start it again. 2: a user error.""",
     "worker_command",
 )
 

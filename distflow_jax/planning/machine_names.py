@@ -70,8 +70,8 @@ def named_machine(name: str) -> NamedMachine:
     chips, rest = divmod(number, chip.counted)
     sizes = None if rest else _slice_sizes(chip, chips)
     if sizes is None:
-        counts = f" (its number counts {chip.counted} cores of each chip)" * (chip.counted > 1)
-        raise ValueError(f"no slice is called {name}{counts}; use {_names(chip, chips)}")
+        counts = f" (the number counts cores, {chip.counted} per chip)" * (chip.counted > 1)
+        raise ValueError(f"there is no slice {name}{counts}; use {_names(chip, chips)}")
     return NamedMachine(chip, sizes)
 
 
@@ -80,7 +80,7 @@ def _nodes(name: str, gpus: int) -> tuple[int, int]:
         return 1, gpus
     if gpus % GPUS_PER_NODE:
         near = name.replace(str(gpus), str(-(-gpus // GPUS_PER_NODE) * GPUS_PER_NODE))
-        raise ValueError(f"above {GPUS_PER_NODE} GPUs give a multiple of that: {near}")
+        raise ValueError(f"{name}: use a multiple of {GPUS_PER_NODE} GPUs, such as {near}")
     return gpus // GPUS_PER_NODE, GPUS_PER_NODE
 
 

@@ -53,13 +53,14 @@ def shortage(
     }
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in columns.items() if size)
     if enough:
-        advice = "enough, each alone: " + _listed(enough, fullest)
+        advice = "each of these settings is enough: " + _listed(enough, fullest)
     elif changes:
-        advice = "no single setting is enough, several may be: " + _listed(changes, fullest)
+        listed = _listed(changes, fullest)
+        advice = f"no single setting is enough, but several together may be: {listed}"
     else:
         advice = "use devices with more memory, or a smaller model"
     return (
-        f"node {fullest.name!r} needs about {format_bytes(fullest.total)} of each device, "
+        f"node {fullest.name!r} needs about {format_bytes(fullest.total)} on each device, "
         f"which has {format_bytes(memory.device)}: {held}; {advice}"
     )
 

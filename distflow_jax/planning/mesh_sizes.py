@@ -50,7 +50,7 @@ def _sampler_submesh(
     where = f"mesh.roles.{SAMPLERS}"
     if others := sorted(set(sizes) - {"devices"}):
         raise ValueError(
-            f"{where} takes only devices, got {', '.join(others)}: set a sampler's width with "
+            f"{where} accepts only devices, got {', '.join(others)}: set a sampler's width with "
             "mesh.rollout_tensor"
         )
     submesh = resolve_submesh(f"{where}.devices", sizes.get("devices", ""), machine.local_devices)
@@ -63,8 +63,8 @@ def _sampler_submesh(
         return submesh
     shown = ", ".join(f"'{submesh_text(part)}'" for part in sorted(trained))
     raise ValueError(
-        f"{where}.devices='{first}:{last}' and mesh.devices, with those of other mesh.roles, "
-        f"{shown} overlap: give samplers all of the trainers' devices or none of them"
+        f"{where}.devices='{first}:{last}' overlaps with the trainers' devices "
+        f"({shown} in mesh.devices and other mesh.roles): give samplers exactly these or none"
     )
 
 
@@ -108,8 +108,8 @@ def _role_sizes(
     if model.hidden_size % together:
         fits = [n for n in range(1, together + 1) if model.hidden_size % n == 0]
         raise ValueError(
-            f"{where}.fsdp x {where}.pipeline={together} do not divide the model's hidden_size="
-            f"{model.hidden_size}, over which they divide the embedding; use a product of {fits}, "
+            f"{where}.fsdp x {where}.pipeline={together} does not divide the model's hidden_size="
+            f"{model.hidden_size}, as sharding the embedding requires; use a product of {fits}, "
             f"and {where}.data for the other devices"
         )
     shared = {name: getattr(sizes, name) for name in ("pipeline", "context", "tensor")}

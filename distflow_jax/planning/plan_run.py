@@ -135,7 +135,7 @@ def make_plan(config: Config, graph: Graph, sizes: Sizes) -> Plan:
     for name in sizes.role_meshes:
         if name not in known:
             raise ValueError(
-                f"mesh.roles.{name}: no role or model of dag {config.dag!r} is called so "
+                f"mesh.roles.{name}: dag {config.dag!r} has no such role or model "
                 f"({hint(name, known)})"
             )
     step = [STEP] if any(STEP in node.reads.values() for node in graph.nodes) else []
@@ -334,7 +334,7 @@ def check_chip(wanted: str, machine: Machine) -> None:
     `wanted`: mesh.chip; "" fits all, as does a machine whose chip is unknown.
     """
     if wanted and wanted not in CHIPS:
-        raise ValueError(f"mesh.chip={wanted} is no known chip ({hint(wanted, CHIPS)})")
+        raise ValueError(f"mesh.chip={wanted} is not a known chip ({hint(wanted, CHIPS)})")
     if wanted and machine.chip and machine.chip != wanted:
         raise ValueError(
             f"mesh.chip={wanted}: the sizes of this config are for {wanted}, but the devices here "
@@ -494,7 +494,7 @@ def until_of(config: Config, plan: Plan) -> Until | None:
         return UNTIL[name]
     if ":" not in name:
         raise ValueError(
-            f"region: until is {name!r} ({hint(name, UNTIL)}); or give module:function"
+            f"region: unknown until={name!r} ({hint(name, UNTIL)}; or use module:function)"
         )
     return load_function(name, "region's until")
 

@@ -76,9 +76,9 @@ def open_loader(
     )
     if config.data.epochs and loader.num_steps < config.training.steps:
         raise ValueError(
-            f"data.epochs={config.data.epochs} give {loader.num_steps} steps of "
+            f"data.epochs={config.data.epochs} gives {loader.num_steps} steps of "
             f"{config.data.prompts_per_step} prompts, fewer than training.steps="
-            f"{config.training.steps}; lower that, or raise data.epochs (0 is no limit)"
+            f"{config.training.steps}; lower training.steps, or raise data.epochs (0: no limit)"
         )
     return loader
 

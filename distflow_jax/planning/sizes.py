@@ -291,8 +291,8 @@ def _check_lengths(config: Config, model: DecoderConfig) -> None:
     together = features_together(model)
     if together > rollout.prefill_tokens:
         raise ValueError(
-            f"rollout.prefill_tokens={rollout.prefill_tokens} cannot hold the {together} tokens of "
-            f"an image of {config.model.source}, which attend to each other: use at least "
+            f"rollout.prefill_tokens={rollout.prefill_tokens} cannot hold the {together} tokens "
+            f"of an image of {config.model.source}, which attend to each other: use at least "
             f"{together}"
         )
     longest_eval = data.max_prompt_length + config.eval.max_response_length

@@ -63,10 +63,11 @@ def _trajectory_rows(sizes: Sizes, config: Config, samplers: int) -> list[tuple]
     engine = sizes.engine
     if not engine.lanes:
         return []
-    pages = f"{waiting_pages(engine, sizes.sampler_ranks)} of a device's pages are for"
+    waiting = waiting_pages(engine, sizes.sampler_ranks)
+    pages = f"{waiting} pages on each device are reserved for"
     if config.rollout.cache_tokens:
-        pages = "what the slots leave of the cache is for"
-    text = f"under way at most; {pages} those that wait for their environment"
+        pages = "cache space that slots do not use is for"
+    text = f"maximum in progress; {pages} those that wait for their environment"
     return [("trajectories", engine.slots * samplers, text)]
 
 
@@ -95,8 +96,8 @@ def _samplers(sizes: Sizes, machine: Machine) -> tuple[int, int | str, str]:
     meaning = f"one host each, tensor {tensor}"
     if local % tensor:
         meaning += (
-            f", which does not fit a host of {local} devices like those here: give workers other "
-            "hosts, or a mesh.rollout_tensor of their own"
+            f", which does not fit a host with {local} devices like those here: use other hosts "
+            "for workers, or another mesh.rollout_tensor for them"
         )
     return 1, "workers", meaning
 
@@ -105,7 +106,7 @@ def _active(model: DecoderConfig) -> str:
     if not model.num_experts:
         return "of the model"
     return (
-        f"of the model; {num_active_params(model):,} for a token, by {model.experts_per_token} of "
+        f"of the model; {num_active_params(model):,} per token, in {model.experts_per_token} of "
         f"{model.num_experts} experts"
     )
 
@@ -132,7 +133,7 @@ def _slots(sizes: Sizes, config: Config, model: DecoderConfig, machine: Machine)
     chosen = ""
     if not config.rollout.num_slots:
         share = f"{config.rollout.cache_fraction:.0%} of {format_bytes(machine.memory)}"
-        chosen = f", as many as are of use and fit into {share}"
+        chosen = f", as many as are useful and fit into {share}"
     kept = "" if sizes.engine.cache_dtype == "auto" else f" of {sizes.engine.cache_dtype}"
     return (
         f"over all samplers; cache of a device {format_bytes(size)}{kept}: {pages} pages of "
@@ -166,7 +167,7 @@ def _tower_rows(sizes: Sizes) -> list[tuple]:
 def _pipeline_rows(sizes: Sizes) -> list[tuple]:
     if sizes.microbatches == 1:
         return []
-    bubble = f"each rank is idle {sizes.bubble_share:.0%} of its time"
+    bubble = f"each rank is idle for {sizes.bubble_share:.0%} of the time"
     repeats = sizes.forward.repeats
     rounds = f", {repeats} rounds" if repeats > 1 else ""
     text = f"x {sizes.microbatches} micro-batches{rounds}; {bubble}"

@@ -244,8 +244,8 @@ def _check_states(unit: Unit, before: Mapping[str, Any], after: Mapping[str, Any
             continue
         if key not in _changing(unit):
             raise ValueError(
-                f"node {node.id!r}: returns another state of model {key!r}, but only a node of "
-                "type MODEL_TRAIN may: return the state unchanged"
+                f"node {node.id!r}: returns a changed state of model {key!r}, but only a node of "
+                "type MODEL_TRAIN may do that: return the state unchanged"
             )
         if before[key] is not None and outline(before[key]) != outline(after[key]):
             raise ValueError(

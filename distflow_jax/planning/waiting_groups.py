@@ -80,11 +80,11 @@ class WaitingGroups:
             advice = f"lower stream.max_staleness, or use data.prompts_per_step={most} or less"
         weights = ""
         if self.buffers:
-            weights = f", and {format_bytes(self.buffers * self.buffer)} weights on their way"
+            weights = f", plus {format_bytes(self.buffers * self.buffer)} of weights in transit"
         raise ValueError(
             f"stream.max_staleness={self.max_staleness} with "
-            f"data.prompts_per_step={self.prompts_per_step} lets {self.groups} groups of "
-            f"{format_bytes(self.group)} wait on a host{weights}, which has "
+            f"data.prompts_per_step={self.prompts_per_step} keeps up to {self.groups} groups of "
+            f"{format_bytes(self.group)} on a host{weights}, which has "
             f"{format_bytes(self.host)}: {advice}"
         )
 
@@ -101,7 +101,7 @@ class WaitingGroups:
         rows.append(("sum", "", "", format_bytes(self.total)))
         return (
             f"{', '.join(self.nodes)} run ahead of the training, at most {self.max_staleness} "
-            f"steps\nmemory of a host for groups that wait and weights on their way, {has}\n\n"
+            f"steps\nmemory per host for waiting groups and weights in transit, {has}\n\n"
             f"{text_table([tuple(map(str, row)) for row in rows])}\n"
         )
 

@@ -277,10 +277,18 @@ def test_chips_of_gpu_types(gpu, chip):
         (tpu_vm, ["--zone=--x"], "--zone must be lower-case"),
         (tpu_vm, ["--project=a b"], "--project must be the name of a project, got 'a b'"),
         (tpu_vm, ["--accelerator_type=v5p"], "--accelerator_type=v5p: 'v5p' must be CHIP-NUMBER"),
-        (tpu_vm, ["--accelerator_type=v5p-12"], "2 cores of each chip); use v5p-8 or v5p-16"),
+        (tpu_vm, ["--accelerator_type=v5p-12"], "counts cores, 2 per chip); use v5p-8 or v5p-16"),
         (tpu_vm, ["--accelerator_type=v6e-12"], "use v6e-1 or v6e-4 or v6e-8 or v6e-16"),
-        (tpu_vm, ["--accelerator_type=tpu7x-8"], "--accelerator_type=tpu7x-8 is no TPU VM"),
-        (tpu_vm, ["--accelerator_type=h100-8"], "--accelerator_type=h100-8 is no TPU VM"),
+        (
+            tpu_vm,
+            ["--accelerator_type=tpu7x-8"],
+            "--accelerator_type=tpu7x-8 is not the type of a TPU VM",
+        ),
+        (
+            tpu_vm,
+            ["--accelerator_type=h100-8"],
+            "--accelerator_type=h100-8 is not the type of a TPU VM",
+        ),
     ],
 )
 def test_what_cannot_start_is_refused(launcher, flags, message):
@@ -323,7 +331,7 @@ def test_a_bucket_is_no_folder_of_hosts(launcher, flags):
 
 @pytest.mark.parametrize("launcher, flags", [(gke, TPU), (skypilot, SKY)])
 def test_a_workdir_that_hosts_do_not_share(launcher, flags):
-    with pytest.raises(ValueError, match="--workdir=runs/first is on no volume.*--volume=NAME:"):
+    with pytest.raises(ValueError, match="--workdir=runs/first is not on a volume.*--volume=NAME:"):
         launcher.main([*flags, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
     with pytest.raises(ValueError, match="--workdir is missing: give --volume=NAME:PATH and a"):
         launcher.main([*flags, "--dry_run", "--", "train", "--config=tiny"])
@@ -386,8 +394,8 @@ def test_a_run_that_would_end_at_its_start_is_not_submitted(tmp_path):
     flags = ["--nodes=2", "--gpus_per_node=8", "--time=04:00:00", f"--directory={ROOT}"]
     refused = run("slurm", *flags, "--", *TRAIN, "--config.mesh.tensor=3", path=tmp_path)
     assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr.startswith("error: the run would end at its start: mesh.tensor=3")
-    assert refused.stderr.endswith(" (--unchecked submits it all the same)\n")
+    assert refused.stderr.startswith("error: the run would fail at its start: mesh.tensor=3")
+    assert refused.stderr.endswith(" (to submit it anyway, use --unchecked)\n")
     done = run("slurm", *flags, "--", *TRAIN, path=tmp_path)
     assert done.returncode == 0 and done.stdout == "submitted\n", done.stderr
 
@@ -503,8 +511,11 @@ def test_a_file_of_the_hosts_ends_the_check_and_is_named(tmp_path, capsys):
     for there in ("--config.model.source=/on/the/cluster", "--config=/on/the/cluster"):
         assert slurm.main([*flags, *command, there]) == 0
         err = capsys.readouterr().err
-        assert err == "the run is not checked further: /on/the/cluster is not here\n"
-    with pytest.raises(ValueError, match="would end at its start: mesh.tensor=3"):
+        assert (
+            err
+            == "the run is not checked further: /on/the/cluster does not exist on this machine\n"
+        )
+    with pytest.raises(ValueError, match="would fail at its start: mesh.tensor=3"):
         slurm.main([*flags, *command, "--config.mesh.tensor=3"])
 
 

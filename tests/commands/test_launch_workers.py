@@ -133,7 +133,7 @@ def test_trainers_without_their_workers_are_named(tmp_path):
     program(tmp_path / "sbatch", SBATCH.format(log=str(tmp_path / "log"), failing=2))
     done = start(tmp_path, path=tmp_path)
     assert done.returncode == 1
-    assert "the workers were not submitted; `scancel 71` takes the trainers back" in done.stderr
+    assert "the workers were not submitted; `scancel 71` cancels the trainers" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_cannot_start_is_refused(launcher, flags, message):
 @pytest.mark.parametrize(
     "run, message",
     [
-        (RUN[:5], "cannot reach trainers at 127.0.0.1:0: give the run --config.stream.listen=0.0"),
+        (RUN[:5], "cannot reach trainers at 127.0.0.1:0: pass --config.stream.listen=0.0"),
         (
             [*RUN[:5], "--config.stream.listen", "localhost:5"],
             "cannot reach trainers at localhost:5",

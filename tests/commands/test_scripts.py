@@ -447,7 +447,7 @@ def test_a_plan_that_does_not_fit_ends_with_the_code_of_a_mistake(place):
     assert "memory of a device, which has 1.0 MiB" in stdout
     (line,) = [x for x in stderr.splitlines() if x.startswith("error: ")]
     assert line.startswith("error: a run would end before step 1: node 'actor_train' needs about ")
-    assert " of each device, which has 1.0 MiB: " in line
+    assert " on each device, which has 1.0 MiB: " in line
 
 
 # plans for pods need libtpu, which is not installed for tests: tests/pods has them

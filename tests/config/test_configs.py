@@ -229,7 +229,7 @@ def test_stages_share_the_layers():
     assert sizes.packing.rows[sizes.mesh.layout] % 12 == 0
     assert sizes.forward.microbatches == 12
     table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
-    idle = "x 12 micro-batches; each rank is idle 20% of its time"
+    idle = "x 12 micro-batches; each rank is idle for 20% of the time"
     assert table["pipeline"] == ("4 ranks", idle)
 
 
@@ -240,7 +240,7 @@ def test_stages_take_turns():
     sizes = derive_sizes(config, FOUR_LAYERS, EIGHT)
     assert sizes.forward.repeats == 2 and sizes.bubble_share == 1 / 5
     table = {row[0]: row[1:] for row in describe_sizes(sizes, config, FOUR_LAYERS, EIGHT)}
-    idle = "x 2 micro-batches, 2 rounds; each rank is idle 20% of its time"
+    idle = "x 2 micro-batches, 2 rounds; each rank is idle for 20% of the time"
     assert table["pipeline"] == ("2 ranks", idle)
 
 

@@ -166,7 +166,7 @@ def test_what_is_longer_than_the_training_is_stretched_or_refused():
         ("v5p", "'v5p' must be MACHINE,CONTEXT .* context of 2k, 8k, 32k, 64k"),
         ("v9-64,8k", "'v9-64' must be CHIP-NUMBER .* one of v4, v5e, v5p"),
         ("v5p-128,9k", "'v5p-128,9k' must be MACHINE,CONTEXT .* 2k, 8k, 32k, 64k"),
-        ("v5p-96,8k", "no slice is called v5p-96 .*; use .*v5p-64 or v5p-128"),
+        ("v5p-96,8k", "there is no slice v5p-96 .*; use .*v5p-64 or v5p-128"),
         ("v5p-64,8k", "'v5p-64,8k' has 32 devices, but .* over 64 of v5p: use v5p-128, or a mu"),
         ("v5e-256,32k", "no division for v5e at 32k; use one of .*v5e,8k"),
     ],

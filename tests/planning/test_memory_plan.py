@@ -217,9 +217,10 @@ def test_shortage_names_the_numbers_and_what_is_enough(compiled):
     fullest = compiled.memory().fullest
     text = compiled.with_devices_of(fullest.total - fullest.optimizer // 4)
     assert text.startswith(
-        f"node 'actor_train' needs about {format_bytes(fullest.total)} of each device, which has "
+        f"node 'actor_train' needs about {format_bytes(fullest.total)} on each device, which has "
     )
-    assert f"optimizer {format_bytes(fullest.optimizer)}" in text and "enough, each alone: " in text
+    assert f"optimizer {format_bytes(fullest.optimizer)}" in text
+    assert "each of these settings is enough: " in text
     for setting in (
         "training.remat='full'",
         "training.micro_batch_rows=8",
@@ -229,7 +230,7 @@ def test_shortage_names_the_numbers_and_what_is_enough(compiled):
     ):
         assert setting in text
     text = compiled.with_devices_of(1000)
-    assert "no single setting is enough, several may be: " in text
+    assert "no single setting is enough, but several together may be: " in text
     assert "rollout.num_slots=" in text
 
 
@@ -351,7 +352,7 @@ def test_live_bytes_are_of_the_fullest_device():
 def test_a_run_that_does_not_fit_ends_before_step_1(tmp_path):
     small = "model.source=random:llama?hidden=32&layers=1&heads=4&kv_heads=2&mlp=64&vocab=512"
     config = config_of(small, "algorithm.kl_coef=0.0", "training.device_memory_gib=0.0005")
-    with pytest.raises(ValueError, match="needs about .* of each device, which has 524.3 KiB"):
+    with pytest.raises(ValueError, match="needs about .* on each device, which has 524.3 KiB"):
         run.train_here(config, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
 

@@ -219,7 +219,7 @@ def other_state(state, fields, options):
         (grows, {}, r"node 'a': its state changes from float32\[1\] to float32\[2\]"),
         (other_shape, {"writes": ["out"]}, r"writes 'out' as float32\[2,8\], but a field"),
         (no_scalar, {}, r"metric 'a' has shape \(2, 8, 4\), but a metric is one number"),
-        (other_state, {"type": "MODEL_INFERENCE"}, "returns another state of model 'actor'"),
+        (other_state, {"type": "MODEL_INFERENCE"}, "returns a changed state of model 'actor'"),
     ],
 )
 def test_what_cannot_be_compiled_is_said_with_the_node(function, more, message):

@@ -160,7 +160,9 @@ def seconds_of(index, part=""):
 
 
 def row(name, measured, seconds, expected, bound):
-    inside = "yes" if seconds in expected else f"{seconds / expected.middle:.2f} of its middle"
+    inside = (
+        "yes" if seconds in expected else f"no: {seconds / expected.middle:.2f} times the middle"
+    )
     cells = name, measured, f"{seconds:.3g}", expected, f"{bound:.3g}", inside
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -159,7 +159,7 @@ def test_responses_are_not_longer_than_allowed(of_gpus):
 def test_what_does_not_fit_is_refused_with_its_numbers():
     pod, planned = planned_for("gpu:1x8", "training.device_memory_gib=0.01")
     problem = plan_on(pod, planned, compiled=False).problem
-    assert "needs about" in problem and "of each device, which has 10.2 MiB" in problem
+    assert "needs about" in problem and "on each device, which has 10.2 MiB" in problem
 
 
 def test_more_chips_with_the_same_work_of_each_send_no_more():

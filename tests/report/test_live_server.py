@@ -278,7 +278,7 @@ def report(*folders, out="", serve=None):
 def test_a_page_of_several_runs_needs_a_name(tmp_path, capsys):
     write(tmp_path / "one", [1])
     write(tmp_path / "two", [1])
-    with pytest.raises(ValueError, match="2 runs are given; name the page with --out=FILE.html"):
+    with pytest.raises(ValueError, match="a page of 2 runs needs a name: give --out=FILE.html"):
         report(tmp_path)
     out = tmp_path / "both.html"
     assert report(tmp_path, out=str(out)) == 0

@@ -43,7 +43,7 @@ def test_faulty_rows_are_named_and_counted(tmp_path, column, value, problem):
     message = str(error.value)
     assert "rows.jsonl, row 5: " in message
     assert problem in message and "\n" not in message
-    assert "3 of 16 rows looked at, and so are rows 10, 12" in message
+    assert "3 of 16 rows checked; also rows 10, 12" in message
 
 
 def test_rows_without_programs_of_their_own_are_fine(tmp_path):

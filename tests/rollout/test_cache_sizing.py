@@ -87,7 +87,7 @@ def test_the_plan_says_what_it_took():
     ]
     assert row[1] == sizes.engine.slots
     assert f"{num_pages(sizes.engine, 1)} pages of 64 tokens" in row[2]
-    assert "as many as are of use and fit into 30% of 1.0 GiB" in row[2]
+    assert "as many as are useful and fit into 30% of 1.0 GiB" in row[2]
     with pytest.raises(ValueError, match="memory of this gpu is unknown; set a number"):
         derive_sizes(config, model, Machine(1, 1, 1, "gpu"))
 
@@ -140,7 +140,7 @@ def test_trajectories_that_wait_are_planned():
     rows = {row[0]: row[1:] for row in describe_sizes(sizes, config, model, machine)}
     assert rows["decode slots"][0] == 8 and rows["trajectories"][0] == 32
     assert (
-        f"; {waiting_pages(sizes.engine, 1)} of a device's pages are for"
+        f"; {waiting_pages(sizes.engine, 1)} pages on each device are reserved for"
         in (rows["trajectories"][1])
     )
     fitting = config_of(**TURNS | {"num_slots": 0, "num_samples": 256})

@@ -85,13 +85,13 @@ SIZES = [
     ("rollout.num_slots=30", "=8; use 24 or 32"),
     ("training.micro_batch_rows=5", "data ranks (mesh.data x mesh.fsdp x mesh.expert)=8; use 8"),
     ("mesh.tensor=3", "mesh.tensor=3 does not divide the model's num_heads=4"),
-    ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: no role or model of dag"),
+    ("mesh.roles={'REFERENC':{'tensor':2}}", "mesh.roles.REFERENC: dag 'grpo' has no such role or"),
     ("mesh.roles={'REWARD':{'tensor':2}}", "mesh.roles.REWARD has no training mesh"),
-    ("mesh.roles={'ROLLOUT':{'devices':'4:8'}}", "mesh.devices, with those of other mesh.roles,"),
+    ("mesh.roles={'ROLLOUT':{'devices':'4:8'}}", "in mesh.devices and other mesh.roles)"),
     *_under(
         "mesh.devices=0:4",
         [
-            ("mesh.roles={'ROLLOUT':{'devices':'2:6'}}", "of other mesh.roles, '0:4' overlap"),
+            ("mesh.roles={'ROLLOUT':{'devices':'2:6'}}", "('0:4' in mesh.devices and other mesh"),
             (
                 "mesh.roles={'ROLLOUT':{'devices':'4:8','tensor':2}}",
                 "only devices, got tensor",
@@ -183,7 +183,7 @@ SIZES = [
             ),
             (
                 "stream.partial_batch_rows=4 ; rollout.num_samples=16",
-                "too few for the longest group",
+                "too small for the longest group",
             ),
             (
                 "stream.partial_batch_rows=16 ; algorithm.aggregation=fixed-budget ; "
@@ -295,7 +295,7 @@ GRAPH_CASES = [
     ("dag={dir}/sampler.yaml", "samples from model 'student', which no node trains"),
     ("dag={dir}/samples_critic.yaml", "samples from model 'critic', which is no policy; the"),
     ("dag=dapo ; rollout.num_samples=1", "the scores of rollout.num_samples=1 response cannot"),
-    ("dag={dir}/until.yaml", "region: until is 'informativ' (did you mean 'informative'"),
+    ("dag={dir}/until.yaml", "region: unknown until='informativ' (did you mean 'informative'"),
     ("dag={dir}/critic.yaml", "node 'reward': no stage for CRITIC COMPUTE"),
     ("dag={dir}/stage.yaml", "node 'rollout': no stage for ROLLOUT COMPUTE"),
     ("dag={dir}/fn.yaml", "configs.tiny has no 'get_confg'; did you mean 'get_config'?"),
@@ -355,7 +355,10 @@ DATA_CASES = [
     ("data.train={dir}/other_columns.jsonl", "{'question': 'qestion'} reads 'qestion' as"),
     ("data.train=", "no data set is named; give a file, hf:DATASET or task:NAME"),
     ("data.train=tasks:arithmetic", "unknown kind of data set 'tasks:arithmetic'; did you mean"),
-    ("data.train={dir}/good.jsonl ; data.epochs=1", "fewer than training.steps=3; lower that, or"),
+    (
+        "data.train={dir}/good.jsonl ; data.epochs=1",
+        "fewer than training.steps=3; lower training.steps, or",
+    ),
     ("data.max_prompt_length=20", "the prompt has 64 tokens, more than data.max_prompt_length 20"),
     ("data.max_prompt_length=20", "raise that, or set data.overlong to drop or truncate_left"),
     ("data.max_prompt_length=20 ; data.overlong=drop", "all 32 prompts have more tokens than"),

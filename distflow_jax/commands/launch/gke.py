@@ -44,7 +44,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--image", required=True, help="container image")
     add("--tpu", choices=sorted(TPUS), help="TPU generation")
     add("--topology", default="", help="chips of a slice, such as 4x4x4 or 16x16")
-    add("--slices", type=int, default=1, help="slices, each in a node pool of its own (default 1)")
+    add("--slices", type=int, default=1, help="slices, each in its own node pool (default 1)")
     add("--chips_per_host", type=int, default=0, help="8 for hosts of 8 chips (default 4)")
     add("--gpu", default="", help="GPU type, such as nvidia-h100-80gb")
     add("--nodes", type=int, default=1, help="GPU nodes (default 1)")

@@ -51,7 +51,7 @@ def add_flags(parser: hosts.LauncherParser) -> None:
         "--tls_secret",
         default="",
         metavar="NAME",
-        help="a Secret with tls.crt, tls.key and ca.crt, by which trainers and workers encrypt",
+        help="a Secret with tls.crt, tls.key and ca.crt, for TLS between trainers and workers",
     )
 
 

@@ -136,11 +136,14 @@ def check_run(
     if done.returncode:
         *_, last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         if absent := _absent(last):
-            print(f"the run is not checked further: {absent} is not here", file=sys.stderr)
+            print(
+                f"the run is not checked further: {absent} does not exist on this machine",
+                file=sys.stderr,
+            )
             return
         raise ValueError(
-            f"the run would end at its start: {last.removeprefix('error: ')} (--unchecked submits "
-            "it all the same)"
+            f"the run would fail at its start: {last.removeprefix('error: ')} (to submit it "
+            "anyway, use --unchecked)"
         )
 
 
@@ -165,7 +168,7 @@ def cluster_parser(doc: str, program: str, *, python: str) -> LauncherParser:
     result.add_argument(
         "--unchecked",
         action="store_true",
-        help="submit without the checks of the run, as where its config or model is not here",
+        help="submit without checking the run, for example if its config is not on this machine",
     )
     default = f"default {python}" if python else "default: this one"
     result.add_argument("--python", default=python, help=f"interpreter on the hosts ({default})")
@@ -224,7 +227,8 @@ def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
     for folder in map(pathlib.PurePosixPath, named):
         if not any(folder.is_relative_to(path) for path in mounts.values()):
             raise ValueError(
-                f"--workdir={folder} is on no volume: each host would write its own, and lose it; "
+                f"--workdir={folder} is not on a volume: each host would write its own folder "
+                "and lose it; "
                 f"{remedy}"
             )
 
@@ -270,8 +274,8 @@ def submitted(
         return subprocess.run(command, input=text, text=True, check=False, stdout=stdout)
     except FileNotFoundError:
         raise ValueError(
-            f"{command[0]} is not installed here; run this where it is, or print its input with "
-            "--dry_run"
+            f"{command[0]} is not installed here; run this on a machine that has it, or print "
+            "its input with --dry_run"
         ) from None
 
 

@@ -59,7 +59,7 @@ def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         "--stopped_seconds",
         type=float,
         default=10.0,
-        help="a process that a signal stops for longer ends the job (default 10)",
+        help="end the job if a process stays suspended (SIGSTOP) for longer (default 10)",
     )
     add_workers(parser)
     each = "CPU devices of each worker (default 1)"

@@ -214,7 +214,7 @@ def submit(trainers: str, workers: str) -> int:
     print(f"the trainers are job {number}", flush=True)
     code = hosts.submit(["sbatch", *worker_arguments(number)], workers)
     if code:
-        user_error(f"the workers were not submitted; `scancel {number}` takes the trainers back")
+        user_error(f"the workers were not submitted; `scancel {number}` cancels the trainers")
     return code
 
 

@@ -28,9 +28,9 @@ class _Print(argparse.Action):
 
 def add_flags(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the flags of templates; `name`: of the cluster's own."""
-    parser.add_argument("--template", default="", metavar="FILE", help="a template of your own")
+    parser.add_argument("--template", default="", metavar="FILE", help="your own template")
     parser.add_argument(
-        "--print_template", action=_Print, nargs=0, const=name, help="print the template, and end"
+        "--print_template", action=_Print, nargs=0, const=name, help="print the template and exit"
     )
 
 

@@ -59,7 +59,8 @@ def tpu(accelerator_type: str) -> NamedMachine:
         raise ValueError(f"--accelerator_type={accelerator_type}: {error}") from None
     if found.chip.name not in KINDS:
         raise ValueError(
-            f"--accelerator_type={accelerator_type} is no TPU VM, which have {', '.join(KINDS)}; "
+            f"--accelerator_type={accelerator_type} is not the type of a TPU VM, such as "
+            f"{', '.join(KINDS)}; "
             "distflow launch gke starts runs on other TPUs and on GPUs"
         )
     return found

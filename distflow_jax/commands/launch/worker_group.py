@@ -34,7 +34,7 @@ def worker_command(command: Sequence[str]) -> list[str]:
 
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that says how large the second group is."""
-    what = "workers that sample, of a run with stream.workers (default 0)"
+    what = "number of workers of a run with stream.workers (default 0)"
     parser.add_argument("--workers", type=int, default=0, help=what)
 
 
@@ -63,8 +63,8 @@ def group_command(options: argparse.Namespace) -> list[str]:
     listen = _value(command, LISTEN)
     if listen.rpartition(":")[0] in _LOOPBACK:
         raise ValueError(
-            f"workers on other hosts cannot reach trainers at {listen or '127.0.0.1:0'}: give the "
-            f"run --{LISTEN}=0.0.0.0:0, or an address of their network"
+            f"workers on other hosts cannot reach trainers at {listen or '127.0.0.1:0'}: pass "
+            f"--{LISTEN}=0.0.0.0:0 to the run, or an address in their network"
         )
     if _value(command, "config.stream.workers").lower() not in ("true", "1"):
         raise ValueError("--workers needs a run with --config.stream.workers=True")

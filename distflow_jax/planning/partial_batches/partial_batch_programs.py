@@ -144,8 +144,8 @@ def check_stateless(unit: Unit, kept: Collection[str]) -> None:
     for task in unit.tasks:
         if task.state_key in kept and task.node.type != "MODEL_TRAIN":
             raise ValueError(
-                f"node {task.node.id!r} keeps a state, and in partial batches it runs once for "
-                "each partial batch, not once in a step: give it scope batch"
+                f"node {task.node.id!r} keeps a state, but would run once per partial batch "
+                "instead of once per step: give it scope batch"
             )
 
 
@@ -183,6 +183,6 @@ def check_deferred(
         sizes = [math.prod(x.shape) for x in jax.tree.leaves(spec)]
         raise ValueError(
             f"node {edge.source!r}: writes {edge.field!r} as arrays of {sizes} numbers, and node "
-            f"{edge.target!r} waits for those of the whole batch, which have one number per token "
-            "or per sequence; use stream.partial_batches='off'"
+            f"{edge.target!r} waits for the whole batch, which requires one number per token or "
+            "per sequence; use stream.partial_batches='off'"
         )

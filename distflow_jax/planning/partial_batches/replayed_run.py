@@ -48,19 +48,19 @@ def check_replay(recording: Recording, ours: Mapping[str, Any]) -> None:
         _check_settings(which, theirs["settings"], ours["settings"])
         if theirs["devices"] != ours["devices"]:
             raise ValueError(
-                f"{which} on {theirs['devices']} devices, and this job has {ours['devices']}: use "
-                "as many"
+                f"{which} on {theirs['devices']} devices, but this job has {ours['devices']}: "
+                f"use {theirs['devices']}"
             )
         for model, digest in ours["weights"].items():
             if theirs["weights"].get(model) != digest:
                 raise ValueError(
-                    f"{which} in a run that started from other weights of model {model!r}: restore "
-                    "them"
+                    f"{which} in a run that started from different weights of model {model!r}: "
+                    "restore those weights"
                 )
         if theirs["plan"] != ours["plan"]:
             raise ValueError(
-                f"{which} with another graph under the name {ours['settings']['dag']}: restore its "
-                "file, or the version of the package that recorded it"
+                f"{which} with a different graph named {ours['settings']['dag']}: restore its "
+                "file, or use the package version that recorded it"
             )
 
 
@@ -74,7 +74,8 @@ def _check_settings(which: str, theirs: Mapping[str, str], ours: Mapping[str, st
     now = json.loads(ours[key]) if key in ours else "nothing"
     more = f" (also {', '.join(others[:_MOST_NAMED])})" if others else ""
     raise ValueError(
-        f"{which} with {key}={json.loads(theirs[key])!r}, and this run has {now!r}: give the same"
+        f"{which} with {key}={json.loads(theirs[key])!r}, but this run has {now!r}: use the same "
+        "value"
         f"{more}"
     )
 
