@@ -91,7 +91,7 @@ def train(
             log_lines.only_errors()
         code = train_here(config, workdir, watchdog, stop, commands, chosen=chosen, replay=replay)
         processes.barrier("end of the run")
-        watchdog.close(code)
+        watchdog.close()
     return code
 
 

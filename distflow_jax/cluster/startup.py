@@ -25,10 +25,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 
-from distflow_jax.cluster.handshakes import LOOK_SECONDS, Arrival, Handshakes, arrived
+from distflow_jax.cluster import handshakes
 from distflow_jax.cluster.job import Job
 from distflow_jax.parsing.addresses import Address
 from distflow_jax.parsing.token_proof import MAC_BYTES, derive_key, is_signed, sign
@@ -38,15 +38,12 @@ _NONCE_BYTES, _TEXT_BYTES, _PLACE_BYTES, _LINE_CHARS = 16, 400, 80, 800
 _APPLICATION = struct.Struct(f">II{_PLACE_BYTES}s{_NONCE_BYTES}s")  # index, P, place, nonce
 _REPLY = struct.Struct(f">?{_TEXT_BYTES}s")  # admitted, text
 JOIN_SECONDS = 300.0  # for all processes of a job to be there
-TRY_SECONDS = 0.25  # between two attempts to connect
 ANSWER_SECONDS = 10.0  # for the registrar's bytes to come
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # without a beat, after which a process is named
 LOST_SECONDS = 60.0  # without a beat, after which the job ends: no call holds Python for so long
 SAY_SECONDS = 10.0  # between two lines about the same
 NAMED = 8  # missing processes that a line lists, and strangers that the log names
-
-_Trouble = tuple[str, str, bool]  # subject, a line about it, whether it ends the job
 
 log = logging.getLogger("distflow_jax")
 
@@ -64,7 +61,7 @@ class _Member:
 
     def read(self, now: float) -> list[str]:
         """The lines that have arrived."""
-        while data := arrived(self.connection, 4096):
+        while data := handshakes.arrived(self.connection, 4096):
             self._rest += data
             self.heard, self.confirmed = now, True
         self.ended |= data == b""
@@ -76,17 +73,6 @@ class _Member:
         with contextlib.suppress(OSError):
             self.connection.send(line[:_LINE_CHARS].encode() + b"\n")
 
-    def trouble(self, now: float) -> Iterator[_Trouble]:
-        """Reasons to warn of the process, or to end the job."""
-        silent = now - self.heard
-        line = f"{self.name} has given no sign of life for {silent:.0f} s"
-        if self.ended:
-            yield self.name, f"{self.name} ended while the job was starting", True
-        elif silent > LOST_SECONDS:
-            yield self.name, line, True
-        elif silent > SILENT_SECONDS:
-            yield self.name, f"{line}: it is stopped, or its host is overloaded", False
-
 
 class StartMonitor:
     """Watches a job's start in a thread of its own: by itself it sees process 0 alone.
@@ -94,19 +80,23 @@ class StartMonitor:
     `connection` is from `register`; `leave` gets the reason if the job ends while it starts.
     """
 
+    _relays = False  # whether the others see each other through this process alone
+
     def __init__(self, job: Job, leave: Callable[[str], None], connection: socket.socket | None):
         self.members: dict[int, _Member] = {}  # the other processes that this one sees
         if connection is not None:
             self.members[0] = _Member(f"process 0 at {job.coordinator}", connection)
-        self.done = False  # all have met, or the job ends
+        self.done = self._has_met = False  # all have met, or the job ends; this process has
         self._leave, self._closed, self._next_beat = leave, False, 0.0
-        self._said: dict[str, float] = {}  # subject -> time of the last line about it
+        self._said: dict[int | None, float] = {}  # times of the last lines, see _say
         self._thread = threading.Thread(target=self._run, name="start of the job", daemon=True)
         self._thread.start()
 
     def met(self) -> None:
         """This process has met the others, and needs no watch any more; the others may."""
-        self._send("met")
+        self._has_met = True
+        if not self._relays:  # the others hear of process 0's once all have met
+            self._send("met")
 
     def stopped(self) -> None:
         """SIGTERM ends this process, and with it the others."""
@@ -122,7 +112,7 @@ class StartMonitor:
 
     def _run(self) -> None:
         while not (self._closed or self.done or self.members[0].met):
-            wait([self.members[0].connection], LOOK_SECONDS)
+            wait([self.members[0].connection], handshakes.LOOK_SECONDS)
             self._look()
 
     def _look(self) -> None:
@@ -135,20 +125,16 @@ class StartMonitor:
                 member.connection.close()
                 if not member.confirmed:
                     del self.members[index]
-        for subject, line, ends in self._troubles(now):
-            if ends:
-                self._end(line)
-            elif not self.done and now - self._said.get(subject, -SAY_SECONDS) >= SAY_SECONDS:
-                self._said[subject] = now
-                self._say(line)
+                elif not member.met:
+                    self._end(f"{member.name} ended while the job was starting")
+            elif not member.met and (silent := now - member.heard) > SILENT_SECONDS:
+                line = f"{member.name} has given no sign of life for {silent:.0f} s"
+                if silent > LOST_SECONDS:
+                    self._end(line)
+                self._say(index, f"{line}: it is stopped, or its host is overloaded")
         if not self.done and now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self._send("")
-
-    def _troubles(self, now: float) -> Iterator[_Trouble]:
-        for member in self.members.values():
-            if not member.met:
-                yield from member.trouble(now)
 
     def _obey(self, member: _Member, line: str) -> None:
         kind, _, text = line.partition(" ")
@@ -161,12 +147,20 @@ class StartMonitor:
             self.stopped()
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _say(self, line: str) -> None:
-        log.warning(line)
+    def _say(self, subject: int | None, line: str) -> None:
+        """Warns of a process, or (None) of missing ones, not too often."""
+        now = time.monotonic()
+        if not self.done and now - self._said.get(subject, -SAY_SECONDS) >= SAY_SECONDS:
+            self._said[subject] = now
+            log.warning(line)
+            if self._relays:
+                self._send(f"say {line}")
 
     def _end(self, line: str) -> None:
         if not self.done:
             self.done = True
+            if self._relays:
+                self._send(f"end {line}")
             self._leave(line)
 
     def _send(self, line: str) -> None:
@@ -177,37 +171,29 @@ class StartMonitor:
 class Registrar(StartMonitor):
     """Process 0's side: registers the others, watches them, and tells each of them of the rest.
 
-    Args:
-      job: of which this process is number 0.
-      leave: is called with the reason when the job ends while it starts.
-      listener: from `open_listener`.
-      service: HOST:PORT of JAX's coordination service, which every admitted process gets.
+    `listener` is from `open_listener`; every admitted process gets `service`, HOST:PORT of JAX's
+    coordination service.
     """
+
+    _relays = True
 
     def __init__(
         self, job: Job, leave: Callable[[str], None], listener: socket.socket, service: str
     ):
         self._count, self._key = job.num_processes, derive_key("job", job.token)
         self._service, self._strangers = service, 0
-        self._began, self._own_met = time.monotonic(), False
-        self._handshakes = Handshakes(
-            listener,
-            _APPLICATION.size + MAC_BYTES,
-            lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES),
+        self._began = time.monotonic()
+        size = _APPLICATION.size + MAC_BYTES
+        self._handshakes = handshakes.Handshakes(
+            listener, size, lambda: _MAGIC + secrets.token_bytes(_NONCE_BYTES)
         )
         super().__init__(job, leave, None)
-
-    def met(self) -> None:
-        """Process 0 has met the others; they hear of it once all have."""
-        self._own_met = True
 
     def _run(self) -> None:
         try:
             while not self._closed:
-                watched = () if self.done else self.members.values()
-                arrivals = self._handshakes.read(
-                    members=[member.connection for member in watched if not member.ended]
-                )
+                watched = [m for m in self.members.values() if not (m.ended or self.done)]
+                arrivals = self._handshakes.read(members=[m.connection for m in watched])
                 if arrivals or not self.done:
                     self._look()  # first: a process that has ended makes room for another one
                 for arrival in arrivals:
@@ -220,54 +206,41 @@ class Registrar(StartMonitor):
 
     def _look(self) -> None:
         super()._look()
-        if self._own_met and not self.done and len(self.members) == self._count - 1:
-            self.done = all(member.met for member in self.members.values())
-            if self.done:
-                self._send("met")
-
-    def _troubles(self, now: float) -> Iterator[_Trouble]:
-        yield from super()._troubles(now)
         missing = [i for i in range(1, self._count) if i not in self.members]
         more = f" and {len(missing) - NAMED} more" * (len(missing) > NAMED)
         names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing[:NAMED]))}{more}"
-        waited = now - self._began
+        waited = time.monotonic() - self._began
         if missing and waited > JOIN_SECONDS:
-            yield "", f"{names} of {self._count} did not come within {waited:.0f} s", True
+            self._end(f"{names} of {self._count} did not come within {waited:.0f} s")
         elif missing and waited > SAY_SECONDS:
             line = f"waiting for {names} of {self._count}, for {waited:.0f} s so far"
-            yield "", f"{line}: start what is missing, or see its log", False
+            self._say(None, f"{line}: start what is missing, or see its log")
+        elif not missing and self._has_met and all(m.met for m in self.members.values()):
+            if not self.done:
+                self._send("met")
+            self.done = True
 
-    def _say(self, line: str) -> None:
-        super()._say(line)
-        self._send(f"say {line}")
-
-    def _end(self, line: str) -> None:
-        if not self.done:
-            self._send(f"end {line}")
-        super()._end(line)
-
-    def _answer(self, arrival: Arrival) -> None:
+    def _answer(self, arrival: handshakes.Arrival) -> None:
         application, mac = arrival.greeting[:-MAC_BYTES], arrival.greeting[-MAC_BYTES:]
         index, count, place, _ = _APPLICATION.unpack(application)
         where = place.rstrip(b"\0").decode(errors="replace")
-        name, admitted, answer = f"process {index} ({where})", False, ""
+        name, refusal = f"process {index} ({where})", self._refusal(index, count)
         if not is_signed(self._key, mac, arrival.opening, application):
+            refusal = "its token is another one"
             self._strangers += 1
             if self._strangers <= NAMED:
                 log.warning("a process with another token is refused: %s", arrival.peer)
-        elif answer := self._refusal(index, count):
-            log.warning("%s is refused: %s", name, answer)
-        else:
-            admitted, answer = True, self._service
-        reply = _REPLY.pack(admitted, answer.encode()[:_TEXT_BYTES])
+        elif refusal:
+            log.warning("%s is refused: %s", name, refusal)
+        reply = _REPLY.pack(not refusal, (refusal or self._service).encode()[:_TEXT_BYTES])
         # signed with this job's token always: who has another one finds that the tokens differ
         with contextlib.suppress(OSError):  # the process has ended
             mac = sign(self._key, arrival.opening, application, reply)
             arrival.connection.send(reply + mac)
-        if admitted:
-            self.members[index] = _Member(name, arrival.connection, where)
-        else:
+        if refusal:
             arrival.connection.close()
+        else:
+            self.members[index] = _Member(name, arrival.connection, where)
 
     def _refusal(self, index: int, count: int) -> str:
         """The reason against a process; "": there is none."""
@@ -285,29 +258,26 @@ def register(job: Job, seconds: float = JOIN_SECONDS) -> tuple[str, socket.socke
     process runs. Raises ValueError for a process that is refused, and ConnectionError if process 0
     is not there in time.
     """
-    first = f"process 0 at {job.coordinator}"
+    own, first = f"process {job.process_id}", f"process 0 at {job.coordinator}"
     began = said = time.monotonic()
     while True:
         try:
-            return _register_once(job, Address.parse(job.coordinator))
+            return _register_once(job, own, first)
         except OSError as error:  # process 0, or the name of its host, is not there yet
             now = time.monotonic()
             if now - began >= seconds:
-                raise ConnectionError(
-                    f"process {job.process_id} cannot reach {first} ({error}); see the log of "
-                    "process 0"
-                ) from error
+                text = f"{own} cannot reach {first} ({error}); see the log of process 0"
+                raise ConnectionError(text) from error
             if now - said >= SAY_SECONDS:
                 said = now
-                line = f"process {job.process_id} waits for {first}, for {now - began:.0f} s so far"
+                line = f"{own} waits for {first}, for {now - began:.0f} s so far"
                 log.warning("%s (%s): start process 0, or see its log", line, error)
-        time.sleep(TRY_SECONDS)
+        time.sleep(handshakes.TRY_SECONDS)
 
 
-def _register_once(job: Job, address: Address) -> tuple[str, socket.socket]:
-    with contextlib.ExitStack() as on_failure:
-        connection = socket.create_connection(address, timeout=ANSWER_SECONDS)
-        on_failure.callback(connection.close)
+def _register_once(job: Job, own: str, first: str) -> tuple[str, socket.socket]:
+    address = Address.parse(job.coordinator)
+    with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
         opening = _receive(connection, len(_MAGIC) + _NONCE_BYTES)
         if not opening.startswith(_MAGIC):
             raise ConnectionError("another service has this port")
@@ -315,22 +285,20 @@ def _register_once(job: Job, address: Address) -> tuple[str, socket.socket]:
         application = _APPLICATION.pack(job.process_id, job.num_processes, place, nonce)
         key = derive_key("job", job.token)
         connection.sendall(application + sign(key, opening, application))
-        reply = _receive(connection, _REPLY.size)
-        if not is_signed(key, _receive(connection, MAC_BYTES), opening, application, reply):
+        reply, mac = _receive(connection, _REPLY.size), _receive(connection, MAC_BYTES)
+        if not is_signed(key, mac, opening, application, reply):
             raise ValueError(
-                f"process {job.process_id} and process 0 at {address} have different tokens: "
-                "another job has this address, or DISTFLOW_JOB_TOKEN differs; set both alike on "
-                "all processes"
+                f"{own} and {first} have different tokens: another job has this address, or "
+                "DISTFLOW_JOB_TOKEN differs; set both alike on all processes"
             )
         admitted, answer = _REPLY.unpack(reply)
         text = answer.rstrip(b"\0").decode()
         if not admitted:
             raise ValueError(
-                f"process {job.process_id} cannot join the job at {address}: {text}; start each "
-                "process once, with a number of its own"
+                f"{own} cannot join the job at {address}: {text}; start each process once, with a "
+                "number of its own"
             )
-        on_failure.pop_all()
-        return text, connection
+        return text, socket.socket(fileno=connection.detach())
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

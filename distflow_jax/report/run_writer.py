@@ -27,7 +27,6 @@ from distflow_jax.report.json_lines import (
     write_atomic,
 )
 from distflow_jax.report.page import report
-from distflow_jax.report.trackers.follower import note_start
 from distflow_jax.report.trackers.sender import Trackers
 
 PULSE_SECONDS = 30.0  # between two events of steps
@@ -65,7 +64,6 @@ class RunWriter:
         if not enabled:
             return
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-        note_start(self.folder, self._last_step)
         self._metrics_path = self.folder / "metrics.jsonl"
         truncate_metrics(self._metrics_path, self._last_step)
         self._stragglers_path = self.folder / "stragglers.jsonl"

@@ -67,12 +67,14 @@ class Watchdog:
         watchdog.progress(step, "rollout")
 
     Leaving the block calls `close`, or `failed` after an exception. With config.enabled=False no
-    process is started, `address` is "", and all methods do nothing.
+    process is started, and all methods do nothing.
+
+    `address` is host:port on which this watchdog receives datagrams; "" without a watchdog.
     """
 
     def __init__(self, config: HealthConfig, count: int):
         self._count = count
-        self._address = ""
+        self.address = ""
         self._child: subprocess.Popen | None = None
         self._at = (0, 0, "start")  # phases begun or ended, step, phase
         self._lock = threading.Lock()
@@ -105,9 +107,7 @@ class Watchdog:
             "host": host,
             "port": 0,
             "generation": 0,
-            "heartbeat_seconds": config.heartbeat_seconds,
-            "dead_seconds": config.dead_seconds,
-            "stuck_seconds": config.stuck_seconds,
+            "limits": (config.heartbeat_seconds, config.dead_seconds, config.stuck_seconds),
             "stacks_fd": self._stacks_fd,
             "main_thread": threading.main_thread().ident,
         }
@@ -127,7 +127,7 @@ class Watchdog:
             # a launcher kills the controller's process group, terminals interrupt it
             start_new_session=True,
         )
-        self._address = self._read_address()
+        self.address = self._read_address()
         # a watchdog that does not read must not stop the training
         os.set_blocking(self._child.stdin.fileno(), False)
 
@@ -136,7 +136,7 @@ class Watchdog:
         with self._lock:
             self._child.stdin.close()
             self._child.wait()
-            self._settings["port"] = int(self._address.rpartition(":")[2])
+            self._settings["port"] = int(self.address.rpartition(":")[2])
             self._settings["generation"] += 1
             self._unsent = b""
             try:
@@ -148,7 +148,7 @@ class Watchdog:
             self._lost = False
         log.warning("the watchdog of this process had ended; another one is started")
         if self._peers is not None:
-            self._send("connect", self._peers[0], self._peers[1])
+            self._send("connect", *self._peers)
 
     def _read_address(self) -> str:
         with self._child.stdout as answers:
@@ -163,11 +163,6 @@ class Watchdog:
             self._release()
             raise OSError(f"no watchdog on {self._settings['host']!r}: {answer['error']}")
         return answer["address"]
-
-    @property
-    def address(self) -> str:
-        """host:port on which this watchdog receives datagrams; "" without a watchdog."""
-        return self._address
 
     def connect(self, addresses: Sequence[str], token: str) -> None:
         """Connects to the watchdogs of all processes.
@@ -221,12 +216,12 @@ class Watchdog:
         if self._count > 1 and self._child is not None:
             time.sleep(NEWS_SECONDS)
 
-    def close(self, code: int = 0) -> None:
-        """Ends the watch before an orderly exit with `code`.
+    def close(self) -> None:
+        """Ends the watch before an orderly exit.
 
         Does nothing after `failed`, so that cleanup code may always call it.
         """
-        self._send("done", code, last=True)
+        self._send("done", last=True)
 
     def __enter__(self) -> "Watchdog":
         return self

@@ -5,7 +5,7 @@ Watchdog (watchdog/controller.py) starts it with `main(settings as JSON)`. File 
   0  lines from the controller, each a JSON list:
        ["at", sequence, step, phase]   a beat, or progress; none means that it does not respond
        ["connect", token, addresses]   the watchdogs of all processes, by index
-       ["done", code]                  an orderly end
+       ["done"]                        an orderly end
        ["failed", message]             an exception ends the process
      End of file means that the controller is gone (a pidfd reports that too, since a forked child
      may hold the pipe).
@@ -81,9 +81,7 @@ class Settings(NamedTuple):
     host: str
     port: int  # 0: any
     generation: int  # number of watchdogs that this process had before
-    heartbeat_seconds: float
-    dead_seconds: float
-    stuck_seconds: float
+    limits: list[float]  # as in GossipDeadlines
     stacks_fd: int
     main_thread: int  # threading's ident
 
@@ -113,9 +111,7 @@ class Watch:
 
     def __init__(self, settings: Settings, peers: socket.socket):
         self.settings, self.index = settings, settings.index
-        self.limits = GossipDeadlines(
-            settings.heartbeat_seconds, settings.dead_seconds, settings.stuck_seconds
-        )
+        self.limits = GossipDeadlines(*settings.limits)  # a list in JSON
         self.controller = Target(settings.pid)
         self.socket = peers
         self.socket.setblocking(False)

@@ -29,15 +29,7 @@ from distflow_jax.config.upkeep_config import ObserveConfig
 from distflow_jax.report.json_lines import json_line
 from distflow_jax.report.run_writer import RunWriter, read_metrics
 from distflow_jax.report.trackers import sender
-from distflow_jax.report.trackers.follower import (
-    Cursor,
-    Follower,
-    State,
-    note_start,
-    read_state,
-    state_path,
-    write_state,
-)
+from distflow_jax.report.trackers.sender import Follower, state_path
 from distflow_jax.report.trackers.tracker import BUILT_IN, check_trackers
 
 OWN = """
@@ -140,6 +132,11 @@ def Trackers(specs, folder, *, seconds=HANG, **how):
     return sender.Trackers(specs, folder, seconds=seconds, **how)
 
 
+def follower(spec, folder):
+    (folder / "trackers").mkdir(parents=True, exist_ok=True)
+    return Follower(spec, folder)
+
+
 def record(folder, *steps, attempt=0, failed=False, **how):
     """Writes steps as a run does; `how`: of its writer."""
     writer = RunWriter(folder, **how)
@@ -197,7 +194,7 @@ def family(pid):
 
 
 def stored(folder):
-    """The last step of which every tracker is sure, as far as any has said so."""
+    """The last step that every tracker has taken, as far as any has said so."""
     states = [json.loads(path.read_text()) for path in (folder / "trackers").glob("*.json")]
     return min((state["step"] for state in states), default=-1)
 
@@ -360,7 +357,7 @@ def await_line(folder):
 @pytest.mark.parametrize("last", ["", "end"])
 def test_the_process_of_a_tracker_outlives_its_run_only_for_a_while(tmp_path, own, name, last):
     seconds = 0.5 if name == "Hangs" else HANG
-    options = ["--run", "token", str(seconds)]
+    options = ["--run", str(seconds)]
     folder = finished(tmp_path / "run")
     process = feeder(folder, own(name), *options, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     await_line(folder)
@@ -446,8 +443,7 @@ def test_words_reach_a_process_that_was_stopped(tmp_path, own):
 def test_a_state_that_cannot_be_read_begins_a_new_run_of_the_tracker(tmp_path, own, caplog):
     record(tmp_path, 1)
     for spec in ("tensorboard", own("Lines")):
-        path = state_path(tmp_path, spec)
-        write_state(path, State("lines-1", Cursor(3)), 0)
+        follower(spec, tmp_path)
         state_path(tmp_path, spec).write_text("")  # after a power failure
     trackers = Trackers(["tensorboard", own("Lines")], tmp_path)
     record(tmp_path, 2, resume_step=1, trackers=trackers)
@@ -521,30 +517,43 @@ def evaluated(folder):
     return {row["step"] for row in found if any(name.startswith("val-") for name in row)}
 
 
-def test_a_state_forgets_what_the_run_has_dropped_since_it_was_written(tmp_path):
-    path = state_path(tmp_path, "wandb")
-    note_start(tmp_path, 9)
-    assert not path.parent.exists()  # no tracker has anything
-    write_state(path, State("id", Cursor(8, late=5)), 0)
-    assert read_state(path).cursor == (8, 5)
-    note_start(tmp_path, 6)
-    note_start(tmp_path, 7)
-    assert read_state(path) == State("id", Cursor(6, 5), 6)
-    write_state(path, State("id", Cursor(7, late=3)), 2)
-    assert read_state(path).cursor == (7, 3)
-    note_start(tmp_path, 4)
-    assert read_state(path).cursor == (4, 3)
-    write_state(path, State("id", Cursor(7, late=6)), 2)  # by the process of the start before
-    assert read_state(path).cursor == (4, 4)
-    note_start(tmp_path, -1)
-    assert read_state(path) == State()
-    write_state(path, State("new", Cursor(1)), 4)
-    assert read_state(path) == State("new", Cursor(1), 1)
+def test_a_row_that_was_written_again_is_another_one(tmp_path, own):
+    """A tracker has the rows that are equal to those it was given, up to the first other one."""
+    writer = RunWriter(tmp_path)
+    for step in range(1, 9):
+        writer.metrics(step, {"loss": step / 7})
+        if step == 5:
+            writer.late_metrics(3, {"val-core/mean": 0.5})
+    follower(own("Lines"), tmp_path).close(failed=True)
+    writer = RunWriter(tmp_path, resume_step=4)
+    assert follower(own("Lines"), tmp_path).state["step"] == 4
+    writer.metrics(5, {"loss": 0.0})
+    for step in range(6, 9):  # as before, and not what comes after the new step 5
+        writer.metrics(step, {"loss": step / 7})
+    follower(own("Lines"), tmp_path).close(failed=False)
+    given = [line[1] for line in lines_of(tmp_path)]
+    assert given == [1, 2, 3, 4, 5, 3, 6, 7, 8, 5, 6, 7, 8]
+    RunWriter(tmp_path)
+    state = follower(own("Lines"), tmp_path).state
+    assert state["step"] == -1 and state["run_id"] is None
+
+
+def test_a_run_that_began_anew_with_equal_scores_is_a_new_run(tmp_path, own):
+    """The untrained weights have the same scores in every start."""
+    for loss in (1.0, 2.0):
+        writer = RunWriter(tmp_path)
+        writer.metrics(0, {"val-core/mean": 0.5})
+        writer.metrics(1, {"loss": loss})
+        follower(own("Lines"), tmp_path).close(failed=False)
+    assert len(list(tmp_path.glob("lines-*.txt"))) == 2
+    assert [step for step, _ in taken(tmp_path)] == [0, 1]
 
 
 def test_a_tracker_that_does_not_start_has_the_steps_of_before(tmp_path, own, caplog):
+    record(tmp_path, 1, 2, trackers=Trackers([own("Lines")], tmp_path))
     spec = own("HangsAtFirst")
-    write_state(state_path(tmp_path, spec), State("id", Cursor(2)), 0)
+    for path in state_path(tmp_path, own("Lines")).parent.glob("*Lines.*"):
+        path.rename(state_path(tmp_path, spec).with_suffix(path.suffix))
     trackers = Trackers([spec], tmp_path, seconds=2)
     record(tmp_path, 3, resume_step=2, trackers=trackers)
     assert "it has the steps to 2 of 3." in caplog.messages[-1]
@@ -563,7 +572,7 @@ def test_modules_of_the_working_directory_are_not_those_of_a_tracker(
 def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own, name):
     folder = tmp_path / "run"
     writer = RunWriter(folder)
-    feed = Follower(own(name), folder)
+    feed = follower(own(name), folder)
     for step in range(1, 7):
         writer.samples(step, [json_line({"prompt": "2+2"})])
         writer.metrics(step, metrics(step))
@@ -574,7 +583,7 @@ def test_a_row_is_given_again_until_it_is_clear_that_it_is_refused(tmp_path, own
     assert tables == [1, 2, 3, 4, 5, 6]  # once, however often their row is given
     refused = name == "RefusesStep3"
     assert [step for step, _ in taken(folder)] == [1, 2, *([] if refused else [3]), 4, 5, 6]
-    assert ("the row of step 3 was refused and left out" in feed.state.problems) == refused
+    assert ("the row of step 3 was refused and left out" in feed.state["problems"]) == refused
 
 
 def scalars(folder):

@@ -1,10 +1,10 @@
 """The trackers of a run, beside it: a process for each feeds it from the run's folder.
 
-A process starts when the run has written its config, and gets a word at its end; the run never
-waits between, and reads in the tracker's state how far it is. It has low priority and no
-accelerator; what its package prints goes to FOLDER/trackers/NAME.log. It outlives a run that is
-killed, to store what the run has written, and ends then within some seconds, whatever the package
-does.
+metrics.jsonl is the queue. A process gives the rows that trackers/NAME.rows does not name yet, and
+writes to trackers/NAME.json how far it is, which the run reads; the run sends one word, at its end.
+The process holds the lock trackers/NAME.lock; what its package prints goes to trackers/NAME.log. It
+outlives a run that is killed, to store what the run has written, and ends then within some seconds,
+whatever the package does.
 
 By hand, it gives a tracker what it does not have yet of a run that has ended:
 
@@ -12,28 +12,42 @@ By hand, it gives a tracker what it does not have yet of a run that has ended:
 """
 
 import argparse
+import concurrent.futures
 import contextlib
-import io
+import fcntl
+import hashlib
+import itertools
 import json
 import logging
 import os
 import pathlib
-import secrets
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import IO, Any, NamedTuple
 
 from distflow_jax.parsing.bounded_child import module_path
-from distflow_jax.report.trackers.follower import Follower, lock, state_path
-from distflow_jax.report.trackers.tracker import check_trackers
+from distflow_jax.report.json_lines import append, complete_lines, metrics_row, write_atomic
+from distflow_jax.report.trackers.tracker import (
+    MOST_RECORDS,
+    TrackedRun,
+    check_trackers,
+    open_tracker,
+)
 
 LATE_SECONDS = 60.0  # without a step before a warning
 HASTY_SECONDS = 5.0  # that a run waits at most which ends before its end
 _ORPHAN_SECONDS = 60.0  # that a process has at least after the run is gone
+_POLL_SECONDS = 0.5  # between two looks at metrics.jsonl
+_RETRY_SECONDS = 10.0  # before what failed is tried again
+_TRIES = 3  # of a row, before it may be left out
+_MOST_PROBLEMS = 8  # that a run is told of
+_TABLES = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}  # files of samples, and kinds
 
 log = logging.getLogger("distflow_jax")
 
@@ -45,19 +59,30 @@ class Trackers:
     """
 
     def __init__(self, specs: Sequence[str], folder: pathlib.Path, *, seconds: float = 60.0):
-        self._specs, self._folder, self._seconds = tuple(specs), folder, seconds
-        self._token = secrets.token_hex(8)  # in states that belong to this start of the run
+        self._specs, self._folder, self._seconds = specs, folder, seconds
         self._processes: dict[str, subprocess.Popen] = {}  # once the run has written its config
         self._expected = -1  # the last step of the run
-        self._seen: dict[str, tuple[int, float]] = {}  # the last step given, and since when
+        self._moved: dict[str, tuple[int, float]] = {}  # the last step given, and since when
         self._told: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
-        """Says that config and plan are written."""
-        for spec in self._specs:
-            if spec not in self._processes:
-                seconds = max(self._seconds, _ORPHAN_SECONDS)
-                self._processes[spec] = _started(spec, self._folder, self._token, seconds)
+        """Starts the processes, once: config and plan are written."""
+        for spec in () if self._processes else self._specs:
+            # -P: no module of the working directory stands before the standard library's
+            command = [sys.executable, "-P", "-m", f"{__package__}.sender", str(self._folder), spec]
+            output = state_path(self._folder, spec).with_suffix(".log")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("a") as file:
+                self._processes[spec] = subprocess.Popen(
+                    [*command, "--run", str(max(self._seconds, _ORPHAN_SECONDS))],
+                    stdin=subprocess.PIPE,  # takes the word of the end
+                    stdout=file,
+                    stderr=file,
+                    # no accelerator if a user's tracker imports JAX
+                    env=os.environ | {"PYTHONPATH": module_path(), "JAX_PLATFORMS": "cpu"},
+                    # a signal to the run's group reaches none of the processes of a package
+                    start_new_session=True,
+                )
 
     def rows(self, step: int) -> None:
         """Says that the metrics of `step` are written; warns of trackers that are late."""
@@ -65,11 +90,10 @@ class Trackers:
         now = time.monotonic()
         for spec in self._specs:
             given = self._look(spec)
-            before, since = self._seen.get(spec, (given, now))
-            if given != before or given >= self._expected:
-                since = now
-            self._seen[spec] = given, since
-            if now - since > LATE_SECONDS:
+            before, since = self._moved.get(spec, (given, now))
+            is_behind = given == before and given < self._expected
+            self._moved[spec] = given, since if is_behind else now
+            if is_behind and now - since > LATE_SECONDS:
                 took = f"no step was taken for {LATE_SECONDS:.0f} s"
                 self._warn(spec, "late", f"{took}; the run does not wait for it")
         self._expected = step
@@ -83,7 +107,7 @@ class Trackers:
         end = time.monotonic() + min(self._seconds, HASTY_SECONDS if failed else self._seconds)
         for process in self._processes.values():
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write("failed" if failed else "end")
+                pipe.write(b"failed" if failed else b"end")
         for spec, process in self._processes.items():
             try:
                 process.wait(max(0.0, end - time.monotonic()))
@@ -94,30 +118,27 @@ class Trackers:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             if (given := self._look(spec)) < self._expected:
-                self._warn(
-                    spec,
-                    "steps",
-                    f"it has {_steps_text(given)} of {self._expected}. To give it the rest: "
-                    f"python -P -m {__package__}.sender {self._folder} {spec}",
-                )
+                has = f"it has {_steps_text(given)} of {self._expected}"
+                command = f"python -P -m {__package__}.sender {self._folder} {spec}"
+                self._warn(spec, "steps", f"{has}. To give it the rest: {command}")
 
     def _look(self, spec: str) -> int:
         """The last step that a tracker has been given; tells the user what else its state says."""
-        path = state_path(self._folder, spec)
-        if code := self._processes[spec].poll():
+        process, path = self._processes[spec], state_path(self._folder, spec)
+        if code := process.poll():
             log_path = path.with_suffix(".log")
             self._warn(spec, "end", f"its process ended with code {code}; see {log_path}")
         state = {}
         with contextlib.suppress(OSError, ValueError):
             state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or state.get("reader") != self._token:
-            return -1
+        if not isinstance(state, dict) or state.get("process") != process.pid:
+            return -1  # an earlier start wrote it
         if (url := state["url"]) and (spec, url) not in self._told:
             self._told.add((spec, url))
             log.info("%s: %s", spec, url)
         for problem in state["problems"]:
             self._warn(spec, problem, f"{problem}; the run goes on")
-        return state["given"]
+        return state["step"]
 
     def _warn(self, spec: str, kind: str, text: str) -> None:
         """Warns once of a kind."""
@@ -126,24 +147,176 @@ class Trackers:
             log.warning("tracker %s: %s", spec, text)
 
 
-def _started(spec: str, folder: pathlib.Path, token: str, seconds: float) -> subprocess.Popen:
-    """The process of a tracker; its standard input takes the word of the end."""
-    # -P: no module of the working directory stands before the standard library's
-    command = [sys.executable, "-P", "-m", f"{__package__}.sender", str(folder), spec]
-    output = state_path(folder, spec).with_suffix(".log")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a") as file:
-        return subprocess.Popen(
-            [*command, "--run", token, str(seconds)],
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=file,
-            # no accelerator if a user's tracker imports JAX
-            env=os.environ | {"PYTHONPATH": module_path(), "JAX_PLATFORMS": "cpu"},
-            text=True,
-            # a signal to the run's group reaches none of the processes that a package starts
-            start_new_session=True,
-        )
+def state_path(folder: pathlib.Path, spec: str) -> pathlib.Path:
+    """The state's file of the tracker `spec` in a run's folder."""
+    name = re.sub(r"\W+", "_", spec).strip("_")
+    return folder / "trackers" / f"{name}.json"
+
+
+class _MetricsRow(NamedTuple):
+    """A row of metrics.jsonl, the hash of its line, and where that ends in the file."""
+
+    step: int
+    values: dict[str, int | float]
+    digest: str
+    end: int
+
+
+class Follower:
+    """Gives the tracker `spec` what it has not had of a run's files. One thread calls it.
+
+    `state` is the content of trackers/NAME.json: the tracker's `run_id` and `url`, the last `step`
+    that it has taken and when that was written, and `problems`, each once. trackers/NAME.rows has
+    the hash of each row that it has taken, and from when on the row is stored for sure, also if the
+    process is killed.
+    """
+
+    def __init__(self, spec: str, folder: pathlib.Path):
+        self._spec, self._folder, self._path = spec, folder.resolve(), state_path(folder, spec)
+        self._tracker: Any = None
+        self._metrics: IO[bytes] | None = None
+        self._place, self._tries = 0, 0  # of the first row that was not given
+        self.state: dict[str, Any] = {"run_id": None, "step": -1, "url": "", "problems": []}
+        self.state["process"] = os.getpid()
+        self._resume()
+
+    def _resume(self) -> None:
+        """Finds the first row that the tracker lacks; the run may have dropped rows meanwhile."""
+        run_id, stored, path = None, set[str](), self._path.with_suffix(".rows")
+        try:
+            if self._path.exists():
+                state = json.loads(self._path.read_text(encoding="utf-8"))
+                times = dict(line.split() for line in complete_lines(path.read_text()))
+                stored = {row for row, settled in times.items() if float(settled) <= state["time"]}
+                run_id = state["run_id"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            text = f"{self._path} cannot be read ({type(error).__name__})"
+            self._problem(f"{text}; a new run of the tracker is begun", error)
+        step, kept = -1, []
+        for row in self._rows():
+            if row.digest not in stored:
+                break
+            self._place, step = row.end, max(row.step, step)
+            kept.append(f"{row.digest} 0\n")
+        if step < 1 and len(kept) < len(stored):  # the run has begun anew
+            run_id, self._place, step, kept = None, 0, -1, []
+        write_atomic(path, "".join(kept))
+        self._update(run_id=run_id, step=step, time=time.time())
+
+    def follow(self, failed: Future[bool]) -> None:
+        """Gives each row soon after it is written, until it is known whether the run `failed`."""
+        pause = 0.0
+        while not concurrent.futures.wait([failed], pause).done:
+            pause = _POLL_SECONDS if self.catch_up() else _RETRY_SECONDS
+        self.close(failed.result())
+
+    def catch_up(self) -> bool:
+        """Gives the rows that the tracker has not had; returns whether it has all."""
+        if self._tracker is None and not self._attempt(self._open):
+            return False
+        refused: _MetricsRow | None = None
+        for row in self._rows():
+            if self._give(row, tables=refused is not None or not self._tries):
+                if refused:
+                    self._problem(f"the row of step {refused.step} was refused and left out")
+                    self._note(refused)
+                self._note(row)
+                refused = None
+                continue
+            self._tries += 1
+            # one row that the tracker refuses, or a tracker that takes none?
+            if refused or self._tries < _TRIES:
+                return False
+            refused = row
+        return refused is None
+
+    def close(self, failed: bool) -> None:
+        """Gives what is left, with the report, and closes the tracker."""
+        for _ in range(_TRIES):
+            if self.catch_up():
+                break
+        if self._tracker is not None:
+            self._file("report.html")
+            if self._call("close", failed):
+                self._update(time=self._settled())
+
+    def _open(self) -> None:
+        path = self._folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        known = self.state["run_id"]
+        run = TrackedRun(self._folder, config, known, self.state["step"])
+        self._tracker = open_tracker(self._spec, run)
+        run_id, url = (str(getattr(self._tracker, name, "")) for name in ("run_id", "url"))
+        if known not in (None, run_id):
+            self._problem(f"it has no run {known!r} any more; begun anew as {run_id!r}")
+            self._place = 0
+            write_atomic(self._path.with_suffix(".rows"), "")
+            self._update(step=-1)
+        self._update(run_id=run_id, url=url)
+        self._file("config.json")
+        self._file("plan.svg")
+
+    def _file(self, name: str) -> None:
+        if (self._folder / name).exists():
+            self._call("file", self._folder / name)
+
+    def _rows(self) -> Iterator[_MetricsRow]:
+        """The rows that were not given."""
+        path, place = self._folder / "metrics.jsonl", self._place
+        if self._metrics is None and path.exists():
+            self._metrics = path.open("rb")  # a later start of the run writes another file
+        if self._metrics:
+            self._metrics.seek(place)
+            while (line := self._metrics.readline()).endswith(b"\n"):
+                place += len(line)
+                values = metrics_row(line.decode("utf-8"))
+                digest = hashlib.blake2b(line, digest_size=8).hexdigest()
+                yield _MetricsRow(int(values.pop("step")), values, digest, place)
+
+    def _give(self, row: _MetricsRow, tables: bool) -> bool:
+        """Gives a row after the tables of its step."""
+        for prefix, kind in _TABLES.items() if tables else ():
+            path = self._folder / "samples" / f"{prefix}{row.step}.jsonl"
+            # an evaluation may have a row of its own
+            belongs = any(name.startswith("val-") == (kind == "eval") for name in row.values)
+            if belongs and path.exists():
+                with path.open(encoding="utf-8") as file:
+                    records = [json.loads(line) for line in itertools.islice(file, MOST_RECORDS)]
+                self._call("samples", row.step, kind, records)
+        return self._call("metrics", row.step, row.values)
+
+    def _note(self, row: _MetricsRow) -> None:
+        """Notes that a row needs not be given again, once it is stored."""
+        self._place, self._tries = row.end, 0
+        with contextlib.suppress(OSError):  # a row that is not named is given again
+            append(self._path.with_suffix(".rows"), f"{row.digest} {self._settled()}\n")
+        self._update(step=max(row.step, self.state["step"]), time=time.time())
+
+    def _settled(self) -> float:
+        """The time at which what was given is stored for sure."""
+        return time.time() + getattr(self._tracker, "settle_seconds", 0.0)
+
+    def _call(self, method: str, *arguments: Any) -> bool:
+        return self._attempt(lambda: getattr(self._tracker, method)(*arguments))
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except (Exception, SystemExit) as error:  # a package or a user's code may raise anything
+            first = (str(error).splitlines() or [""])[0]
+            self._problem(f"{type(error).__name__}: {first}", error)
+            return False
+        return True
+
+    def _problem(self, text: str, error: BaseException | None = None) -> None:
+        log.debug("tracker %s: %s", self._spec, text, exc_info=error)
+        if text not in self.state["problems"] and len(self.state["problems"]) < _MOST_PROBLEMS:
+            self._update(problems=[*self.state["problems"], text])
+
+    def _update(self, **changed: Any) -> None:
+        self.state |= changed
+        with contextlib.suppress(OSError):  # the run names a disk that fails
+            write_atomic(self._path, json.dumps(self.state))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,14 +324,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -P -m distflow_jax.report.trackers.sender")
     parser.add_argument("folder", type=pathlib.Path, help="the run's folder")
     parser.add_argument("tracker", help="a name as in observe.trackers")
-    # of a run: its token, and the most seconds after it is gone
-    parser.add_argument("--run", nargs=2, default=[], help=argparse.SUPPRESS)
+    # of a run: the most seconds after it is gone
+    parser.add_argument("--run", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     log.addHandler(logging.StreamHandler())  # tracebacks
     log.setLevel(logging.DEBUG)
     failed: Future[bool] = Future()
     if args.run:
-        threading.Thread(target=_await_end, args=(failed, float(args.run[1])), daemon=True).start()
+        threading.Thread(target=_await_end, args=(failed, args.run), daemon=True).start()
         os.nice(10)  # the run's own threads come first
         for number in (signal.SIGINT, signal.SIGTERM):  # the run decides when it ends
             signal.signal(number, lambda *_: None)
@@ -169,28 +342,34 @@ def main(argv: list[str] | None = None) -> int:
             (args.folder / "metrics.jsonl").stat()
         except (OSError, ValueError) as error:
             parser.error(str(error))
-    path = state_path(args.folder, args.tracker)
-    # a run waits: the process of a killed one may not have ended yet
-    if not (held := lock(path, wait=bool(args.run))):
-        feeds = f"{path.with_suffix('.lock')} is held: a run, or this command, feeds {args.tracker}"
-        print(f"{feeds} already; try again when it has ended", file=sys.stderr)
-        return 1
-    with held:
-        follower = Follower(args.tracker, args.folder, "".join(args.run[:1]))
+    path = state_path(args.folder, args.tracker).with_suffix(".lock")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        try:
+            # a run waits: the process of a killed one may not have ended yet. Processes that a
+            # package forks do not keep the lock
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if args.run else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError):
+            feeds = f"{path} is held: a run, or this command, feeds {args.tracker} already"
+            print(f"{feeds}; try again when it has ended", file=sys.stderr)
+            return 1
+        except OSError:
+            pass  # a file system without locks, on which only one may feed the tracker
+        follower = Follower(args.tracker, args.folder)
         try:
             follower.follow(failed)
         except KeyboardInterrupt:
             return 130
     state = follower.state
-    print(f"{args.tracker} {state.url} has {_steps_text(state.given)}")
-    return int(bool(state.problems) and not args.run)
+    print(f"{args.tracker} {state['url']} has {_steps_text(state['step'])}")
+    return int(bool(state["problems"]) and not args.run)
 
 
 def _await_end(failed: Future[bool], seconds: float) -> None:
     """Takes the word of the run's end, none of a kill, also while a package hangs; ends the process
     after it."""
     # unbuffered: the interpreter could not end while a thread waits in sys.stdin
-    failed.set_result(io.FileIO(0, closefd=False).read() != b"end")
+    failed.set_result(os.read(0, 8) != b"end")
     time.sleep(seconds)
     os._exit(1)
 

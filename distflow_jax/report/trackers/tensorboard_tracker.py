@@ -21,7 +21,6 @@ class TensorBoard:
     """Scalars by name, tables and the plan as text; numbers are float32."""
 
     run_id = "tensorboard"
-    settle_seconds = 0.0  # a flush reaches the file
 
     def __init__(self, run: TrackedRun):
         # it warns of every NaN, without the name

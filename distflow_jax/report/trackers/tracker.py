@@ -2,16 +2,15 @@
 
     observe.trackers = ("tensorboard", "wandb", "my_module:MyTracker")
 
-A tracker receives only what the run's folder holds (follower.py). Its package is imported where it
-runs, in a process of its own (sender.py).
+A tracker receives only what the run's folder holds. Its package is imported where it runs, in a
+process of its own (sender.py).
 """
 
-import dataclasses
 import importlib.util
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from distflow_jax.config.upkeep_config import check_tracker_names
 from distflow_jax.user_functions import load_function
@@ -23,13 +22,11 @@ BUILT_IN = {  # the package of each, and its class in the module NAME_tracker
     "mlflow": ("mlflow", "Mlflow"),
     "trackio": ("trackio", "Trackio"),
 }
-_SETTING = "observe.trackers"
 
 Records = Sequence[Mapping[str, Any]]  # of samples
 
 
-@dataclasses.dataclass(frozen=True)
-class TrackedRun:
+class TrackedRun(NamedTuple):
     """The run that a tracker is opened for."""
 
     folder: pathlib.Path  # of the run, absolute
@@ -39,12 +36,11 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder."""
         return self.folder.name
 
     @property
     def project(self) -> str:
-        """observe.tracker_project; "": the tracker's environment variable decides."""
+        """observe.tracker_project; "": `project_or` a variable of the tracker's decides."""
         return self.config.get("observe", {}).get("tracker_project", "")
 
     def project_or(self, variable: str) -> str:
@@ -53,26 +49,21 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One run in a tracker; `Tracker(run: TrackedRun)` opens it. One thread calls its methods.
+    """A tracker, opened by `Tracker(run: TrackedRun)`. One thread calls its methods.
 
-    An exception costs a warning. A row is then given again after the next step, a file twice more,
-    a table not. The attributes may be absent ("" and 0).
+    An exception costs a warning; a row is then given again. The attributes may be absent ("", 0).
     """
 
     run_id: str  # the run there: the next start is opened with it
     settle_seconds: float  # after which a row is stored: before that, a kill has it given again
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of a step by name; the last values given for a step count.
-
-        Metrics of an evaluation may come in a call of their own, after those of later steps.
-        """
+        """Takes metrics of a step by name; the last values given for a step count. Those of an
+        evaluation may come alone, after later steps."""
 
     def samples(self, step: int, kind: str, records: Records) -> None:
-        """Takes at most MOST_RECORDS records, before the metrics of their step.
-
-        `kind` is "samples" of a training step, "eval" of an evaluation, or "nonfinite".
-        """
+        """Takes at most MOST_RECORDS records, before the metrics of their step; `kind`: "samples"
+        of a training step, "eval" of an evaluation, or "nonfinite"."""
 
     def file(self, path: pathlib.Path) -> None:
         """Takes a file of the run's folder: config.json, plan.svg, report.html."""
@@ -86,14 +77,14 @@ def check_trackers(specs: Sequence[str]) -> None:
     `check_tracker_names`, packages that are not installed, classes that cannot be loaded."""
     check_tracker_names(specs)
     for spec in specs:
-        if spec not in BUILT_IN:
+        package, _ = BUILT_IN.get(spec, ("", ""))
+        if not package:
             load_function(spec, "tracker")
-            continue
-        package, _ = BUILT_IN[spec]
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder of its name without code has none
+        # a folder of its name without code has no origin
+        elif not getattr(importlib.util.find_spec(package), "origin", None):
             raise ValueError(
-                f"{_SETTING} has {spec!r}, and its package is not installed: pip install {package}"
+                f"observe.trackers has {spec!r}, and its package is not installed: pip install "
+                f"{package}"
             )
 
 
