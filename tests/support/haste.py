@@ -1,7 +1,7 @@
 """Programs compiled in a hurry: most of those in tests run a few times, and LLVM is most of that.
 
 Only code generation is hurried; XLA's own passes are those of any run. What trains for many steps
-(tests/runs/test_learning.py, the notebooks) is compiled as a user's run is.
+(nightly tests of tests/runs/test_learning.py, the notebooks) is compiled as a user's run is.
 """
 
 import importlib.metadata

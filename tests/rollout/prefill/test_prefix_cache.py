@@ -1,6 +1,6 @@
 """Shared prefixes of prompts are read once, and nothing that is sampled shows it.
 
-Nightly: where little is in common, prompts are read again.
+Nightly: where little is in common, prompts are read again; shared prefixes on several devices.
 """
 
 import dataclasses
@@ -177,7 +177,7 @@ def test_what_is_sampled_stays(scheduler, responses):
 @pytest.mark.parametrize(
     "axes, changes",
     [
-        ((2, 2), {"prefill_tokens": 32}),
+        pytest.param((2, 2), {"prefill_tokens": 32}, marks=pytest.mark.slow),
         # shared prefixes and what follows them in pieces; tokens are looked up in whole prompts
         ((1, 1), {"prefill_tokens": 16, "speculative_tokens": 3, "speculative_ngram": 1}),
     ],
