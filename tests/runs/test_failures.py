@@ -284,11 +284,12 @@ def terminate(folder, workdir, moment, undisturbed, number=signal.SIGTERM):
 
 
 @pytest.mark.multiprocess
-def test_a_killed_run_goes_on_as_the_undisturbed_one(tmp_path):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_as_the_undisturbed_one(tmp_path, processes):
     """Killed in a step, and asked to end in a later one: the shortest of what can befall a run."""
-    undisturbed = undisturbed_run(tmp_path, processes=2)
+    undisturbed = undisturbed_run(tmp_path, processes)
     draw, workdir = random.Random(2), tmp_path / "interrupted"
-    kill(tmp_path, workdir, draw.randrange(2), draw.uniform(2, 4), undisturbed)
+    kill(tmp_path, workdir, draw.randrange(processes), draw.uniform(2, 4), undisturbed)
     terminate(tmp_path, workdir, draw.uniform(6, STEPS - 3), undisturbed, signal.SIGINT)
     rows = read_metrics(workdir / "metrics.jsonl")
     assert list(map(lasting, rows)) == list(map(lasting, undisturbed.rows[: len(rows)]))

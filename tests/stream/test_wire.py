@@ -344,7 +344,7 @@ def test_a_frame_of_a_quintillion_bytes_takes_no_memory(caplog):
     with server() as opened:
         assert served(opened.at)
         before = resident_bytes()
-        for _ in range(5):
+        for _ in range(2):
             with Raw(opened) as hand:
                 lane, _ = hand.begin()
                 signed = struct.pack(">Q32sQ32s", 1, b"echo", 1 << 60, bytes(32))
@@ -521,7 +521,7 @@ def test_without_a_free_file_the_server_waits_and_serves_its_clients(monkeypatch
 
 def test_clients_that_left_while_their_calls_waited_leave_nothing():
     with server() as opened:
-        hands = [Raw(opened) for _ in range(40)]
+        hands = [Raw(opened) for _ in range(10)]
         for hand in hands:
             payload = bytes(LIMIT)
             hand.send(hand.begin()[0].head("slow", payload), payload)

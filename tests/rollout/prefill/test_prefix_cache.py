@@ -248,18 +248,6 @@ def test_new_weights_read_anew(sampler, scheduler, plain):
         assert_same(drive(scheduler), wanted)
 
 
-def test_the_version_alone_keeps_weights_apart(sampler, scheduler, plain):
-    """Also where nobody has cleared what the old ones read."""
-    submit_all(scheduler, REQUESTS[:3])
-    drive(scheduler)
-    reader = scheduler._loop.prefill
-    reader._params, reader._version = sampler.engine.load_params(OTHER), 4
-    submit_all(scheduler, REQUESTS[3:4])
-    hits = scheduler.stats.prefix_hits
-    drive(scheduler)
-    assert scheduler.stats.prefix_hits == hits
-
-
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_weights_that_come_while_responses_run(scheduler, sampler, plain, cache):
     """As without shared prefixes: which version reads what does not depend on them."""
