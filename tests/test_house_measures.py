@@ -1,8 +1,5 @@
 """The measures of the house see through what would get round them."""
 
-import ast
-import re
-
 import pytest
 from support import house_measures
 from support.paths import ROOT
@@ -76,32 +73,6 @@ def test_other_conditions_count_nothing():
     assert house_measures.mode_conditions(sources) == {}
 
 
-def split(text, name):
-    """The class cut into a mixin with all methods but its constructor, and itself."""
-    (node,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
-    lines = text.splitlines()
-    methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name != "__init__"]
-    first = min(one.lineno for n in methods[1:] for one in (n, *n.decorator_list))
-    head = lines[: node.lineno - 1]
-    mixin = ["class Half:", *lines[first - 1 : node.end_lineno]]
-    own = [re.sub(r"class (\w+).*:", r"class \1(Half):", lines[node.lineno - 1])]
-    rest = [*lines[node.lineno : first - 1], *lines[node.end_lineno :]]
-    return "\n".join([*head, *mixin, *own, *rest])
-
-
-@pytest.mark.parametrize(
-    "path, name",
-    [
-        ("stream/ahead.py", "Ahead"),
-        ("runtime/steps.py", "PartialBatchSteps"),
-    ],
-)
-def test_a_class_in_halves_has_the_same_collaborators(sources, path, name):
-    before = house_measures.collaborators(sources)[f"{path}:{name}"]
-    after = house_measures.collaborators(sources | {path: split(sources[path], name)})
-    assert after[f"{path}:{name}"] == before > 12
-
-
 def test_a_class_that_moves_beside_its_user_stays_its_collaborator():
     other, use = "class A:\n    pass\n", "class C:\n    def f(self):\n        return A()\n"
     apart = {"a.py": other, "c.py": "from distflow_jax.a import A\n" + use}
@@ -122,9 +93,3 @@ def test_collaborators_are_imports_and_what_a_constructor_takes():
 def test_calls_that_unpack_what_stands_there_are_counted():
     text = "f(*(1, 2), 3)\nf(*[1])\nf(*rest)\ng = (*(1, 2), 3)\n"
     assert house_measures.packed_calls({"x.py": text}) == 2
-
-
-def test_lines_are_those_of_the_room_wherever_a_module_stands(sources):
-    before = house_measures.lines_by_room(sources)
-    after = house_measures.lines_by_room(moved(sources, "stream/ahead.py", "stream/deep/in/it.py"))
-    assert after == before

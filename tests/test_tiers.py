@@ -6,6 +6,7 @@
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 import sys
@@ -17,6 +18,7 @@ NIGHTLY = re.compile(r"\n\nNightly: (.+?)(?=\n\n|\Z)", re.DOTALL)
 DURATION = re.compile(r"^([\d.]+)s (?:setup|call|teardown) +(tests/[\w/]+\.py)::", re.MULTILINE)
 
 
+@functools.cache
 def docstrings() -> dict[str, str]:
     """{file: its docstring} of all files with tests."""
     files = sorted(TESTS.rglob("test_*.py"))

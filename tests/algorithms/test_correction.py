@@ -58,15 +58,6 @@ def test_weights_match_the_definition(name):
     np.testing.assert_array_equal(left_out, [x.any() for x in changed])
 
 
-def test_equal_policies_weigh_one():
-    packed = pack(SEQUENCES, 7, shared=True)
-    rows, logp = first(packed.rows), first(packed.tokens(draw(8, SEQUENCES)))
-    for name, kind in ALL.items():
-        found = WEIGHTS[name](log_rho(logp, logp, rows), rows, **kind.bounds)
-        np.testing.assert_array_equal(found.weight, rows.response_mask, err_msg=name)
-        assert not found.changed.any()
-
-
 def test_batch_normalised_weights_have_mean_one():
     """Over tokens, or over sequences however long they are."""
     packed = pack(SEQUENCES, 9, shared=True)

@@ -55,13 +55,6 @@ def test_equal_policies_have_no_kl():
         np.testing.assert_array_equal(slope, 1 if name == "k1" else 0)
 
 
-@pytest.mark.parametrize("name", ["abs", "k2", "k3", "k3+"])
-def test_never_negative(name):
-    rng = np.random.default_rng(1)
-    d = np.concatenate([rng.normal(0, s, 500) for s in (1e-6, 1e-3, 1, 5)]).astype(np.float32)
-    assert (KL_ESTIMATORS[name](jnp.asarray(d), jnp.zeros(d.shape)) >= 0).all()
-
-
 @pytest.mark.parametrize("name", ["k3", "k3+"])
 def test_k3_is_bounded(name):
     d = jnp.array([-1e4, -25.0, -3.0, 25.0, 1e4])

@@ -7,7 +7,7 @@ import pytest
 from support import formulas
 from support.ragged import Sequence, assert_close, first, pack
 
-from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, kto, pairs, partner, reward_model
+from distflow_jax.algorithms.preference import PREFERENCE_LOSSES, kto, pairs, partner
 
 # rewards of the chosen and the rejected response; ORPO's are mean log-probs, below 0
 CHOSEN = np.array([-45.0, -5.0, -0.6, -2.0, -1e-3, -0.1, -1.0, -3e-4])
@@ -79,23 +79,6 @@ def test_kto_matches_the_definition(desirable):
     loss, gradient = jax.value_and_grad(total)(reward)
     assert_close(loss, reference(np.float64(reward)))
     assert_close(gradient, formulas.gradient(reference, np.float64(reward)), rtol=1e-4)
-
-
-def test_reward_model_matches_the_definition():
-    rng = np.random.default_rng(0)
-    chosen, rejected = rng.normal(0, 3, (2, 20)).astype(np.float32)
-
-    def reference(x):
-        plus, minus = x[:20], x[20:]
-        return (np.log1p(np.exp(-(plus - minus - 0.2))) + 0.05 * (plus + minus) ** 2).sum()
-
-    def total(x):
-        return jnp.sum(reward_model(x[:20], x[20:], margin=0.2, center_coef=0.05))
-
-    both = np.concatenate([chosen, rejected])
-    loss, gradient = jax.value_and_grad(total)(jnp.asarray(both))
-    assert_close(loss, reference(np.float64(both)))
-    assert_close(gradient, formulas.gradient(reference, np.float64(both)), rtol=1e-4)
 
 
 def test_pairs_are_found_wherever_they_lie_in_the_row():

@@ -19,7 +19,7 @@ import re
 import sys
 
 import pytest
-from support.named_places import KEYS, MADE, NAMED, NO_PATHS
+from support.named_places import KEYS, NO_PATHS
 from support.paths import ROOT
 from support.programs import finished
 from support.run_folders import json_lines
@@ -82,20 +82,6 @@ def refused(how, cases, folder):
     assert not wrong, f"{len(wrong)} of {len(lines)}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.slow
-def test_each_flag_and_key_of_a_path_refuses_a_bucket(tmp_path):
-    """With the command that copies its files; and one case of each kind of place."""
-    cases = cases_in(tmp_path, "support.named_places")
-    random.Random(0).shuffle(cases)
-    cases.sort(key=lambda case: case["name"].endswith(": bucket"))  # the last one is taken
-    by_name = {case["name"].rpartition(": ")[0]: case for case in cases}
-    by_kind = {case["name"].rpartition(": ")[2]: case for case in cases}
-    assert all(name.endswith(": bucket") for name in (c["name"] for c in by_name.values()))
-    chosen = {case["name"]: case for case in (*by_name.values(), *by_kind.values())}
-    assert len(by_name) >= 30 and {*by_kind} == {*MADE, *NAMED}
-    refused("fork", list(chosen.values()), tmp_path)
-
-
 def test_every_key_of_text_is_known_to_be_a_path_or_none():
     free = [key for key in keys().values() if not (key.kind and key.kind.choices)]
     of_text = {key.name for key in free if "str" in key.type or "dict" in key.type}
@@ -122,8 +108,3 @@ def test_every_bad_start_is_refused(tmp_path):
 def test_thirty_in_processes_of_their_own(tmp_path):
     """The same of the script itself (commands/main.py, the order of imports)."""
     refused("exec", random.Random(0).sample(cases_in(tmp_path), 30), tmp_path)
-
-
-@pytest.mark.soak
-def test_five_hundred_in_processes_of_their_own(tmp_path):
-    refused("exec", random.Random(1).sample(cases_in(tmp_path), 500), tmp_path)

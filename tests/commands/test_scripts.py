@@ -384,6 +384,7 @@ def test_launch_local_trains_as_one_job(place, command):
     assert job.startswith("job: process 1 of 2, ")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_launch_local_keeps_the_exit_code_of_a_mistake(place):
     train = ["scripts/train.py", "--config=tiny", "--workdir=runs/none"]

@@ -17,7 +17,7 @@ from support.tiny_model import TINY, prompt_of
 from distflow_jax.pods.schedules import SYNCHRONOUS, Decode
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
-from distflow_jax.rollout.scheduling.scheduler import Scheduler, run_requests
+from distflow_jax.rollout.scheduling.scheduler import run_requests
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import streaming_model  # noqa: E402
@@ -95,35 +95,12 @@ def test_responses_end_at_lengths_of_their_uids():
     assert [again(4, s) for s in range(4)] == [draw(4, s) for s in range(4)]
 
 
-def test_a_response_beyond_the_limit_is_cut():
-    engine = engine_of(lambda counter, sample: 30)
-    _, responses, _ = run_requests(engine, {}, engine.init_decode_state(), requests_of(1, 2, 12))
-    assert [(len(r.tokens), r.finished) for r in responses] == [(12, False)] * 2
-
-
 def test_decode_steps_take_the_seconds_of_their_active_slots():
     """Two responses of 3 and 9 tokens: 9 steps, of which three have two active slots."""
     engine = engine_of(lambda counter, sample: (3, 9)[sample])
     run_requests(engine, {}, engine.init_decode_state(), requests_of(1, 2))
     wanted = COSTS.prompt + 9 * COSTS.step + (3 * 2 + 6) * COSTS.slot
     assert engine._lane.busy["decode"] == pytest.approx(wanted)
-
-
-def test_a_suspended_response_goes_on_where_it_was():
-    engine = engine_of(lambda counter, sample: 10)
-    scheduler = Scheduler(engine, {}, version=1)
-    scheduler.submit(requests_of(1, 1)[0])
-    scheduler.step()
-    partials = scheduler.export()
-    assert 0 < len(partials[0].tokens) < 10
-    state = scheduler.close()
-    scheduler = Scheduler(engine, {}, version=2, state=state)
-    scheduler.restore(partials)
-    found = []
-    while scheduler.busy:
-        found += scheduler.step()
-    (response,) = found
-    assert len(response.tokens) == 10 and set(response.version) == {1, 2}
 
 
 def quickly(folder, *flags):

@@ -112,8 +112,6 @@ def test_a_function_finds_its_file_beside_a_module_of_the_same_name(folder, monk
 
 SCRIPT_CASES = [
     ("train", "--config.trainin.steps=3", "did you mean config.training.steps?"),
-    ("train", "--config.data.prompts_per_step=15 --config.training.mini_batches=2", "use 14 or 16"),
-    ("train", "--config.reward.function={dir}/rewards.py:raises", "rewards.py, line"),
     ("train", "--workdir=/proc/run", "/proc/run"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
     ("plan", "--sweep", "--sweep needs a machine: give --topology"),

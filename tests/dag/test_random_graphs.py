@@ -15,6 +15,7 @@ from support.programs import finished
 
 from distflow_jax.dag.graph import ROLES, SCOPES, Graph, Node, Region
 from distflow_jax.dag.planner import plan
+from distflow_jax.layout import move_between
 
 
 def random_nodes(rng):
@@ -76,8 +77,12 @@ def build(nodes, regions=()):
     return Graph("g", [Node(**node) for node in nodes], regions)
 
 
+def planned(nodes, **how):
+    return plan(build(nodes), LAYOUTS, {"question"}, **how)
+
+
 def digest_of(seed):
-    return plan(build(random_nodes(random.Random(seed))), LAYOUTS, {"question"}).digest
+    return planned(random_nodes(random.Random(seed))).digest
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -116,6 +121,63 @@ def test_the_hash_seed_changes_nothing():
     env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     texts = {finished("-c", code, env=env | {"PYTHONHASHSEED": seed}).stdout for seed in "12"}
     assert texts == {f"{[digest_of(seed) for seed in range(200)]}\n"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_reader_comes_after_its_writer_and_before_the_value_is_freed(seed):
+    nodes = random_nodes(random.Random(seed))
+    tasks = planned(nodes).tasks
+    assert sorted(task.node.id for task in tasks) == sorted(node["id"] for node in nodes)
+    alive, done = {(None, "question")}, set()
+    for task in tasks:
+        assert set(task.node.deps) <= done
+        assert {edge.field for edge in task.edges_in} == set(task.node.reads.values())
+        for edge in task.edges_in:
+            assert (edge.source, edge.field) in alive
+            assert edge.move == move_between(edge.source_layout, edge.target_layout)
+        done.add(task.node.id)
+        alive |= {(task.node.id, field) for field in task.node.writes.values()}
+        alive -= set(task.frees)
+    assert not alive
+    assert sorted((e.source, e.field, e.target) for t in tasks for e in t.edges_out) == sorted(
+        (e.source, e.field, e.target) for t in tasks for e in t.edges_in if e.source
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_segments_are_adjacent_device_tasks_of_one_layout(seed):
+    result = planned(random_nodes(random.Random(seed)))
+    device_tasks = [task for task in result.tasks if task.layout.kind == "mesh"]
+    assert [task for segment in result.segments for task in segment] == device_tasks
+    for segment in result.segments:
+        places = [result.tasks.index(task) for task in segment]
+        assert places == list(range(places[0], places[0] + len(places)))
+        assert len({task.layout for task in segment}) == 1
+        scopes = [SCOPES.index(task.node.scope) for task in segment]
+        assert scopes == sorted(scopes, reverse=True)
+        assert len(segment) == 1 or "MODEL_TRAIN" not in {task.node.type for task in segment}
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_units_are_all_tasks_in_order_and_only_what_others_read_leaves_them(seed, fuse):
+    result = planned(random_nodes(random.Random(seed)), fuse=fuse)
+    assert [task for unit in result.units for task in unit.tasks] == list(result.tasks)
+    assert len({unit.name for unit in result.units}) == len(result.units)
+    assert fuse or all(len(unit.tasks) == 1 for unit in result.units)
+    there = {(None, field) for field, _ in result.loader_fields}
+    for unit in result.units:
+        inside = {task.node.id for task in unit.tasks}
+        reads = {(e.source, e.field) for t in unit.tasks for e in t.edges_in}
+        assert {(e.source, e.field) for e in unit.inputs} == {
+            v for v in reads if v[0] not in inside
+        }
+        assert len({(e.source, e.field) for e in unit.inputs}) == len(unit.inputs)
+        assert reads - set(unit.outputs) - there <= {v for v in reads if v[0] in inside}
+        there |= set(unit.outputs)
+        assert set(unit.frees) <= there
+        there -= set(unit.frees)
+    assert not there
 
 
 def test_a_region_comes_first_and_whole():

@@ -1,4 +1,7 @@
-"""Environments that fail: tries, responses that are drawn anew, and what leaves its group."""
+"""Environments that fail: tries, responses that are drawn anew, and what leaves its group.
+
+Nightly: without another try, too, steps that fail end a run whose resets succeed.
+"""
 
 import asyncio
 import contextlib
@@ -293,7 +296,7 @@ class Deaf(Counted):
         raise ConnectionError("the sandbox is gone")
 
 
-@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("retries", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resets_that_succeed_hide_no_steps_that_fail(sampler, retries):
     limits = {"calls": CallLimits(HANG, retries=retries)}
     with pytest.raises(RuntimeError, match=r"(\d+) of the last \1 steps of environment .*:Deaf'"):

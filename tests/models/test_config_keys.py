@@ -186,12 +186,6 @@ def test_windows_that_limit_nothing_pass(family, change):
     assert read(family, settings_of(family, **change)) == CASES[EACH[family]]
 
 
-@pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral", "qwen3_moe")])
-def test_windows_of_layers_that_the_model_has_not_limit_nothing(family):
-    windows = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}
-    assert read(family, settings_of(family, **windows)) == CASES[EACH[family]]
-
-
 @pytest.mark.parametrize("family", [f for f in EACH if f != "qwen3_moe"])
 @pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention", "mamba"])
 def test_layers_of_other_types_are_refused(family, kind):

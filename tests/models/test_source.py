@@ -10,7 +10,6 @@ from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.models.weights.source import fingerprint_files, open_model
 
 TIED = DecoderConfig(**SIZES, max_position=128)
-UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
 
 
 def test_folders_that_are_no_model(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tokenizers
+from support.chat_templates import TRAITS
 from support.paths import TESTS
 
 from distflow_jax.models.tokenizer import Tokenizer
@@ -51,22 +52,11 @@ def test_prompt_ids_equal_the_golden_ones(smollm2):
         assert smollm2.tokenizer.decode(ids, skip_special=False) == text
 
 
-def test_independent_tokenizer_agreed_when_the_golden_file_was_made():
-    golden = json.loads(GOLDEN.read_text("utf-8"))
-    assert golden["prompts_with_other_ids_in_transformers_tokenizer"] == []
-    assert golden["max_weight_difference_to_transformers_gguf_loader"] == 0
-    assert len(golden["entries"]) >= 12
-
-
 def test_smollm2_special_ids(smollm2):
     tokenizer = smollm2.tokenizer
     assert tokenizer.stop_ids == (2,)
     assert tokenizer.vocab_size == smollm2.config.vocab_size == 49_152
     assert tokenizer.decode([tokenizer.bos_id], skip_special=False) == "<|im_start|>"
-
-
-def test_digits_are_single_tokens(smollm2):
-    assert len(smollm2.tokenizer.encode("1234567")) == 7
 
 
 @pytest.mark.parametrize("which", ["smollm2", "bytes"])
@@ -252,40 +242,6 @@ def test_an_answer_ends_as_a_sampled_one_would():
     assert tokenizer.encode(whole).tolist()[: len(start) + len(turn)] == [*start, *turn]
 
 
-# What the templates of Qwen2.5 and Qwen3 use of Jinja, in few lines: tools as JSON, calls and
-# answers of tools, a namespace, a reversed walk, thoughts that are cut away, an undefined switch.
-TOOL_TEMPLATE = """
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson(indent=none, sort_keys=true) ~ '\\n' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.last < 0 and message.role == 'user' %}
-        {%- set ns.last = messages | length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'assistant' and loop.index0 < ns.last and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {%- set role = 'user' if message.role == 'tool' else message.role %}
-    {{- '<|im_start|>' + role + '\\n' + content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>' ~ (call.function if call.function else call) | tojson ~ '</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}
-{%- endif %}"""
-
-
 def qwen_folder(path):
     """Laid out as Qwen2.5-Instruct and Qwen3: a template, two ends, no token for the beginning."""
     backend = Tokenizer.byte_level(300).backend
@@ -297,7 +253,7 @@ def qwen_folder(path):
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "unk_token": None,
-        "chat_template": TOOL_TEMPLATE,
+        "chat_template": TRAITS["plain"],
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
@@ -312,13 +268,13 @@ def test_qwen_ends_at_both_of_its_tokens(tmp_path):
     answer = tokenizer.encode_answer(CHAT, "ab")
     assert answer.tolist() == [97, 98, 258]
     assert tokenizer.is_chat(tokenizer.render(CHAT))
-    turn = tokenizer.encode_turn("ok", role="tool")
+    turn = tokenizer.encode_turn("ok")
     wanted = "\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(turn, skip_special=False) == wanted
 
 
 def test_an_answer_begins_as_the_generation_prompt_ends(tmp_path):
-    template = TOOL_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")
+    template = TRAITS["plain"].replace("'<|im_start|>assistant\\n'", "'<|im_start|>model\\n'")
     tokenizer = replace(Tokenizer.from_folder(qwen_folder(tmp_path)), chat_template=template)
     with pytest.raises(ValueError, match="begins an answer in a conversation with 'assistant"):
         tokenizer.encode_answer(CHAT, "ab")
@@ -330,31 +286,3 @@ def test_gguf_of_qwen_ends_at_both_of_its_tokens():
     assert Tokenizer.from_gguf(fields).stop_ids == (0, 1)
     fields["tokenizer.ggml.pre"] = "smollm"
     assert Tokenizer.from_gguf(fields).stop_ids == (0,)
-
-
-def test_templates_with_tools(tmp_path):
-    tokenizer = Tokenizer.from_folder(qwen_folder(tmp_path))
-    call = {"name": "add", "arguments": {"b": 2, "a": "é"}}
-    messages = [
-        {"role": "user", "content": "1+2?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
-        {"role": "tool", "content": "3"},
-        {"role": "assistant", "content": "<think>so</think>\n\nThree."},
-        {"role": "user", "content": "Sure?"},
-    ]
-    conversation = (
-        "<|im_start|>user\n1+2?<|im_end|>\n"
-        '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"b": 2, "a": "é"}}'
-        "</tool_call><|im_end|>\n"
-        "<|im_start|>user\n3<|im_end|>\n"
-        "<|im_start|>assistant\nThree.<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert tokenizer.render(messages) == conversation
-    schema = {"type": "function", "function": {"name": "add", "description": "a < b"}}
-    told = (
-        '<|im_start|>system\n{"function": {"description": "a < b", "name": "add"}, '
-        '"type": "function"}\n<|im_end|>\n'
-    )
-    assert tokenizer.render(messages, variables={"tools": [schema]}) == told + conversation

@@ -39,6 +39,11 @@ from distflow_jax.parallel.rules import use_mesh
 FILE = json.loads((TESTS / "golden" / "vision.json").read_text())
 GOLDEN = FILE["entries"]
 EACH = pytest.mark.parametrize("case", CASES)
+# in every test run: a plain tower, and one with deeper levels in the decoder
+MOSTLY = pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("smolvlm", "qwen3_vl"))) for x in CASES],
+)
 # versions of Pillow differ in the order of the passes of a resize
 SAME_PIXELS = pytest.mark.skipif(
     PIL.__version__.split(".")[0] != FILE["versions"]["pillow"].split(".")[0],
@@ -153,7 +158,7 @@ def test_logits_are_those_of_transformers(case):
         np.testing.assert_allclose(whole, golden["logsumexp"], rtol=0, atol=1e-4)
 
 
-@EACH
+@MOSTLY
 def test_rows_of_a_batch_and_devices_do_not_matter(case):
     config, mesh = CASES[case], mesh_of(2, 2)
     params = dict(drawn_params(config))
@@ -173,7 +178,7 @@ def test_rows_of_a_batch_and_devices_do_not_matter(case):
         )
 
 
-@EACH
+@MOSTLY
 def test_gradients_of_packed_and_separate_images_are_equal(case):
     c, params = CASES[case].vision, params_of(case)
 

@@ -13,7 +13,6 @@ from support.model_files import (
     assert_params,
     hf_settings,
     random_params,
-    table_of,
     tensors_of,
     write_gguf,
     write_hf,
@@ -22,10 +21,9 @@ from support.model_files import (
 from distflow_jax.models.decoder_config import DecoderConfig, Llama3Scaling
 from distflow_jax.models.families import llama
 from distflow_jax.models.families.gguf_config import rope_divisors
-from distflow_jax.models.families.name_map import unstacked_arrays
 from distflow_jax.models.weights.gguf_file import open_gguf
 from distflow_jax.models.weights.hf_folder import Export, write_hf_folder
-from distflow_jax.models.weights.source import FAMILIES, open_model
+from distflow_jax.models.weights.source import open_model
 
 TIED = DecoderConfig(**SIZES, max_position=128)
 UNTIED = DecoderConfig(**SIZES, max_position=128, tie_embeddings=False)
@@ -70,37 +68,6 @@ def test_gguf_query_rows_are_interleaved_halves(tmp_path):
     np.testing.assert_array_equal(loaded[:, 1, 0], rows[8])
     np.testing.assert_array_equal(loaded[:, 1, 4], rows[9])
     np.testing.assert_array_equal(loaded[:, 1, 1], rows[10])
-
-
-def assert_save_inverts_load(table):
-    rng = np.random.default_rng(0)
-    for weight in table:
-        tensor = rng.normal(size=weight.source_shape)
-        np.testing.assert_array_equal(weight.save(weight.load(tensor)), tensor)
-
-
-@MODELS
-def test_save_inverts_load(config):
-    assert_save_inverts_load(table_of(config))
-
-
-@IN_GGUF
-def test_save_inverts_load_in_gguf(config):
-    assert_save_inverts_load(table_of(config, "gguf"))
-
-
-@MODELS
-def test_unstacking_gives_every_tensor_of_a_checkpoint(config):
-    params, weights = random_params(config), FAMILIES[config.family].hf_weights(config)
-    written = {}
-    for path, array in params.items():
-        written |= dict(unstacked_arrays(weights, path, array))
-    expected = tensors_of(config, params)
-    assert written.keys() == expected.keys()
-    for name, tensor in expected.items():
-        np.testing.assert_array_equal(written[name], tensor)
-    with pytest.raises(ValueError, match="layers/nothing"):
-        list(unstacked_arrays(weights, "layers/nothing", params["final_norm"]))
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])

@@ -240,8 +240,8 @@ def test_a_file_that_is_cut_after_it_was_opened(tmp_path):
 
 
 def test_what_is_read_of_a_large_tensor_is_what_is_asked_for(tmp_path):
-    """2 TiB, a hole of the file system but for the last expert's last row."""
-    experts, rows, columns = 1 << 10, 1 << 10, 1 << 19
+    """32 GiB, a hole of the file system but for the last expert's last row."""
+    experts, rows, columns = 1 << 7, 1 << 7, 1 << 19
     end = 4 * experts * rows * columns
     header = {"w": tensor(0, end, (experts, rows, columns)), "x": tensor(end, end + 16)}
     path = safetensors(tmp_path / "w.safetensors", header, b"")
@@ -350,21 +350,34 @@ def test_steps_of_checkpoints_are_plain_numbers():
     assert [step_of(name) for name in foreign] == [None] * len(foreign)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def get_config():\n    raise KeyError('x')\n", "KeyError: 'x' (line 2)"),
-        ("import sys\nsys.exit(0)\n", "SystemExit: 0 (line 2)"),
-        ("def get_config():\n    return get_config()\n", "recursion depth exceeded (line 2)"),
-        ("def get_config(:\n", "SyntaxError: invalid syntax"),
-        ("x = 1\n", "has no get_config(): define it, returning a config"),
-        ("def get_config():\n    pass\n", "get_config() returned None: let it return the config"),
-        ("def get_config():\n    raise ValueError('two\\nlines')\n", "two\\nlines"),
-    ],
-)
-def test_config_files(tmp_path, text, message):
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    done = finished("scripts/plan.py", f"--config={path}", codes=(2,))
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: config file '{path}'") and message in line
+CONFIG_FILES = {
+    "def get_config():\n    raise KeyError('x')\n": "KeyError: 'x' (line 2)",
+    "import sys\nsys.exit(0)\n": "SystemExit: 0 (line 2)",
+    "def get_config():\n    return get_config()\n": "recursion depth exceeded (line 2)",
+    "def get_config(:\n": "SyntaxError: invalid syntax",
+    "x = 1\n": "has no get_config(): define it, returning a config",
+    "def get_config():\n    pass\n": "get_config() returned None: let it return the config",
+    "def get_config():\n    raise ValueError('two\\nlines')\n": "two\\nlines",
+}
+# each in a process of its own, which need not import anything again
+PLANS = """
+import os, sys
+from distflow_jax.commands import plan_command
+from distflow_jax.commands.main import run_script
+for path in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.argv = ["plan.py", f"--config={path}"]
+        run_script("plan")
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_config_files(tmp_path):
+    paths = [tmp_path / f"mine{number}.py" for number in range(len(CONFIG_FILES))]
+    for path, text in zip(paths, CONFIG_FILES, strict=True):
+        path.write_text(text)
+    done = finished("-W", "ignore", "-c", PLANS, *paths)
+    assert done.stdout.split() == ["2"] * len(paths)
+    lines = done.stderr.splitlines()
+    for path, line, message in zip(paths, lines, CONFIG_FILES.values(), strict=True):
+        assert line.startswith(f"error: config file '{path}'") and message in line

@@ -1,4 +1,7 @@
-"""Temporaries by formulas, beside those of programs that libtpu compiled."""
+"""Temporaries by formulas, beside those of programs that libtpu compiled.
+
+Nightly: on every mesh, with every policy of what is kept, and for models of all sizes.
+"""
 
 import dataclasses
 
@@ -47,7 +50,14 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "devices", "values", "compiled"), COMPILED)
+# in every test run: each third, a mixture among them
+OFTEN = [
+    pytest.param(*one, marks=[pytest.mark.slow] * (index % 3 != 2))
+    for index, one in enumerate(COMPILED)
+]
+
+
+@pytest.mark.parametrize(("preset", "devices", "values", "compiled"), OFTEN)
 def test_training_takes_about_what_was_compiled(preset, devices, values, compiled, monkeypatch):
     # they were compiled with chunks of logits as CPUs have them
     monkeypatch.setattr(forward, "_ACCELERATOR_TOKENS", forward._LOGITS_TOKENS)

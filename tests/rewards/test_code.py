@@ -198,7 +198,7 @@ def test_plain_data_crosses_unchanged():
 @pytest.mark.parametrize("form", ["calls", "stdin", "asserts"])
 def test_references_of_the_task_pass_and_shorter_programs_do_not(sandbox, form):
     data = open_dataset(f"task:programs?form={form}&operations=2-4")
-    for row in range(8):
+    for row in range(4):
         example = data[row]
         assert passes(sandbox, program_of(example.chosen), example.ground_truth) == 1.0
         assert passes(sandbox, program_of(example.rejected), example.ground_truth) < 1.0
@@ -250,7 +250,7 @@ class FailingSandbox:
 def test_verdicts_do_not_depend_on_failures_of_the_sandbox(sandbox, form):
     data = open_dataset(f"task:programs?form={form}&cases=3")
     failing = FailingSandbox(sandbox, 0.2)
-    for row in range(10):
+    for row in range(5):
         example = data[row]
         for response in (example.chosen, example.rejected):
             found = [
@@ -260,7 +260,7 @@ def test_verdicts_do_not_depend_on_failures_of_the_sandbox(sandbox, form):
                 for one in (sandbox, failing)
             ]
             assert found[0] == found[1]
-    assert failing.failed >= 5
+    assert failing.failed >= 2
 
 
 def test_a_sandbox_that_always_fails_gives_no_score(sandbox):

@@ -1,6 +1,7 @@
 """The pool keeps its deadlines and its order, whatever the functions do."""
 
 import array
+import contextlib
 import os
 import queue
 import random
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from support.paths import TESTS
@@ -55,11 +56,35 @@ def row_pool():
         yield pool
 
 
-def test_a_hanging_call_ends_at_the_deadline_and_costs_only_itself(row_pool):
-    row_pool.check(request("1"))  # the workers are there, the clock runs for the calls alone
-    start = time.monotonic()
-    results = row_pool.score(requests("1", "2", "hang", "4", "5", "6"))
-    assert time.monotonic() - start >= DEADLINE
+HANGING = {  # rewards of which one hangs, by function
+    "row": ("1", "2", "hang", "4", "5", "6"),
+    "trl_acts": ("1", "raise", "3", "exit", "hang", "6"),
+    "patient": (*map(str, range(20)), "hang"),
+}
+
+
+@pytest.fixture(scope="module")
+def waited(row_pool):
+    """{function: (results, seconds)} of those that hang, which wait at the same time."""
+
+    def score(pool, solutions):
+        start = time.monotonic()
+        return pool.score(requests(*solutions)), time.monotonic() - start
+
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(HANGING)) as threads:
+        pools = {"row": row_pool}
+        for name in ("trl_acts", "patient"):
+            one = pool_of(name, timeout_seconds=DEADLINE, num_workers=1)
+            pools[name] = stack.enter_context(one)
+        for pool in pools.values():
+            pool.check(request("1"))  # the workers are there, the clock runs for the calls alone
+        begun = {name: threads.submit(score, pools[name], HANGING[name]) for name in HANGING}
+        return {name: future.result() for name, future in begun.items()}
+
+
+def test_a_hanging_call_ends_at_the_deadline_and_costs_only_itself(waited):
+    results, seconds = waited["row"]
+    assert seconds >= DEADLINE
     assert scores(results) == [1, 2, -1, 4, 5, 6] and counts(results) == (1, 1)
     assert [result.error for result in results] == [None, None, "timeout", None, None, None]
 
@@ -162,16 +187,14 @@ def test_batch_function_sees_columns_and_contiguous_parts():
         assert pool.check(rows[0]).score == 1
 
 
-def test_one_bad_row_of_a_batch_does_not_cost_the_others():
-    with pool_of("trl_acts", timeout_seconds=DEADLINE, num_workers=1) as pool:
-        results = pool.score(requests("1", "raise", "3", "exit", "hang", "6"))
+def test_one_bad_row_of_a_batch_does_not_cost_the_others(waited):
+    results, _ = waited["trl_acts"]
     assert scores(results) == [1, 0, 3, 0, 0, 6]
     assert counts(results) == (3, 1)
 
 
-def test_each_coroutine_has_the_deadline():
-    with pool_of("patient", timeout_seconds=DEADLINE, num_workers=1) as pool:
-        results = pool.score(requests(*map(str, range(20)), "hang"))
+def test_each_coroutine_has_the_deadline(waited):
+    results, _ = waited["patient"]
     assert scores(results) == [*range(20), 0]
     assert results[-1].error == "timeout"
 

@@ -160,7 +160,7 @@ def test_log_probs_are_those_of_the_rounded_weights(model):
 @pytest.mark.parametrize(
     ("model", "axes", "changes"),
     [
-        (TINY, (1, 1), {"weights": "turned"}),
+        pytest.param(TINY, (1, 1), {"weights": "turned"}, marks=pytest.mark.slow),
         (TINY, (2, 2), {}),
         pytest.param(UNTIED, (2, 2), {"weights": "stacked"}, marks=pytest.mark.slow),
     ],

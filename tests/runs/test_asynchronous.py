@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 
+import compare_checkouts
 import numpy as np
 import pytest
 from support.documented import unexplained_metrics
@@ -220,6 +221,27 @@ def test_boundary_swaps_do_not_depend_on_time(tmp_path, monkeypatch, staleness, 
     check_evaluations(tmp_path / "first", config)
     for step, records in samples_of(tmp_path / "first").items():
         assert {record["version"] for record in records} == {max(0, step - 1 - staleness)}
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_ends_bit_equal(tmp_path):
+    """As after a kill: the samples that older weights began are in the checkpoint."""
+    config = config_of(
+        *PART,
+        "stream.max_staleness=1",
+        "stream.weight_update=boundary",
+        "training.steps=4",
+        "checkpoint.every=2",
+        "eval.every=0",
+    )
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert run.train_here(config, whole) == 0
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    assert run.train_here(config, again) == 0
+    check_ages(again, 1, steps=4)
+    assert lasting(again) == lasting(whole)
+    assert samples_of(again) == samples_of(whole)
+    assert not list(compare_checkouts.differences(whole, again, 0))  # parameters too
 
 
 def test_newest_weights_at_once(tmp_path, monkeypatch):

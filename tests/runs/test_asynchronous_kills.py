@@ -158,7 +158,6 @@ def assert_equal(folder, wanted, steps=STEPS):
 @pytest.mark.parametrize(
     ("staleness", "kills", "partial_batches"),
     [
-        (1, 1, ()),
         pytest.param(1, 2, (), marks=pytest.mark.slow),
         pytest.param(2, 3, PARTIAL_BATCHES, marks=pytest.mark.slow),
         pytest.param(2, SOAK_KILLS, (), marks=pytest.mark.soak),

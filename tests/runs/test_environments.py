@@ -1,8 +1,8 @@
 """A run whose responses are in turns: an environment from configs/examples, two steps.
 
 Nightly: the score of a run is the reward function's plus the environment's, in training and in
-evaluation; turns of two nodes that sample ahead are kept apart. A synchronous run whose calls fail
-ends with the cause, too.
+evaluation; turns of two nodes that sample ahead are kept apart. A run whose calls fail ends with
+the cause, whether it samples ahead or not.
 """
 
 import contextlib
@@ -233,11 +233,7 @@ def shaky(folder, rate, *assignments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ahead",
-    [
-        pytest.param([], marks=pytest.mark.slow),
-        ["stream.max_staleness=1", "algorithm.correction=token_tis"],
-    ],
+    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
 )
 def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahead):
     assert run.train_here(shaky(tmp_path, 0.2, *ahead), tmp_path / "run") == run.EXIT_DONE
@@ -250,12 +246,9 @@ def test_a_run_has_no_failed_response_if_a_fifth_of_the_calls_fail(tmp_path, ahe
     assert all(json.loads(sample)["score"] == 0 for sample in samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "ahead",
-    [
-        pytest.param([], marks=pytest.mark.slow),
-        ["stream.max_staleness=1", "algorithm.correction=token_tis"],
-    ],
+    "ahead", [[], ["stream.max_staleness=1", "algorithm.correction=token_tis"]]
 )
 def test_a_run_ends_with_the_cause_if_most_calls_fail(tmp_path, monkeypatch, ahead):
     monkeypatch.setattr(handle, "PAUSE", 0.0)

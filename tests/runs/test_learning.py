@@ -13,6 +13,7 @@ import random
 
 import numpy as np
 import pytest
+from support import haste
 from support.documented import unexplained_metrics
 from support.programs import train
 from support.run_folders import json_lines
@@ -32,7 +33,9 @@ EXPECTED = {
     # its scores are of the best and the worst of each group
     "online_dpo": ("critic/score/max", 1, 0.05),
 }
-QUICK = {"grpo"}  # the others: `make test-nightly`
+# in every test run, on a model that compiles soon; the others: `make test-nightly`
+QUICK = {"grpo"}
+QUICK_MODEL = "random:llama?hidden=64&layers=1&heads=4&kv_heads=2&mlp=128&vocab=512"
 
 
 def write_pairs(path: pathlib.Path) -> None:
@@ -54,6 +57,8 @@ def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
     elif name != "sft":
         changed |= {"reward.function": "tests/support/user_rewards.py:digits", "reward.kwargs": {}}
         changed["data.train"] = "task:arithmetic?operands=2&operators=+&digits=1-9"
+    if name in QUICK:
+        changed |= {"model.source": QUICK_MODEL, "training.optimizer.lr": 3e-3}
     if name in ("gspo", "remax"):  # a narrow clip; a baseline of one sample: both slow
         changed["training.optimizer.lr"] = 3e-3
     return changed
@@ -65,8 +70,8 @@ def settings(name: str, folder: pathlib.Path) -> dict[str, object]:
 )
 def test_its_objective_moves_the_right_way(name, tmp_path):
     changed = [f"{key}={value}" for key, value in settings(name, tmp_path).items()]
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    train(tmp_path / "run", changed, env=env)
+    whole = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    train(tmp_path / "run", changed, env=haste.environment() if name in QUICK else whole)
     rows = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == STEPS
     assert not any(row["perf/compilations"] for row in rows[1:])

@@ -79,11 +79,15 @@ SEEING_MIXTURE = (
     "model.vision=random:siglip?hidden=32&layers=2&heads=4&patch=4&image=32",
     *SHOWN,
 )
+TINIER = ("model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",)
 LAYOUTS = {
-    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
+    "2 processes x 2 devices, a model of two layers": dict(
+        devices=4, processes=2, model=TINIER, overrides=["mesh.tensor=2"]
+    ),
 }
 
 SLOW = {
+    "2 processes x 4 devices": dict(devices=8, processes=2, overrides=["mesh.tensor=2"]),
     "data 2 x fsdp 2 x tensor 2": dict(
         devices=8, overrides=["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"]
     ),

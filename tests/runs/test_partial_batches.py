@@ -5,10 +5,7 @@ Nightly: steps in partial batches have the gradients of the steps at once: mini-
 adapters, mixtures, pipeline, context; ready partial batches train every group once.
 """
 
-import dataclasses
-
 import jax
-import numpy as np
 import optax
 import pytest
 from support.documented import unexplained_metrics
@@ -17,7 +14,7 @@ from support.programs import train_late
 from support.run_folders import json_lines, lasting, records
 from support.tiny_config import SMALL_AHEAD, tiny_config
 
-from distflow_jax import batch, run
+from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime.open_run import measure
 from distflow_jax.training.state import TrainState
@@ -38,7 +35,7 @@ READY = (
     *("stream.partial_batches=ready", "stream.partial_batch_rows=2", "rollout.num_slots=8"),
     *("data.max_prompt_length=64", "training.row_tokens=160"),
 )
-PROMPTS, STEPS, SAMPLES = 8, 4, 4
+PROMPTS, STEPS = 8, 4
 # the first moment is the gradient of the last optimizer step, and steps are small where that is:
 # Adam's own would blow up what rounding changes in the smallest entries
 PLAIN = tuple(
@@ -168,39 +165,6 @@ def test_partial_batches_train_what_the_step_at_once_trains(tmp_path, monkeypatc
     plan = " ".join((tmp_path / "partial_batches" / "plan.txt").read_text().split())
     late = "waits for the whole batch"
     assert f"{waits} {late}:" in plan if waits else late not in plan
-
-
-@pytest.mark.slow
-def test_what_lies_outside_of_the_mask_counts_for_nothing(tmp_path, monkeypatch):
-    """Not a number where rows have no token, and where they have no sequence."""
-    common = ("stream.weight_update=boundary", "training.steps=2")
-    at_once = gradients_of(monkeypatch, tmp_path / "off", *common)
-    of_tokens, of_sequences = batch.token_field, batch.sequence_field
-
-    def token_field(sequences, placement, values, column=batch.ONE_NUMBER):
-        if np.issubdtype(column.dtype, np.floating):
-            column = dataclasses.replace(column, fill=np.nan)
-        return of_tokens(sequences, placement, values, column)
-
-    def sequence_field(placement, values):
-        there = of_sequences(placement, np.ones(len(values)))
-        return np.where(there == 1, of_sequences(placement, values), np.nan)
-
-    monkeypatch.setattr(batch, "token_field", token_field)
-    monkeypatch.setattr(batch, "sequence_field", sequence_field)
-    partial_batches = ("stream.partial_batches=counter", "stream.partial_batch_prompts=3")
-    in_partial_batches = gradients_of(
-        monkeypatch, tmp_path / "partial_batches", *common, *partial_batches
-    )
-    check_equal(in_partial_batches, at_once)
-
-
-@pytest.mark.slow
-def test_ready_partial_batches_train_every_group_once(tmp_path):
-    trained(tmp_path, *READY)
-    partial_batches = check_partial_batches(tmp_path)
-    assert max(partial_batch["partial_batch"] for partial_batch in partial_batches) > 1
-    assert "partial_batches" in (tmp_path / "plan.txt").read_text()
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""A run that sees: it trains on drawn pictures, compiles nothing later, and resumes bit for bit.
+"""A run that sees: it trains on drawn pictures and compiles nothing later.
 
 A frozen tower stays as it was drawn. The placeholder of images is text where no image stands. An
 image is encoded once in each row that has its prompt.
 
-Nightly: a run that sees compiles nothing after step 1, whatever the sizes of images, resumes bit
-for bit, and reads a sampled placeholder as text.
+Nightly: a run that sees compiles nothing after step 1, whatever the sizes of images, and reads a
+sampled placeholder as text. test_failures.py: it resumes bit for bit.
 """
 
 import dataclasses
@@ -60,23 +60,6 @@ def packed(monkeypatch):
 
     monkeypatch.setattr(field_moves, "pack_rows", kept)
     return found
-
-
-@pytest.mark.slow
-def test_a_run_that_sees_resumes_bit_for_bit(tmp_path):
-    whole = train(tmp_path / "whole", 4)
-    train(tmp_path / "cut", 2)
-    cut = train(tmp_path / "cut", 4)
-    named = ("actor/loss", "actor/grad_norm", "critic/score/mean", "perf/images_encoded")
-    for step in (3, 4):
-        one, two = ([m for m in x if m["step"] == step][-1] for x in (whole, cut))
-        assert [one[name] for name in named] == [two[name] for name in named]
-    for metrics in whole:
-        assert metrics["data/images"] == 4
-        assert 4 <= metrics["perf/images_encoded"] <= 16
-        assert np.isfinite(metrics["actor/loss"])
-        assert metrics["training/rollout_probs_diff_max"] < 1e-3
-    assert [m["perf/compilations"] for m in whole[1:]] == [0, 0, 0]
 
 
 @pytest.mark.slow

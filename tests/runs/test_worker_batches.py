@@ -86,20 +86,6 @@ def test_each_group_of_workers_is_in_one_partial_batch_though_prompts_are_given_
 
 
 @pytest.mark.slow
-def test_partial_batches_of_a_worker_are_the_step_at_once(tmp_path, started):
-    """Step 1 is sampled by the same weights in both runs."""
-    rows = {}
-    for name, flags in {"off": (SLOTS,), "counter": COUNTER}.items():
-        flags = (*flags, *BOUNDARY, "training.steps=1", "stream.order=counter")
-        train(started, tmp_path / name, flags)
-        (rows[name],) = read_metrics(tmp_path / name / "metrics.jsonl")
-    ours, theirs = rows["counter"], rows["off"]
-    assert ours["training/partial_batches"] == 3
-    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "rollout_corr/k3_kl"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
-
-
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_with_workers_is_repeated_without_them(tmp_path, started):
     """Prompts that were given up among it: the same training, bit for bit."""

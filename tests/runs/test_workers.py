@@ -32,7 +32,6 @@ from support.worker_runs import (
     check_evaluations,
     check_trained,
     saved_episodes,
-    settings,
     trainers,
     worker,
 )
@@ -316,16 +315,6 @@ def test_trainers_without_a_worker_for_a_node_name_it_and_end(tmp_path, started)
     assert job.end() == EXIT_PREEMPTED, job.output()
     both.kill()
     assert "no worker was there for 20 s for 'reward' (worker --nodes)" in job.output()
-    before = json.loads((folder / "task_buffers.json").read_text())["attempt"]
-    job = trainers(started, folder, flags[1:], processes=2)
-    until(
-        lambda: json.loads((folder / "task_buffers.json").read_text())["attempt"] != before,
-        job.output,
-    )
-    again = worker(started, folder, flags, own=("--nodes=rollout,reward",))
-    assert job.end() == 0, job.output()
-    assert again.end() == 0, again.output()
-    check_trained(folder, exact=False)
 
 
 LIES = {"ids": "refused: .* token id 1000000000,", "log-probs": "quarantined: its log-probs are "}
@@ -395,15 +384,3 @@ def test_a_worker_joins_by_an_address_with_the_run_s_token_over_tls(tmp_path, st
     assert one.end() == 0, one.output()
     assert "for 2 trainers" in one.output()
     check_trained(folder, exact=False)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_the_local_launcher_starts_workers_beside_the_trainers(tmp_path, started):
-    folder = tmp_path / "run"
-    launch = ["scripts/launch_local.py", "--processes=1", "--workers=2", "--"]
-    train = ["scripts/train.py", "--config=configs/tiny.py", f"--workdir={folder}"]
-    started.append(Process(tmp_path / "log", [*launch, *train, *settings(BOUNDARY)]))
-    assert started[-1].end() == 0, started[-1].output()
-    assert re.search(r"\[w1\] .*ended after", started[-1].output())
-    check_trained(folder, exact=True)

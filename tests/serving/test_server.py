@@ -17,14 +17,13 @@ from support.serving import TOKENIZER, Serving, engine, expected, weights_of
 from support.waiting import HANG, until
 
 from distflow_jax.observe.compilations import Compilations
-from distflow_jax.parsing.addresses import listen
 from distflow_jax.rollout.scheduling.sequences import RequestGroup, WaitingQueue
 from distflow_jax.serving.client import SamplerClient
 from distflow_jax.serving.messages import SERVICE, Limits, decode, encode, sample_request
 from distflow_jax.serving.prompts import PromptReader
 from distflow_jax.serving.rpc import SamplerRpc
 from distflow_jax.serving.sampler_thread import Failed, SamplerService, SamplerStopped
-from distflow_jax.serving.served_weights import Turns, Weights
+from distflow_jax.serving.served_weights import Weights
 from distflow_jax.serving.server import ServerConfig, check_addresses
 
 PROMPT = "12 + 35 ="
@@ -211,12 +210,6 @@ def test_messages_beyond_the_longest_prompt_take_no_memory(serving):
             data = encode_any({"prompt": "x" * size})
             details = refused(lambda d=data: list(sample(d)), grpc.StatusCode.RESOURCE_EXHAUSTED)
             assert "larger than max" in details and str(1 << 20) in details
-
-
-def test_unknown_methods_are_refused(serving):
-    with grpc.insecure_channel(serving.address) as channel:
-        call = channel.unary_unary(f"/{SERVICE}/Nothing")
-        refused(lambda: call(b"{}"), grpc.StatusCode.UNIMPLEMENTED)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -420,26 +413,6 @@ def test_too_many_requests_are_refused():
         assert client.responses(prompt="x", max_tokens=1)
 
 
-def test_turns_are_given_in_order():
-    turns, order = Turns(), []
-
-    def take(number):
-        with turns:
-            order.append(number)
-
-    threads = [threading.Thread(target=take, args=(n,)) for n in range(20)]
-    with turns:
-        for n, thread in enumerate(threads):
-            thread.start()
-            until(lambda n=n: len(turns._gates) == n + 1)
-        order.append("first")
-    for thread in threads:
-        thread.join()
-    assert order == ["first", *range(20)]
-    with turns:  # free again
-        pass
-
-
 def test_a_thread_that_fails_tells_its_callers_and_the_server():
     with Serving() as other, SamplerClient(other.address) as client:
         step, rounds = other.server.sampler.scheduler.step, itertools.count()
@@ -482,13 +455,6 @@ def test_a_host_that_is_not_this_machine_is_an_error():
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:9000"):
         check_addresses(ServerConfig(host="no.such.host.invalid"))
     check_addresses(ServerConfig(host="[::1]", port=0))
-
-
-def test_both_ports_of_a_server_differ():
-    with listen("a test", "127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(ValueError, match=f"--metrics_port: cannot listen on 127.0.0.1:{port} "):
-        check_addresses(ServerConfig(port=port, metrics_port=port))
 
 
 def test_metrics():

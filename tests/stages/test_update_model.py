@@ -108,12 +108,12 @@ def test_metrics_are_those_of_the_updates_that_had_sequences(batch):
     array of them, are merged alike."""
     context = context_of(MINI_BATCHES, proximal="rollout")
     context.num_groups = GROUPS
-    stage, mesh = build_policy_update(context), context.shape.mesh
+    stage, mesh = jax.jit(build_policy_update(context)), context.shape.mesh
 
     def metrics_of(fields):
         params = jax.device_put(random_params(TINY), param_shardings(TINY, mesh))
         state = init_state(params, TINY, context.optimizer, mesh)
-        state, _, metrics = jax.jit(stage)(state, fields, {})
+        state, _, metrics = stage(state, fields, {})
         return int(state.count), metrics
 
     first_only = jax.tree.map(lambda x: x.at[1:].set(jnp.zeros((), x.dtype)), batch)

@@ -296,18 +296,6 @@ def test_known_responses_count_towards_the_bytes_of_an_answer():
     assert list(work.sent()) == [0]
 
 
-def test_the_next_prompt_takes_the_place_of_one_that_is_given_up():
-    admission = Admission(Rule(2, max_staleness=1), last=7)
-    admission.judge(1, False)
-    assert admission.cut(1).kept == (0, 2) and admission.cut(1).end == 3
-    assert admission.cut(2).kept == (3, 4)
-    assert [admission.step_of(c) for c in range(7)] == [1, 1, 1, 2, 2, 3, 3]
-    assert admission.finish(1).final
-    assert admission.position == 3
-    admission.judge(5, False)
-    assert admission.cut(3).kept == (6,)  # the data end
-
-
 def tasks_of(*keys):
     """A task buffer with nodes that a worker may run."""
     found = buffer_of(served=["score", "mean"])
@@ -343,15 +331,6 @@ def test_the_first_result_counts_whoever_brings_it_and_a_second_one_is_counted()
     assert (tasks.counts.second, tasks.counts.unknown) == (1, 1)
 
 
-def test_tasks_of_a_worker_that_leaves_are_for_others_at_once():
-    tasks = tasks_of((0, "score"))
-    tasks.lease_node("a", ["score"], 0.0)
-    assert tasks.unserved() == []
-    tasks.deregister("a")
-    assert tasks.unserved() == ["score"] and tasks.num_open("score") == 1
-    assert tasks.lease_node("b", ["score"], 0.1).key == (0, "score")
-
-
 def test_a_task_that_each_worker_has_let_go_is_for_any_that_did_not_fail_it():
     tasks = tasks_of((0, "score"))
     tasks.heartbeat("b", 0.0, ["score"])
@@ -362,22 +341,6 @@ def test_a_task_that_each_worker_has_let_go_is_for_any_that_did_not_fail_it():
     tasks.fail("b", (0, "score"), "no")
     assert tasks.lease_node("b", ["score"], 0.0) is None
     assert tasks.lease_node("a", ["score"], 0.0).key == (0, "score")
-
-
-def test_a_failed_task_goes_to_another_worker_and_its_prompt_is_then_given_up():
-    tasks = tasks_of((0, "score"), (1, "score"))
-    tasks.heartbeat("b", 0.0, ["score"])
-    assert tasks.lease_node("a", ["score"], 0.0).key == (0, "score")
-    tasks.fail("a", (0, "score"), "no")
-    tasks.fail("a", (0, "score"), "again")  # without a lease it is no try
-    assert tasks.lease_node("a", ["score"], 0.0).key == (1, "score")
-    assert tasks.lease_node("b", ["score"], 0.0).key == (0, "score")
-    tasks.fail("b", (0, "score"), "not b either")
-    assert tasks.given_up == {0: "not b either"}
-    assert (
-        tasks.find(NodeTask, (0, "score")) is None
-        and tasks.find(NodeTask, (1, "score")) is not None
-    )
 
 
 def test_the_only_worker_tries_again():
@@ -410,20 +373,6 @@ def test_a_worker_that_claims_all_tasks_and_runs_none_gets_few_and_serves_no_nod
     tasks.deregister("b")
     assert list(tasks.workers) == ["a"] and tasks.unserved() == ["score"]
     assert tasks.submit_node("a", last.key, "a result") and tasks.unserved() == []
-
-
-def test_a_node_that_fails_after_its_lease_has_failed_once():
-    """Otherwise a node that takes longer than a lease to fail is tried for ever."""
-    tasks = tasks_of((0, "score"))
-    tasks.lease_node("a", ["score"], 0.0)
-    tasks.expire(LEASE)
-    assert tasks.lease_node("b", ["score"], LEASE).key == (0, "score")
-    tasks.fail("a", (0, "score"), "late")
-    tasks.fail("a", (0, "score"), "again")
-    assert not tasks.given_up and tasks.lease_node("c", ["score"], LEASE) is None
-    tasks.expire(2 * LEASE)
-    tasks.fail("b", (0, "score"), "late too")
-    assert tasks.given_up == {0: "late too"}
 
 
 # -- a model of trainers and workers with random faults -------------------------------------------

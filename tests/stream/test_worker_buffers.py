@@ -249,15 +249,6 @@ def test_the_page_on_workers_lists_the_keys_that_may_differ():
         assert f"`{section}`" in text, section
 
 
-def test_a_folder_that_no_trainer_has_opened_is_named_with_what_to_do(tmp_path):
-    folder = tmp_path / "far"
-    with pytest.raises(buffer_links.NobodyAnswers) as found:
-        Joining(str(folder), "w", TABLES).first(0.1)
-    text = str(found.value)
-    assert text.startswith(f"no trainer has opened {str(folder)!r} within 0.1 s; if it is still st")
-    assert "with --join_seconds=" in text and "--orphan_seconds" not in text
-
-
 def test_a_run_that_goes_on_after_its_end_is_waited_for(tmp_path):
     BufferAddresses("a1", ("127.0.0.1:1",), ended=True).write(tmp_path)
     joining = Joining(str(tmp_path), "w", TABLES)

@@ -1,6 +1,5 @@
 """One tiny model of each family with a vision tower, and images, drawn by NumPy alone."""
 
-import dataclasses
 import zlib
 from collections.abc import Iterator
 
@@ -134,8 +133,3 @@ def tokens_of(config: DecoderConfig, features: list[int]) -> tuple[np.ndarray, n
         patch += [-1] * (len(around[1]) + 4)
         first += count
     return np.array(ids, np.int32), np.array(patch, np.int32)
-
-
-def text_only(config: DecoderConfig) -> DecoderConfig:
-    """The model without its tower."""
-    return dataclasses.replace(config, vision=None)

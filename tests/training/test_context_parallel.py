@@ -45,7 +45,7 @@ MESHES = {
     "mesh, options",
     [
         ("fsdp 2 x context 4", dict(block=16, micro=2, remat="full")),
-        ("data 2 x context 2 x tensor 2", dict(micro=2)),
+        pytest.param("data 2 x context 2 x tensor 2", dict(micro=2), marks=pytest.mark.slow),
         *(
             pytest.param(mesh, dict(block=block), marks=pytest.mark.slow)
             for mesh in MESHES

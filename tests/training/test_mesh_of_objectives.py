@@ -102,7 +102,7 @@ def gradient_of(name, fsdp, tensor, micro=1, **axes):
 @pytest.mark.parametrize(
     "name, axes",
     [
-        ("preference", dict(fsdp=2, tensor=2)),
+        pytest.param("preference", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
         ("clip_cov", dict(fsdp=2, tensor=2)),
         pytest.param("kto", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("orpo", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
@@ -112,8 +112,8 @@ def gradient_of(name, fsdp, tensor, micro=1, **axes):
         pytest.param("kl_cov", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("kl_cov", dict(fsdp=1, tensor=1, context=4), marks=pytest.mark.slow),
         pytest.param("clip_cov", dict(fsdp=1, tensor=2, pipeline=2), marks=pytest.mark.slow),
-        ("reward_model", dict(fsdp=2, tensor=2)),
-        ("reward_model", dict(fsdp=2, tensor=1, data=2)),
+        pytest.param("reward_model", dict(fsdp=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param("reward_model", dict(fsdp=2, tensor=1, data=2), marks=pytest.mark.slow),
         pytest.param("preference", dict(fsdp=2, tensor=2, data=2), marks=pytest.mark.slow),
         ("reward_model", dict(fsdp=1, tensor=1, context=4)),
         pytest.param("preference", dict(fsdp=1, tensor=2, context=2), marks=pytest.mark.slow),

@@ -47,7 +47,7 @@ def slow(*case):
 @pytest.mark.parametrize(
     "model, mesh, options",
     [
-        ("dense", "fsdp 2 x pipeline 2", dict(micro=4, microbatches=4, block=32, remat="full")),
+        slow("dense", "fsdp 2 x pipeline 2", dict(micro=4, microbatches=4, block=32, remat="full")),
         slow("dense", "pipeline 2 x context 2", dict(micro=8, microbatches=4, block=16)),
         slow("dense", "pipeline 2", dict(micro=8, microbatches=8)),
         slow("dense", "pipeline 2", dict(micro=4, shared=False, remat="dots")),

@@ -213,7 +213,7 @@ def test_who_shares_the_batch(sampler, responses):
     assert_agree(sampler.run(REQUESTS[1:2]), [r for r in responses if r.prompt.counter == 1])
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("cache_dtype", [pytest.param("auto", marks=pytest.mark.slow), "int8"])
 def test_what_others_left_in_a_page(cache_dtype):
     """Pages that start full of nan: what lies beyond a response's length is not even multiplied."""
     other = Sampler(cache_dtype=cache_dtype)

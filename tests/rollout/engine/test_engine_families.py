@@ -23,9 +23,16 @@ QWEN3_MOE = replace(QWEN3, family="qwen3_moe", mlp_size=32, num_experts=8, exper
 # a window in every layer, shorter than the prompts
 MISTRAL = replace(TINY, family="mistral", tie_embeddings=False, head_dim=24, sliding_window=9)
 NAMES = ["qwen2", "qwen3", "gemma3", "mistral", "qwen3_moe"]
-SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in (WINDOWED, MISTRAL, QWEN3_MOE)]
-FAMILIES = pytest.mark.parametrize("model", [QWEN2, QWEN3, *SLOW[:2], QWEN3_MOE], ids=NAMES)
-MOSTLY = pytest.mark.parametrize("model", [QWEN2, QWEN3, *SLOW], ids=NAMES)
+MODELS = [QWEN2, QWEN3, WINDOWED, MISTRAL, QWEN3_MOE]
+
+
+def families(*often):
+    """All of them; those that are not named are left to the nightly tests."""
+    marks = [[pytest.mark.slow] * (name not in often) for name in NAMES]
+    cases = [pytest.param(m, marks=own) for m, own in zip(MODELS, marks, strict=True)]
+    return pytest.mark.parametrize("model", cases, ids=NAMES)
+
+
 CONFIG = EngineConfig(
     slots=8, max_prompt=32, max_response=20, tokens_per_call=4, page_size=16, group_size=4
 )
@@ -73,7 +80,7 @@ def best_tokens(model, params, tokens_BT):
     return index[..., 0], best[..., 0] - best[..., 1]
 
 
-@MOSTLY
+@families("qwen3")
 def test_greedy_tokens_are_the_forward_passes_best(model):
     params = random_params(model, 2)
     responses = responses_of(model, params)
@@ -94,7 +101,7 @@ def test_greedy_tokens_are_the_forward_passes_best(model):
     assert compared > 0.95 * 20 * len(responses)
 
 
-@FAMILIES
+@families("qwen2", "qwen3_moe")
 def test_log_probs_are_those_of_the_trainer(model):
     """Sampled at temperature 1 over 2 x 2 devices, with prompts in pieces."""
     params = random_params(model, 2)
@@ -111,7 +118,7 @@ def test_log_probs_are_those_of_the_trainer(model):
             assert max(off) > 0.01, name
 
 
-@MOSTLY
+@families("qwen3")
 def test_int8_weights_sample(model):
     params = random_params(model, 2)
     responses = responses_of(model, params, weights_dtype="int8")

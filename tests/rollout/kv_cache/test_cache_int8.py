@@ -1,4 +1,7 @@
-"""Keys and values as int8: what rounding costs, who sees it, and what it saves."""
+"""Keys and values as int8: what rounding costs, who sees it, and what it saves.
+
+Nightly: by the reference attention, too, devices do not matter.
+"""
 
 import dataclasses
 
@@ -227,7 +230,9 @@ def test_log_probs_are_near_those_of_one_forward_pass(responses):
     assert_near_forward_pass(responses)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention": "reference"}])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"attention": "reference"}, marks=pytest.mark.slow)]
+)
 def test_devices_do_not_matter(responses, changes):
     """Up to near-ties: sums in another order round a key the other way now and then."""
     assert_agree(sampled((2, 2), **changes)[0], responses, atol=0.01, near_tie=0.01)

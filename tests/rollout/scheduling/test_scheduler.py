@@ -271,28 +271,6 @@ def test_a_response_is_gone_on_with(scheduler, reader, answer):
         scheduler.held.release(group, sample)
 
 
-def test_turns_sample_by_position(sampler, scheduler):
-    """Noise is that of the place in the response, whatever the way there."""
-    results = []
-    for answer_first in (True, False):
-        request = changed(REQUESTS[1], num_samples=1, limit=4, hold=True)
-        group = scheduler.submit(request)
-        (one,) = drive(scheduler).values()
-        tokens = [50, 51, 52]
-        if answer_first:
-            scheduler.held.extend(group, 0, tokens, limit=20)
-        else:  # through the long way
-            scheduler._loop.preempt(next(iter(scheduler._loop.slots.sequences)))
-            held, partial = scheduler._loop.waiting.pop_resumed()
-            fed = np.concatenate([partial.tokens, np.asarray(tokens, np.int32)])
-            again = changed(partial.request, limit=20)
-            scheduler._loop.waiting.push_resumed(held, type(partial)(again, 0, fed))
-        (two,) = drive(scheduler).values()
-        results.append((one.tokens.tolist(), two.tokens.tolist()))
-        scheduler.held.release(group, 0)
-    assert results[0] == results[1]
-
-
 def test_who_waits_takes_the_slot_that_was_held_for_the_longest_time(scheduler):
     """The held response goes on later: its tokens are read again, and the next are the same."""
     slots, found = scheduler.engine.config.slots, []
