@@ -12,7 +12,8 @@ Neither applies to TPUs.
 are the hidden dim is marked as `Turned`. TPUs pad the last dim of an array to a multiple of 128,
 and XLA chooses the layout of arguments that wastes least. A device's shard of heads or of the MLP
 is often no multiple of 128, whereas the hidden dim, which tensor parallelism does not divide,
-nearly always is. In any other layout, a program starts by copying all these matrices.
+nearly always is. In any other layout, a program starts by copying all these matrices. Experts' gate
+and up are turned, too.
 
 X rows (tokens), I inputs, O outputs.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 WEIGHTS = ("auto", "stacked", "turned", "apart")
 _FEW_ROWS = 256  # below it, weights as the left side are faster on CPUs
@@ -42,6 +44,14 @@ def resolve_layout(weights: str, platform: str) -> str:
     if weights != "auto":
         return weights
     return "turned" if platform == "tpu" else "apart"
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """x of any shape, with its dims in order in memory: a user's layout is not that of its source.
+
+    XLA otherwise gives a slice of stacked layers, and thereby their stack, the layout of its user.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def by_input(x: jax.Array, weight: jax.Array, inputs: int = 1, dtype: Any = None) -> jax.Array:

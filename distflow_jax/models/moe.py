@@ -11,6 +11,11 @@ tensor axis divides every expert. The expert axis divides the experts among the 
 each gathers the tokens of the whole group, computes the outputs of its own experts, and the sums
 are scattered back to the tokens' devices.
 
+A sampler on TPUs sorts nothing while a device has few tokens: every token passes through every
+expert, and the weights of experts that it did not choose are 0 (`every_expert`). A decode step
+reads nearly all experts anyway, and its products take less time than reading them. The kernel of
+`ragged_dot` needs a layer's experts as arrays of their own, so each step would copy them.
+
 B batch, T tokens, X = B T, D hidden, E experts, K experts of a token, M = X K pairs, F mlp.
 """
 
@@ -25,6 +30,7 @@ import numpy as np
 from distflow_jax.config.implementation_table import PRODUCTS, Need, candidates
 from distflow_jax.models.grouped_matmul import grouped_product
 from distflow_jax.models.int8 import Int8
+from distflow_jax.models.matmul_layouts import Turned, in_order
 from distflow_jax.parallel.rules import constrain, local, mesh_axes, platform, width
 from distflow_jax.programs.bounded_loops import share
 
@@ -32,6 +38,9 @@ from distflow_jax.programs.bounded_loops import share
 Route = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 _TOKENS = ("batch", "length", "activation")
+# of a device, see `every_expert`. Of Qwen3-30B-A3B on four v5p, products of so many tokens take
+# 16 ms at peak, where copies of the experts of all layers took 18 ms
+FEW_TOKENS = 512
 
 
 def best(probability_BTE: jax.Array, count: int) -> jax.Array:
@@ -110,7 +119,8 @@ def mixture(
     Raises ValueError if a mesh divides the experts and its devices do not divide B.
 
     Args:
-      w: a layer's router [D, E], gate and up [E, D, F] and down [E, F, D].
+      w: a layer's router [D, E], gate and up [E, D, F], or `Turned` [E, F, D] in a sampler on
+        TPUs, and down [E, F, D].
       experts_per_token: K.
       norm_topk: whether the chosen probabilities are scaled to sum to 1.
       turned: whether the last two dims of gate, up and down are swapped (sampler layout "apart").
@@ -137,16 +147,21 @@ def mixture(
         expert, seen = route(probability, extra)
     weight = chosen_probability(probability, expert, norm_topk=norm_topk)
     into, out_of = ("activation", "mlp"), ("mlp", "activation")
+    sampled = isinstance(w["gate"], Turned)
+    turns = sampled or turned, turned
     weights = [
-        _cast_with_dims(w[name], h_BTD.dtype, dims, turned)
-        for name, dims in (("gate", into), ("up", into), ("down", out_of))
+        _cast_with_dims(w[name], h_BTD.dtype, dims, turn)
+        for name, dims, turn in zip(
+            ExpertMatrices._fields, (into, into, out_of), (turns[0], *turns), strict=True
+        )
     ]
     matrices, axes = (ExpertMatrices(*each) for each in zip(*weights, strict=True))
     if product == "auto":
         need = Need(PRODUCTS, platform(), 0, h_BTD.dtype.name)
         product = next(candidates(need)).name
+    mlps = functools.partial(expert_mlps, turned=turns, product=product, across=across)
     y = local(
-        functools.partial(expert_mlps, turned=turned, product=product, across=across),
+        functools.partial(_sampled_mlps, mlps) if sampled and not across else mlps,
         (h_BTD, weight, expert, matrices),
         (_TOKENS, _TOKENS, _TOKENS, axes),
         _TOKENS,
@@ -165,14 +180,59 @@ class ExpertMatrices(NamedTuple):
 
 
 def _cast_with_dims(
-    weight: jax.Array | Int8, dtype: Any, dims: tuple[str, str], turned: bool
+    weight: jax.Array | Int8 | Turned, dtype: Any, dims: tuple[str, str], turned: bool
 ) -> tuple[jax.Array | Int8, Any]:
     """Experts' matrices in the dtype of the products, and their logical dims."""
+    weight = weight.weight if isinstance(weight, Turned) else weight
     axes = ("experts", *(reversed(dims) if turned else dims))
     if isinstance(weight, Int8):
         return weight, Int8(axes, ("experts", dims[1]))
     # cast before devices exchange their shards of it
     return weight.astype(dtype), axes
+
+
+def _sampled_mlps(
+    mlps: Callable[..., jax.Array],
+    h_BTD: jax.Array,
+    weight_BTK: jax.Array,
+    expert_BTK: jax.Array,
+    matrices: ExpertMatrices,
+) -> jax.Array:
+    """`expert_mlps` as `mlps`, or of few tokens `every_expert`."""
+    if h_BTD.shape[0] * h_BTD.shape[1] <= FEW_TOKENS:
+        return every_expert(h_BTD, weight_BTK, expert_BTK, matrices)
+    # otherwise the stacks of all layers are copied to the layout of the sorted products
+    return mlps(h_BTD, weight_BTK, expert_BTK, jax.tree.map(in_order, matrices))
+
+
+def every_expert(
+    h_BTD: jax.Array, weight_BTK: jax.Array, expert_BTK: jax.Array, matrices: ExpertMatrices
+) -> jax.Array:
+    """As `expert_mlps`, with products of all tokens and all experts, [B, T, D].
+
+    Matrices are [E, F, D], all three. XLA reads a layer's directly from the stack of all layers:
+    of a product with experts as its batch dim, and of one that sums over experts and MLPs.
+    """
+    gate, up, down = matrices
+    h_XD, dtype = h_BTD.reshape(-1, h_BTD.shape[-1]), h_BTD.dtype
+    experts = (gate.values if isinstance(gate, Int8) else gate).shape[0]
+    is_chosen = jax.nn.one_hot(expert_BTK.reshape(len(h_XD), -1), experts, dtype=bool)
+    weight_EX = jnp.where(is_chosen, weight_BTK.reshape(len(h_XD), -1, 1), 0.0).sum(1).T
+    h_EXD = jnp.broadcast_to(h_XD[None], (experts, *h_XD.shape))
+    gated, scaled = (_into_experts(h_EXD, matrix) for matrix in (gate, up))
+    weighted = jax.nn.silu(gated) * scaled * weight_EX[..., None]
+    # an expert that no token chose may overflow
+    inner_EXF = jnp.where(weight_EX[..., None] != 0, weighted, 0.0).astype(dtype)
+    if isinstance(down, Int8):  # its scales do not move out of a sum over experts
+        down = (down.values.astype(jnp.float32) * down.scale[:, None]).astype(dtype)
+    return jnp.einsum("EXF,EFD->XD", inner_EXF, down).reshape(h_BTD.shape)
+
+
+def _into_experts(h_EXD: jax.Array, matrix: jax.Array | Int8) -> jax.Array:
+    """Products with matrices [E, F, D], float32 [E, X, F], rounded as those of `expert_mlps`."""
+    values = matrix.values.astype(h_EXD.dtype) if isinstance(matrix, Int8) else matrix
+    y = jnp.einsum("EFD,EXD->EXF", values, h_EXD).astype(jnp.float32)
+    return y * matrix.scale[:, None] if isinstance(matrix, Int8) else y
 
 
 def expert_mlps(
@@ -181,7 +241,7 @@ def expert_mlps(
     expert_BTK: jax.Array,
     matrices: ExpertMatrices,
     *,
-    turned: bool,
+    turned: tuple[bool, bool],
     product: str,
     across: tuple[str, ...] = (),
 ) -> jax.Array:
@@ -191,7 +251,7 @@ def expert_mlps(
       weight_BTK: weights of the chosen experts, float32.
       expert_BTK: indices of the chosen experts, int32.
       matrices: of all experts, or with `across` of this device's experts.
-      turned: as in `mixture`.
+      turned: whether outputs precede inputs in gate and up, and in down.
       product: as in `grouped_product`.
       across: mesh axes over which experts are divided; the result sums over all experts.
     """
@@ -212,14 +272,16 @@ def expert_mlps(
     iota = jnp.arange(experts, dtype=jnp.int32)
     sizes = jnp.sum(expert_M[:, None] == iota[None], axis=0, dtype=jnp.int32)
     devices = width("experts") if across else 1
-    times = functools.partial(grouped_product, sizes=sizes, turned=turned, by=product)
+    into, out_of = (
+        functools.partial(grouped_product, sizes=sizes, turned=turn, by=product) for turn in turned
+    )
     once = h_BTD.reshape(-1, 1, size)
     x = jnp.broadcast_to(once, (len(once), count, size)).reshape(-1, size)
     x = _permuted(x, order, inverse)
     if across:  # the product leaves rows outside all groups undefined, and their gradients, too
         x = jnp.where((jnp.arange(len(x), dtype=jnp.int32) < sizes.sum())[:, None], x, 0)
     with share(devices):  # the arrays have room for all pairs of the group of devices
-        y = times(jax.nn.silu(times(x, gate)) * times(x, up), down)
+        y = out_of(jax.nn.silu(into(x, gate)) * into(x, up), down)
     y = _permuted(y, inverse, order).reshape(*expert_BTK.shape, size)
     if across:
         y = jnp.where(is_own[..., None], y, 0)

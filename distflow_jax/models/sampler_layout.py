@@ -36,7 +36,7 @@ class SamplerLayout:
                 spec,
                 int8=dtype == "int8" and bool(spec.inputs),
                 turned=apart and path != "embed/embedding",
-                marked=layout == "turned" and path in _TURNED and "experts" not in spec.axes,
+                marked=layout == "turned" and path in _TURNED,
                 by_layer=apart and path.startswith("layers/"),
             )
             for path, spec in param_specs(model).items()

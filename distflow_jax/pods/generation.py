@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models.moe import FEW_TOKENS
 from distflow_jax.models.parameters import num_active_params, num_params
 from distflow_jax.pods.efficiency import DECODE, PREFILL, Efficiency, Range, decode_of
 from distflow_jax.pods.response_lengths import spread
@@ -119,6 +120,12 @@ def estimate_generation(
     )
 
 
+def _uses_all_weights(pod: Pod, model: DecoderConfig, engine: EngineConfig) -> bool:
+    """Whether tokens of a decode step pass through all weights: for a mixture, see moe.py."""
+    few = pod.chip.platform == "tpu" and engine.slots <= FEW_TOKENS
+    return few or not model.num_experts
+
+
 class _Step:
     """Costs on one of the T chips that share a copy of the weights."""
 
@@ -127,7 +134,10 @@ class _Step:
         self._weights = weight_bytes(model, engine, tensor)
         # a lookup in the embedding table is no product; a tied table is also the head's matrix
         table = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-        self._products = 2 * (num_active_params(model) - table)
+        self._every = _uses_all_weights(pod, model, engine)
+        passed = num_params(model) if self._every else num_active_params(model)
+        self._products = 2 * (passed - table)
+        self._prefilled = 2 * (num_active_params(model) - table)
         self._cached = page_bytes(model, engine, tensor) / engine.page_size  # of a token
         self._item = jnp.dtype(engine.dtype).itemsize
         # FLOPs of a query over one token: scores and sums over values, in all layers
@@ -150,10 +160,11 @@ class _Step:
     def _read_weights(self, slots: float) -> float:
         """Bytes of the weights that `slots` tokens pass through.
 
-        Of E experts, k for each token, a step reads a share 1 - (1 - k / E)^slots on average.
+        Of E experts, k for each token, sorted products read a share 1 - (1 - k / E)^slots on
+        average.
         """
         experts, chosen = self._model.num_experts, self._model.experts_per_token
-        if not experts:
+        if self._every:
             return self._weights
         idle = (1 - chosen / experts) ** slots
         every = num_params(self._model)
@@ -163,7 +174,7 @@ class _Step:
     def prefill(self, prompts: int, length: int) -> Estimate:
         """Prefill of `prompts` prompts; causal attention is computed without skipping."""
         tokens = prompts * length
-        flops = tokens * (self._products + self._attended * length)
+        flops = tokens * (self._prefilled + self._attended * length)
         found = self._estimate(PREFILL, flops, self._weights + tokens * self._cached)
         return self._with_sums(found, tokens)
 

@@ -130,14 +130,19 @@ def test_a_choice_is_near_the_best_three_as_compiled():
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "machine"),
-    [("qwen25_7b", "v5p-8"), ("qwen25_7b", "v6e-8"), ("qwen25_3b", "v5e-8")],
+    ("name", "choice"),
+    [
+        ("qwen25_7b", "v5p-8,2k"),
+        ("qwen25_7b", "v6e-8,2k"),
+        ("qwen25_3b", "v5e-8,2k"),
+        ("qwen3_30b_a3b", "v5p-128,8k"),
+    ],
 )
-def test_a_decode_step_moves_its_weights_and_its_cache_alone(name, machine):
-    """Within 15 %, as compiled: queries are not rearranged in HBM, nor pages copied."""
-    config = from_config_dict(Config, config_of(name, f"{machine},2k"))
+def test_a_decode_step_moves_its_weights_and_its_cache_alone(name, choice):
+    """Within 15 %, as compiled: queries are not rearranged in HBM, nor pages or experts copied."""
+    config = from_config_dict(Config, config_of(name, choice))
     config = with_values(config, {"model.source": str(SHAPES / name)})
-    pod = open_topology(machine)
+    pod = open_topology(choice.split(",")[0])
     planned = plan_run(config, pod.machine, open_source=open_shapes)
     planned = dataclasses.replace(planned, devices=pod.devices)
     found = compile_sampler(planned, pod, "decode")

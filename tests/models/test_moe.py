@@ -19,6 +19,7 @@ from distflow_jax.models import moe
 from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.models.grouped_matmul import block_size, grouped_product
 from distflow_jax.models.int8 import Int8, quantise
+from distflow_jax.models.matmul_layouts import Turned
 from distflow_jax.models.moe import best, chosen_probability, mixture
 from distflow_jax.models.parameters import num_active_params, num_params, param_shardings
 from distflow_jax.models.sampler_layout import SamplerLayout
@@ -176,29 +177,54 @@ def test_every_token_is_the_sum_over_its_experts(axes, count, norm_topk, ragged,
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
-def test_a_samplers_layers_apart(dtype):
+@pytest.mark.parametrize("weights", ["apart", "turned, few tokens", "turned, many tokens"])
+def test_a_samplers_layers(weights, dtype, monkeypatch):
     """On 2 x 2 devices, of which each pair has half of every expert; routers are never rounded."""
+    turned, few = weights.startswith("turned"), weights.endswith("few tokens")
+    monkeypatch.setattr(moe, "FEW_TOKENS", 4 if few else 3)
     params = random_params(MIXTURE)
     mesh = mesh_of(2, 2, names=("data", "tensor"))
     placed = jax.device_put(params, param_shardings(MIXTURE, mesh))
-    kept = SamplerLayout(MIXTURE, "cpu", "apart", dtype).convert_placed(placed)["layers"][1]
+    layout = SamplerLayout(MIXTURE, "cpu", weights.split(",")[0], dtype)
+    kept = layout.convert_placed(placed)["layers"]
+    kept = jax.tree.map(lambda x: x[1], kept) if turned else kept[1]
     np.testing.assert_array_equal(kept["router"], params["layers"]["router"][1])
     own = layer_of(params, 1)
-    if dtype == "int8":
-        for name in ("gate", "up", "down"):
-            assert isinstance(kept[name], Int8)
-            values, scale = (np.asarray(x, np.float64) for x in kept[name])
-            own[name] = (values * scale[..., None]).swapaxes(1, 2)
-    half = kept["down"].values if dtype == "int8" else kept["down"]
-    assert half.addressable_shards[0].data.shape == (8, MIXTURE.hidden_size, MIXTURE.mlp_size // 2)
+    for name in ("gate", "up", "down"):
+        marked = turned and name != "down"
+        assert isinstance(kept[name], Turned) == marked
+        held = kept[name].weight if marked else kept[name]
+        values, axis = held, 2 if marked or not turned else 1  # of the inputs
+        if dtype == "int8":
+            values = np.asarray(held.values, np.float64) * np.expand_dims(held.scale, axis)
+            own[name] = values if axis == 1 else values.swapaxes(1, 2)
+    size = MIXTURE.hidden_size, MIXTURE.mlp_size // 2
+    shard = jax.tree.leaves(kept["down"])[0].addressable_shards[0].data
+    assert shard.shape == (8, *(reversed(size) if turned else size))
     h = np.random.default_rng(1).normal(size=(4, 2, MIXTURE.hidden_size)).astype(np.float32)
 
     @jax.jit
     def run(w, h):
         with use_mesh(mesh):
-            return mixture(h, w, 3, norm_topk=True, turned=True)[0]
+            return mixture(h, w, 3, norm_topk=True, turned=not turned)[0]
 
     np.testing.assert_allclose(run(kept, h), expected(h, own, 3, True), rtol=1e-4, atol=1e-4)
+    text = run.lower(kept, h).as_text()
+    assert ("sort" in text) == (not few)  # few tokens pass through every expert
+
+
+def test_an_expert_that_no_token_chose_may_overflow():
+    h = np.random.default_rng(1).normal(size=(2, 1, MIXTURE.hidden_size)).astype(np.float32)
+    w = layer_of(random_params(MIXTURE))
+    chosen = jnp.array([[[0, 1, 2]]] * 2, jnp.int32)
+    weight = jnp.full((2, 1, 3), 1 / 3, jnp.float32)
+
+    def run(gate):
+        matrices = moe.ExpertMatrices(gate.swapaxes(1, 2), w["up"].swapaxes(1, 2), w["down"])
+        return jax.jit(moe.every_expert)(h, weight, chosen, matrices)
+
+    large = np.where(np.arange(8)[:, None, None] < 3, w["gate"], np.float32(1e38))
+    np.testing.assert_array_equal(run(large), run(w["gate"]))
 
 
 def test_the_best_experts_and_their_weights():

@@ -4,8 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.presets import traced_pod
 from support.tiny_model import TINY
 
+from distflow_jax.models.moe import FEW_TOKENS
 from distflow_jax.models.parameters import num_params
 from distflow_jax.pods.generation import Load, estimate_generation
 from distflow_jax.pods.topology import open_topology
@@ -95,3 +97,14 @@ def test_of_a_mixture_only_the_experts_of_a_token_multiply():
     dense, sparse = (estimate_generation(POD, m, ENGINE, 1, LOAD) for m in (TINY, mixture))
     assert sparse.full.compute < 2.5 * dense.full.compute
     assert sparse.full.memory > 2 * dense.full.memory  # all of them are read
+
+
+def test_of_a_mixture_on_tpus_every_expert_multiplies_few_tokens():
+    mixture = dataclasses.replace(TINY, num_experts=8, experts_per_token=2, family="qwen3_moe")
+    pod, few = traced_pod("v5e-8"), dataclasses.replace(ENGINE, slots=FEW_TOKENS)
+    many = dataclasses.replace(few, slots=FEW_TOKENS + 1)
+    load = dataclasses.replace(LOAD, responses=2, slots=2)
+    every, chosen = (estimate_generation(pod, mixture, engine, 1, load) for engine in (few, many))
+    assert every.full.compute > 2 * chosen.full.compute
+    assert every.full.memory > 1.3 * chosen.full.memory  # two tokens have half of the experts
+    assert every.prefill == chosen.prefill
