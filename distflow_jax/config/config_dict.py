@@ -185,6 +185,25 @@ def _convert_section(section: Any, cls: type, path: str) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
+def edited(obj: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with values at keys that it has, {"training.steps": 5}.
+
+    Only the sections of these keys are converted. Errors: see `from_config_dict`.
+    """
+    hints = typing.get_type_hints(type(obj))
+    fields = {key.partition(".")[0] for key in values}
+    tree = ml_collections.ConfigDict({k: _editable(getattr(obj, k), hints[k]) for k in fields})
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        section = tree
+        for parent in parents:
+            section = section[parent]
+        with section.ignore_type():
+            section[last] = value  # its type is checked below, with its path
+    changed = {k: _convert(tree[k], hints[k], f"config.{k}") for k in hints if k in fields}
+    return dataclasses.replace(obj, **changed)
+
+
 def _former_key(path: str) -> str | None:
     """One line for a key of an earlier release, "a.b.c"; None for any other."""
     if new := RENAMED.get(path):

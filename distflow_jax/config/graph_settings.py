@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from distflow_jax.config.config_dict import from_config_dict, to_config_dict, unknown_key
+from distflow_jax.config.config_dict import edited, to_config_dict, unknown_key
 from distflow_jax.config.run_config import Config
 
 
@@ -39,27 +39,24 @@ def with_values(config: Config, values: Mapping[str, Any], where: str = "") -> C
     Raises ValueError, which begins with `where`, for a key that the config does not have (the
     nearest is named) or that is a whole section, and for a value of another type.
     """
-    tree = to_config_dict(config)
-    for key, value in values.items():
+    for key in values:
         _check_key(config, key, where)
-        *parents, last = key.split(".")
-        section = tree
-        for parent in parents:
-            section = section[parent]
-        with section.unlocked(), section.ignore_type():
-            section[last] = value  # its type is checked below, with its path
     if not values:
         return config
     try:
-        return from_config_dict(Config, tree)
+        return edited(config, values)
     except ValueError as error:
         raise ValueError(f"{where}{error}") from error
 
 
 def _check_key(config: Config, key: str, where: str) -> None:
-    if problem := unknown_key(to_config_dict(config), key):
-        raise ValueError(f"{where}{problem}")
-    if dataclasses.is_dataclass(value_at(config, key)):
+    section: Any = config
+    for part in key.split("."):
+        has_keys = isinstance(section, Mapping)
+        if part not in (section if has_keys else getattr(section, "__dataclass_fields__", ())):
+            raise ValueError(f"{where}{unknown_key(to_config_dict(config), key)}")
+        section = value_at(section, part)
+    if dataclasses.is_dataclass(section):
         raise ValueError(f"{where}{key} is a section of the config; name a value in it")
 
 

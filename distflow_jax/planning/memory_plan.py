@@ -189,8 +189,10 @@ def offload_bytes(planned: RunPlan, programs: Mapping[str, Program]) -> tuple[in
 
     A cache is neither: it is empty between two rollouts. A frozen model is evicted once a run.
     """
-    items = _items(planned, programs)
     moving = [own for name, own in planned.residencies.items() if name != EVALUATE]
+    if not moving:
+        return 0, 0
+    items = _items(planned, programs)
     fetched = [item for own in moving for item in own.prefetch if item[1] != "cache"]
     evicted = {item for own in moving for item in own.evict if item[1] != "cache"}
     frozen = {(key, "params") for key, model in planned.models.items() if not model.trained}

@@ -30,7 +30,7 @@ class TracedVariant:
     constant: Constant  # of the changing states; None: all leaves are new
     states: Mapping[str, Any]  # specs of the states that it returns
     outputs: tuple[Any, ...]  # specs of Unit.outputs
-    traced: Any  # jax.stages.Traced of (moving, fixed, kept, values), see _split
+    traced: Any  # jax.stages.Traced of (moving, fixed, kept, values), see _split; None: specs alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,14 @@ def trace_plan(
     states: Mapping[str, Any],
     specs: FieldSpecs,
     units: Sequence[Unit] | None = None,
+    like: Mapping[str, Program] | None = None,
 ) -> dict[str, Program]:
     """The programs of all units on meshes, by the unit's name. Compiles nothing.
 
     `stages` are keyed by node id, `states` are specs by state key. With `units` these alone, which
-    read on meshes only what they write. Raises ValueError as `trace_unit` does.
+    read on meshes only what they write. `like`: programs of the same run on another mesh; a unit
+    that has one is not traced if all that it writes has rows, and its program has specs alone.
+    Raises ValueError as `trace_unit` does.
     """
     per_token = per_token_values(plan, specs.routed)
     known: dict[Value, Any] = {}  # of what was written on a mesh, where it was written
@@ -147,10 +150,31 @@ def trace_plan(
     for unit in plan.units if units is None else units:
         if unit.layout.kind == "mesh":
             inputs = [entering(edge) for edge in unit.inputs]
-            program = Program(trace_unit(unit, stages, states, inputs, specs))
+            known_elsewhere = (like or {}).get(unit.name)
+            of = known_elsewhere and _moved_unit(known_elsewhere, unit, states, inputs, specs)
+            program = Program(of or trace_unit(unit, stages, states, inputs, specs))
             known |= zip(unit.outputs, program.outputs, strict=True)
             programs[unit.name] = program
     return programs
+
+
+def _moved_unit(
+    other: Program,
+    unit: Unit,
+    states: Mapping[str, Any],
+    inputs: Sequence[Any],
+    specs: FieldSpecs,
+) -> TracedUnit | None:
+    """The specs of a unit, from those on another mesh; None if some of its fields have no rows."""
+    whole = any(x.sharding.spec == PartitionSpec() for x in jax.tree.leaves(other.outputs))
+    if other.unit.outputs != unit.outputs or whole:
+        return None
+    outputs = tuple(specs.moved(spec, unit.layout) for spec in other.outputs)
+    if not specs.travels(outputs, unit.layout):
+        return None
+    given = {key: states.get(key) for key in unit.state_keys}
+    variant = TracedVariant(_absent(unit, given), {}, given, outputs, None)
+    return TracedUnit(unit, specs.meshes[unit.layout], given, tuple(inputs), (variant,))
 
 
 def field_specs(programs: Iterable[Program]) -> dict[tuple[Value, Layout], Any]:

@@ -46,6 +46,11 @@ class Torus:
     # int [devices, dims]: the coordinates of each device of the canonical order
     places: np.ndarray = dataclasses.field(repr=False, compare=False)
 
+    def unlike(self, groups: np.ndarray) -> np.ndarray:
+        """The first group of each form, of int [groups, devices]; shifted ones have equal rates."""
+        places = self.places[groups]
+        return _first_of_each(groups, places - places.min(axis=1, keepdims=True))
+
     def span(self, group: Sequence[int]) -> GroupRates | None:
         """Rates of devices, by their numbers; None unless they are a box of evenly spaced places.
 
@@ -106,6 +111,11 @@ class Nodes:
     count: int
     per_node: int
 
+    def unlike(self, groups: np.ndarray) -> np.ndarray:
+        """The first of the groups, int [groups, devices], that are spread alike over nodes."""
+        nodes = groups // self.per_node
+        return _first_of_each(groups, nodes - nodes.min(axis=1, keepdims=True))
+
     def span(self, group: Sequence[int]) -> GroupRates | None:
         """Rates of devices, by their numbers; None if nodes hold unequal numbers of them.
 
@@ -141,3 +151,9 @@ class Nodes:
 
 
 Interconnect = Torus | Nodes
+
+
+def _first_of_each(groups: np.ndarray, forms: np.ndarray) -> np.ndarray:
+    """The first group of each form, in the order of `groups`."""
+    _, first = np.unique(forms.reshape(len(groups), -1), axis=0, return_index=True)
+    return groups[np.sort(first)]

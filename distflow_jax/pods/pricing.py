@@ -1,7 +1,7 @@
 """The price of settings of a run on a pod, by formulas: its plan, with expected seconds and memory.
 
-Programs are traced once for each training mesh: the other settings change FLOPs by a factor that is
-the same on all meshes.
+Programs are traced on one training mesh, once for each training.remat: FLOPs of a row are the same
+on all meshes, and so are the shapes of its fields.
 """
 
 import dataclasses
@@ -56,6 +56,7 @@ class Pricing:
         self.fixed = {key: value_at(config, key) for key in SEARCHED if key in chosen}
         self._kept = {*chosen, *SEARCHED}  # from the settings of graphs
         self._mean_response = mean_response
+        self._programs: dict[str, Program] = {}  # as first traced
         # FLOPs for each row, by the program's name
         self._flops: dict[tuple[str, bool], dict[str, float]] = {}
 
@@ -65,18 +66,25 @@ class Pricing:
 
     def traced(self, planned: RunPlan) -> dict[str, Program]:
         """The programs of a plan. Raises ValueError if they are none."""
-        return trace(planned)
+        programs = trace(planned)
+        if (kind := _kind_of(planned)) not in self._flops:
+            self._flops[kind] = {
+                name: flops_of(program).flops / _rows_of(planned, program)
+                for name, program in programs.items()
+            }
+        return programs
+
+    def programs(self, planned: RunPlan) -> dict[str, Program]:
+        """The programs on the plan's mesh, for `price`. Those of the first plan are traced, later
+        ones have specs alone. Raises ValueError if they are none."""
+        self._programs = self._programs or self.traced(planned)
+        return trace(planned, self._programs)
 
     def price(self, planned: RunPlan, programs: Mapping[str, Program]) -> PodPlan:
         """The plan by formulas; `programs` may have been traced with other settings, on the same
         mesh. Raises the errors of `plan_on`."""
-        forward = planned.sizes.forward
-        kind = forward.remat, forward.keep_logits
-        if kind not in self._flops:
-            self._flops[kind] = {
-                name: flops_of(program).flops / _rows_of(planned, program)
-                for name, program in self.traced(planned).items()
-            }
+        if (kind := _kind_of(planned)) not in self._flops:
+            self.traced(planned)
         flops = {
             name: self._flops[kind][name] * _rows_of(planned, program)
             for name, program in programs.items()
@@ -110,6 +118,12 @@ def _planned(pricing: Pricing, values: Values, kept: Collection[str]) -> RunPlan
         open_source=lambda *_, **__: pricing.source,
     )
     return dataclasses.replace(planned, devices=pricing.pod.devices)
+
+
+def _kind_of(planned: RunPlan) -> tuple[str, bool]:
+    """The settings on which FLOPs for each row depend."""
+    forward = planned.sizes.forward
+    return forward.remat, forward.keep_logits
 
 
 def _rows_of(planned: RunPlan, program: Program) -> int:

@@ -111,8 +111,10 @@ def estimate(
         seconds = collective_seconds(pod.interconnect, one)
         name = "*".join(one.axes)
         links[name] = links.get(name, 0.0) + seconds
-        exposed += exposed_seconds(pod, one)
-        if not one.overlapped:
+        if one.overlapped:
+            exposed += exposed_seconds(pod, one)
+        else:
+            exposed += seconds
             latency += collective_seconds(pod.interconnect, dataclasses.replace(one, bytes=0.0))
     chip = pod.chip
     terms = flops / chip.flops, accessed / chip.memory_bandwidth
@@ -159,6 +161,6 @@ def _slowest(interconnect: Interconnect, groups: np.ndarray) -> GroupRates:
     routed through them.
     """
     everything = range(int(groups.max()) + 1)
-    spans = [interconnect.span(group) for group in np.unique(np.sort(groups, axis=1), axis=0)]
+    spans = [interconnect.span(group) for group in interconnect.unlike(np.sort(groups, axis=1))]
     whole = interconnect.span(everything) if None in spans else None
     return min((span or whole for span in spans), key=lambda span: span.ring)

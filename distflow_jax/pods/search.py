@@ -104,7 +104,7 @@ class Search:
             values = {**mesh.values, REMAT: remat, ROWS: rows, OFFLOAD: offload}
             try:
                 planned = self.pricing.planned({**values, **beside})
-                programs |= {} if programs else self.pricing.traced(planned)
+                programs |= {} if programs else self.pricing.programs(planned)
                 found.append(_Priced.of(values, self.pricing.price(planned, programs)))
             except ValueError as error:
                 self._reasons.append(str(error))

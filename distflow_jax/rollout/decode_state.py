@@ -304,16 +304,18 @@ class StateShapes:
 
     def specs(self) -> DecodeState:
         """ShapeDtypeStructs with shardings of what `empty` makes."""
+        shapes = jax.eval_shape(lambda: self.empty(0))
         return jax.tree.map(
             lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-            jax.eval_shape(lambda: self.empty(0)),
-            self.shardings(),
+            shapes,
+            self._layouts(shapes),
         )
 
     def shardings(self) -> DecodeState:
         """Slots and pages over data, heads over tensor."""
-        shapes = jax.eval_shape(lambda: self.empty(0))
+        return self._layouts(jax.eval_shape(lambda: self.empty(0)))
 
+    def _layouts(self, shapes: DecodeState) -> DecodeState:
         def layout(x, *axes):
             axes = axes + (None,) * (x.ndim - len(axes))
             names = tuple(a or "activation" for a in axes)

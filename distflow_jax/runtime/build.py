@@ -133,14 +133,14 @@ def make_meshes(
     return {layout: mesh_lib.role_mesh(m, devices) for layout, m in all_sizes.items()}
 
 
-def trace(run: RunPlan) -> dict[str, Program]:
+def trace(run: RunPlan, like: Mapping[str, Program] | None = None) -> dict[str, Program]:
     """The programs of a plan's units on meshes, not compiled yet; see unit_programs.trace_plan.
 
     The plan must have devices, or this process those that are planned for.
     """
     meshes = make_meshes(run.sizes, run.devices)
     tasks = [task for task in run.plan.tasks if task.layout.kind == "mesh"]
-    return _trace(run, *ContextFactory(run, meshes).stages(tasks), meshes)[0]
+    return _trace(run, *ContextFactory(run, meshes).stages(tasks), meshes, like)[0]
 
 
 def _trace(
@@ -148,6 +148,7 @@ def _trace(
     stages: Mapping[str, Stage],
     first_states: Mapping[str, Any],
     meshes: Mapping[Layout, jax.sharding.Mesh],
+    like: Mapping[str, Program] | None = None,
 ) -> tuple[dict[str, Program], PartialBatchPrograms | None]:
     """The programs of all units on meshes, and those of partial batches among them."""
     layouts = {task.state_key: task.layout for task in run.plan.tasks}
@@ -159,7 +160,7 @@ def _trace(
             states[key] = jax.ShapeDtypeStruct(np.shape(value), value.dtype, sharding=whole)
     specs = FieldSpecs(run.sizes.packing, meshes, run.sizes.routed)
     if not run.config.stream.in_partial_batches:
-        return trace_plan(run.plan, stages, states, specs), None
+        return trace_plan(run.plan, stages, states, specs, like=like), None
     units = run.streamed_units
     of_partial_batch = dataclasses.replace(specs, packing=run.sizes.partial_batch)
     partial_batches = trace_partial_batches(run.plan, stages, states, of_partial_batch, units)

@@ -259,6 +259,30 @@ def test_every_built_in_graph_can_be_traced(name):
         assert (costs.flops > 0) == bool(models)
 
 
+def test_specs_on_another_mesh_follow_from_those_of_one():
+    """Equal to those traced there; a field without rows is traced again."""
+    first = trace(planned(dag="ppo"))
+    other = planned(**{"dag": "ppo", "mesh.tensor": 1})
+    traced_there, found = trace(other), trace(other, first)
+    assert list(found) == list(traced_there)
+    for name, program in found.items():
+        there = traced_there[name]
+        assert program.traced is None is not there.traced
+        for part in ("inputs", "outputs", "given_states"):
+            assert getattr(program, part) == getattr(there, part), (name, part)
+
+    def total(state, fields, options):
+        return state, {"total": fields["score"].sum()}, {}
+
+    def after(state, fields, options):
+        return state, {}, {"double": 2.0 * fields["total"]}
+
+    nodes = on_mesh("sums", writes=["total"]), on_mesh("after", ["sums"], ["total"])
+    made, programs = traced(*nodes, fuse=False, sums=total, after=after)
+    again = trace_plan(made, {"sums": total, "after": after}, {}, SPECS, like=programs)
+    assert again["sums"].traced is not None is again["after"].traced
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("dpo", 1.0), ("online_dpo", 0.5), ("grpo", 0.5)])
 def test_logits_are_divided_by_the_temperature_of_a_sampler(name, wanted):
     """Where nothing is sampled there is none, whatever the config says."""

@@ -106,3 +106,16 @@ def test_a_group_of_all_costs_no_more_than_its_bisection_and_rings_allow():
     for sizes in ((4,), (2, 4), (4, 4), (8, 4), (4, 4, 8)):
         span = torus(*sizes).span(range(int(np.prod(sizes))))
         assert 0 < span.exchange <= span.ring
+
+
+@pytest.mark.parametrize("places", [torus(4, 8), Nodes(CHIP, 4, 8)], ids=["torus", "nodes"])
+def test_groups_of_one_form_have_equal_rates(places):
+    numbers = np.arange(32)
+    for axes in ((4, 8), (8, 4), (16, 2)):
+        for groups in (numbers.reshape(axes), numbers.reshape(axes).T):
+            rates = [places.span(group) for group in groups]
+            found = [places.span(group) for group in places.unlike(groups)]
+            assert set(found) == set(rates) and found[0] == rates[0]
+            assert len(found) <= 2
+    apart = np.array([[0, 1], [2, 3], [0, 9], [8, 9]])
+    assert places.unlike(apart).tolist() == [[0, 1], [0, 9]]

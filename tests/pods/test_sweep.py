@@ -17,6 +17,7 @@ from support.text_tables import cells_of
 from support.tiny_config import tiny_config
 
 from distflow_jax.models.weights.source import open_shapes
+from distflow_jax.planning import unit_programs
 from distflow_jax.planning.plan_run import plan_run
 from distflow_jax.pods.pod_plan import plan_on
 from distflow_jax.pods.pricing import (
@@ -126,6 +127,21 @@ def test_keys_of_the_command_line_stay(pod):
         (2, 1, 2),
     }
     assert all(c.values[key] == value for c in swept.candidates for key, value in chosen.items())
+
+
+def test_programs_are_traced_on_one_mesh(pod, monkeypatch):
+    traced, trace_unit = [], unit_programs.trace_unit
+
+    def counted(unit, *rest):
+        traced.append(unit.name)
+        return trace_unit(unit, *rest)
+
+    monkeypatch.setattr(unit_programs, "trace_unit", counted)
+    chosen = {"training.remat": "dots", "mesh.rollout_tensor": 1}
+    config = config_of(*(f"{key}={value}" for key, value in chosen.items()))
+    swept = sweep(search_of(pod, config, chosen))
+    assert len(swept.candidates) == 6
+    assert len(traced) == len(set(traced)) > 0
 
 
 def words_of(command):
