@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
     **dict.fromkeys(["sympy", "latex2sympy2_extended"], "math-verify"),  # its values are theirs
 }
 # imported where it is needed: an optional package, or one that a notebook has
-OPTIONAL = {"IPython", "jetstream", "wandb", "mlflow", "trackio"}
+OPTIONAL = {"IPython", "jetstream", "reasoning_gym", "wandb", "mlflow", "trackio"}
 OPTIONAL |= {"tokamax", "transformer_engine"}  # attention of other libraries
 OF_JETSTREAM = {"protobuf", "shortuuid"}  # what JetStream imports and its own install would bring
 SMALL = [

@@ -371,7 +371,7 @@ submitted its samples, or no trainer answers; start it again. 2: a user error.""
 
 DOCTOR = Subcommand(
     "doctor",
-    "Checks versions, devices, memory, disks and caches, and suggests fixes.",
+    "Checks versions, devices, memory, disks, caches and ports, and suggests fixes.",
     (
         number(
             "device_seconds",

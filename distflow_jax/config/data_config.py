@@ -23,7 +23,7 @@ QUICK = frozenset({"gsm8k", "exact", "format", "boxed_only", "zero"})
 class DataConfig(Section, name="data"):
     """Which prompts to train on, and how many at a time."""
 
-    # training data: file, folder, hf:DATASET or task:NAME?..
+    # training data: file, folder, hf:DATASET, task:NAME?.. or reasoning_gym:NAME?..
     train: str = "task:arithmetic?operands=2&operators=+&digits=2"
     # columns to read from files under other names: {'prompt': 'instruction', 'answer': 'output'};
     # {}: files use the names of docs/data.md
@@ -64,7 +64,7 @@ class RewardConfig(Section, name="reward"):
     """The reward function, its worker processes, and the handling of its errors."""
 
     # the reward function: gsm8k, math, boxed_only, math_verify, math_verify_anchored, geo3k, exact,
-    # format, pattern, code, zero (all rewards come from rollout.environment),
+    # format, pattern, reasoning_gym, code, zero (all rewards come from rollout.environment),
     # my_module:my_function or file.py:function. file.py:format,accuracy adds the scores of several
     # functions; you can also name a list of functions or a verifiers Rubric
     function: str = "gsm8k"

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distflow_jax.rewards import math_answer
+from distflow_jax.rewards import math_answer, reasoning_gym
 from distflow_jax.rewards.answers.equality import Equality
 from distflow_jax.rewards.answers.equality import load as load_math_verify
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
@@ -30,6 +30,7 @@ REWARDS = {
     "exact": exact,
     "format": tagged_format,
     "pattern": pattern_format,
+    "reasoning_gym": reasoning_gym.reasoning_gym,
     "code": code,
     "zero": zero,
 }
@@ -46,6 +47,7 @@ SANDBOXED = frozenset({"code"})
 # f(kwargs of the function): imports packages and opens the sandbox, before any deadline runs
 LOAD: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(MATHEMATICAL, lambda kwargs: load_math_verify()),
+    "reasoning_gym": lambda kwargs: reasoning_gym.load(),
     "code": lambda kwargs: load_sandbox(kwargs["limits"].sandbox),
 }
 

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import resource
 import signal
+import socket
 import sys
 
 import pytest
@@ -181,9 +183,11 @@ def test_an_error_has_a_remedy(error, environ, fix):
 # -- host -------------------------------------------------------------------------------------
 
 
-def test_little_memory_is_a_note():
+def test_little_memory_and_few_files_are_notes():
     assert host_findings.memory_finding(64 << 30, 60 << 30).level == OK
     assert host_findings.memory_finding(64 << 30, 1 << 30).level == NOTE
+    assert host_findings.file_finding(256, resource.RLIM_INFINITY).level == OK
+    assert "ulimit -Hn" in host_findings.file_finding(256, 512).fix
 
 
 @pytest.mark.parametrize(
@@ -218,12 +222,21 @@ def test_the_folder_of_programs_is_counted(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "a-cache").write_bytes(b"x" * 2048)
     (folder / "b-atime").write_bytes(b"x")
+    owner = host_findings.owner_of(folder)
     found = host_findings.program_finding({})
-    assert found == Finding(OK, "programs", f"{folder}, 1 programs, 2.0 KiB")
+    assert found == Finding(OK, "programs", f"{folder}, 1 programs, 2.0 KiB, owned by {owner}")
     other = host_findings.program_finding({program_folder.VARIABLE: str(tmp_path / "other")})
     assert f"other ({program_folder.VARIABLE}) does not exist yet" in other.text
     bucket = host_findings.program_finding({program_folder.VARIABLE: "gs://bucket/x"})
     assert bucket.level == NOTE and "pip install gcsfs" in bucket.text  # tests have none
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = list(host_findings.port_findings({port: "distflow serve"}))
+    assert levels(found) == [OK, NOTE]
+    assert found[1].text == f"{port} (distflow serve) is in use"
 
 
 def test_variables_are_shown_without_secrets():
@@ -248,7 +261,7 @@ def test_a_broken_plugin_is_a_problem_and_all_else_is_said(tmp_path):
     assert "OSError: no driver here" in found["plugin"][1]
     assert done.stderr == "error: a run would not start: see plugin above\n"
     named = {"python", "distflow_jax", "jax", "jaxlib", "memory", "disk", "cache", "programs"}
-    assert named | {"google-jetstream", "devices", "attention"} <= set(found)
+    assert named | {"google-jetstream", "open files", "devices", "attention"} <= set(found)
     assert "cpu" in found["devices"][1]
 
 

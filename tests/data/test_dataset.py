@@ -1,5 +1,6 @@
 """Every accepted form of data gives the same examples, and every malformed one names its place."""
 
+import importlib.util
 import json
 import re
 
@@ -243,6 +244,22 @@ def test_held_out_problems_are_never_trained_on():
 def test_bad_specs(spec, message):
     with pytest.raises(ValueError, match=message):
         open_dataset(spec)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="installed")
+def test_a_missing_optional_package_is_named():
+    with pytest.raises(ValueError, match="pip install reasoning_gym"):
+        open_dataset("reasoning_gym:leg_counting")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="not installed")
+def test_reasoning_gym_rows_are_repeatable():
+    dataset = open_dataset("reasoning_gym:leg_counting?size=5&seed=3", prompt_suffix=" Go.")
+    assert len(dataset) == 5
+    assert dataset[2] == dataset[2] != dataset[3]
+    assert dataset[2].prompt[0]["content"].endswith(" Go.")
+    with pytest.raises(ValueError, match="no data set 'leg_countin'; did you mean 'leg_counting'"):
+        open_dataset("reasoning_gym:leg_countin")
 
 
 def test_options_of_a_task_are_decoded_but_keep_their_plus():

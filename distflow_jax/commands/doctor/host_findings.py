@@ -1,21 +1,32 @@
-"""Memory, disks and caches of this host."""
+"""Memory, disks, caches, ports and limits of this host."""
 
 import contextlib
 import os
 import pathlib
+import pwd
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 
+from distflow_jax.cluster.job import COORDINATOR_PORT
 from distflow_jax.commands.doctor.finding import NOTE, OK, PROBLEM, Finding
+from distflow_jax.commands.subcommands import SERVE
+from distflow_jax.parsing.addresses import listen
 from distflow_jax.parsing.paths import cache_folder, check_program_bucket
 from distflow_jax.programs.program_folder import ENTRIES, LEAST_FREE, VARIABLE, automatic_folder
 from distflow_jax.programs.units import format_bytes
-from distflow_jax.report.sections.redaction import redacted
 
 LEAST_MEMORY = 4 << 30  # bytes: the default model with its moments
 LEAST_DISK = 10 << 30  # bytes: two checkpoints of a model of 0.5B parameters
+LEAST_FILES = 1024  # of a process: connections, data files and checkpoints
+LOOPBACK = "127.0.0.1"
+PORTS = {  # by default: what listens there
+    next(flag.default for flag in SERVE.flags if flag.name == "port"): "distflow serve",
+    COORDINATOR_PORT: "process 0 by launch gke",
+}
 _PREFIXES = ("JAX_", "XLA_", "DISTFLOW_", "TPU_", "LIBTPU_", "CUDA_VISIBLE", "NCCL_")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
 def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -24,6 +35,8 @@ def host_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield disk_finding("disk", pathlib.Path.cwd(), "choose a --workdir elsewhere")
     yield from cache_findings()
     yield program_finding(environ)
+    yield from port_findings(PORTS)
+    yield file_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     if set_here := variables(environ):
         yield Finding(OK, "variables", set_here)
 
@@ -103,15 +116,58 @@ def program_finding(environ: Mapping[str, str]) -> Finding:
         if not folder.exists():
             return Finding(OK, name, f"{folder}{by} does not exist yet")
         sizes = [entry.stat().st_size for entry in folder.glob(ENTRIES)]
+        owner = owner_of(folder)
     except OSError as error:
         return Finding(NOTE, name, f"{folder}{by} is not readable ({error.strerror})", fix)
-    text = f"{folder}{by}, {len(sizes)} programs, {format_bytes(sum(sizes))}"
+    text = f"{folder}{by}, {len(sizes)} programs, {format_bytes(sum(sizes))}, owned by {owner}"
     if not os.access(folder, os.W_OK | os.X_OK):
         return Finding(NOTE, name, f"{text}, not writable", fix)
     return Finding(OK, name, text)
 
 
+def owner_of(path: pathlib.Path) -> str:
+    """The user to whom a file or folder belongs."""
+    number = path.stat().st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # a user of another host, or of a container's
+        return f"user {number}"
+
+
+def port_findings(ports: Mapping[int, str]) -> Iterator[Finding]:
+    """Whether this host can listen on its loopback interface, and at the default ports."""
+    try:
+        listen("loopback", LOOPBACK, 0).close()
+    except ValueError as error:
+        fix = "allow sockets in this container: reward processes and workers use them"
+        yield Finding(PROBLEM, "ports", str(error), fix)
+        return
+    used = {}
+    for port, use in ports.items():
+        try:
+            listen(use, LOOPBACK, port).close()
+        except ValueError:
+            used[port] = use
+    free = [f"{port} ({use})" for port, use in ports.items() if port not in used]
+    yield Finding(
+        OK, "ports", ", ".join([f"{LOOPBACK} is available", *(f"{x} free" for x in free)])
+    )
+    for port, use in used.items():
+        fix = "choose another port at its start, or stop the process that uses it"
+        yield Finding(NOTE, "ports", f"{port} ({use}) is in use", fix)
+
+
+def file_finding(soft: int, hard: int) -> Finding:
+    """The limit of open files, which a run raises to `hard`."""
+    most = "any number" if hard == resource.RLIM_INFINITY else str(hard)
+    text = f"{soft}, which a run may raise to {most}"
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        return Finding(NOTE, "open files", text, f"ulimit -Hn {LEAST_FILES}, as root")
+    return Finding(OK, "open files", text)
+
+
 def variables(environ: Mapping[str, str]) -> str:
     """The variables that change how JAX and this package run, without secrets."""
-    found = [(name, x) for name, x in sorted(environ.items()) if name.startswith(_PREFIXES)]
-    return " ".join(f"{name}={redacted(name, value)}" for name, value in found)
+    found = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)}
+    hidden = {name for name in found if any(word in name for word in _SECRET)}
+    return " ".join(f"{n}={'...' if n in hidden else v}" for n, v in found.items())
