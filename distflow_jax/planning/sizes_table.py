@@ -96,7 +96,7 @@ def _samplers(sizes: Sizes, machine: Machine) -> tuple[int, int | str, str]:
     meaning = f"one host each, tensor {tensor}"
     if local % tensor:
         meaning += (
-            f", which does not fit a host with {local} devices like those here: use other hosts "
+            f", which does not fit a host of {local} devices like those here: use other hosts "
             "for workers, or another mesh.rollout_tensor for them"
         )
     return 1, "workers", meaning

@@ -24,7 +24,7 @@ def test_files_of_flags_stand_where_they_are_named(tmp_path, monkeypatch):
 def test_a_file_of_flags_does_not_name_itself(tmp_path, names):
     for number, other in enumerate(names):
         (tmp_path / str(number)).write_text(f"--flagfile={tmp_path}/{other}\n" * 3)
-    with pytest.raises(ValueError, match=f"more than {MOST_FLAG_FILES} files that name one anoth"):
+    with pytest.raises(ValueError, match=f"more than {MOST_FLAG_FILES} nested flag files"):
         with_flag_files([f"--flagfile={tmp_path}/0"])
 
 

@@ -115,7 +115,7 @@ SCRIPT_CASES = [
     ("train", "--workdir=/proc/run", "/proc/run"),
     ("plan", "--devices=8 --processes=3", "--devices=8 is not divisible by --processes=3"),
     ("plan", "--sweep", "--sweep needs a machine: give --topology"),
-    ("plan", "--only=actor_train", "chooses programs to compile for one TPU --topology"),
+    ("plan", "--only=actor_train", "selects programs to compile for one TPU --topology"),
     ("evaluate", "--out={dir}/table.csv/out.json", "table.csv is no folder for that"),
     ("generate", "", "give either --prompt or --file"),
     ("generate", "--prompt=x --config.data.max_prompt_length=10", "prompt 1 has 20 tokens, above"),

@@ -66,7 +66,7 @@ def test_another_run_is_refused_by_name(tmp_path):
             run.train_here(config, tmp_path / folder, replay=recorded)
 
     refused(
-        r"step 1 was recorded with training\.optimizer\.lr=0\.003, and this run has 0\.004: give",
+        r"step 1 was recorded with training\.optimizer\.lr=0\.003, but this run has 0\.004: use",
         "training.optimizer.lr=0.004",
     )
     refused("--replay and --workdir both name", "training.steps=3", folder="recorded")

@@ -165,7 +165,7 @@ SIZES = [
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2 ; "
                 "training.offload=idle",
                 "stream.partial_batches='counter' would move models with training.offload='idle' "
-                "for each partial batch",
+                "once per partial batch instead of once per step",
             ),
         ],
     ),
