@@ -53,6 +53,12 @@ from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
+from distflow_jax.planning.partial_batches.streamed_nodes import (
+    described,
+    nodes_that_need_the_batch,
+    streamed_nodes,
+    streamed_units,
+)
 from distflow_jax.planning.run_data import (
     calls_rewards,
     check_references,
@@ -75,12 +81,6 @@ from distflow_jax.rewards.prompt_requests import trial_request
 from distflow_jax.stages.registry import Demands, settle_reads, takes_policy_ratio
 from distflow_jax.stages.update_model import update_reads
 from distflow_jax.stream.batches.recordings import Recording
-from distflow_jax.stream.batches.streamed_nodes import (
-    described,
-    nodes_that_need_the_batch,
-    streamed_nodes,
-    streamed_units,
-)
 from distflow_jax.stream.checks import Surroundings, check_plan
 from distflow_jax.stream.frames.prompt_frames import prompt_facts
 from distflow_jax.stream.links.buffer_addresses import check_listen

@@ -86,7 +86,8 @@ def make_source(
     if not config.ahead:
         _tell_of_staleness(added, config, state.step, _DROPPED)
         if added or place.account is not None:  # for a run that goes on with samplers ahead
-            place.account = _account(checkpointer, state, place, added)[1].to_dict()
+            account = _account(checkpointer, state, place, added)[1]
+            place.account = account.saved(under_way=0).to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
     _tell_of_staleness(added, config, state.step, _LATE)
 
