@@ -43,7 +43,6 @@ from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.response_checks import ResponseLimits
-from distflow_jax.stream.border import Border
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
 from distflow_jax.stream.frames.node_frames import (
     NodeResult,
@@ -106,7 +105,7 @@ def run_buffer(pipe: Connection, place: int, buffers: int, waiting: int, shape: 
     )
     requests, unit = SampleRequests(buffer, lock), second_task()
     answers = BufferService(
-        requests, lock, {}, {"attempt": RUN}, border=Border(ResponseLimits(1 << 17, [STOP]))
+        requests, lock, {}, {"attempt": RUN}, limits=ResponseLimits(1 << 17, [STOP])
     )
     server = WireServer("127.0.0.1:0", TOKEN, answers.methods(), quick=QUICK)
     prompt, counters = np.arange(64, dtype=np.int32), itertools.count(place, buffers)

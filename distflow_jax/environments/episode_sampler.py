@@ -115,6 +115,11 @@ class EpisodeSampler:
         return Counts(tokens, under_way, occupancy)
 
     @property
+    def lacks(self) -> int:
+        """Responses of all requests that have not ended."""
+        return sum(entry.lacks for entry in self._open.values())
+
+    @property
     def busy(self) -> bool:
         """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)

@@ -44,6 +44,12 @@ from distflow_jax.planning.chips import CHIPS
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.mesh_sizes import SAMPLERS
 from distflow_jax.planning.partial_batches.replayed_run import check_replay, start_of_run
+from distflow_jax.planning.partial_batches.streamed_nodes import (
+    described,
+    nodes_that_need_the_batch,
+    streamed_nodes,
+    streamed_units,
+)
 from distflow_jax.planning.run_data import (
     calls_rewards,
     load_eval_prompts,
@@ -65,12 +71,6 @@ from distflow_jax.rewards.prompt_requests import check_references, trial_request
 from distflow_jax.rewards.registry import SANDBOXED
 from distflow_jax.stages.registry import Demands, settle_graph, takes_policy_ratio
 from distflow_jax.stream.batches.recordings import Recording
-from distflow_jax.stream.batches.streamed_nodes import (
-    described,
-    nodes_that_need_the_batch,
-    streamed_nodes,
-    streamed_units,
-)
 from distflow_jax.stream.checks import Surroundings, check_plan
 from distflow_jax.stream.frames.prompt_frames import prompt_facts
 from distflow_jax.stream.links.buffer_addresses import check_listen

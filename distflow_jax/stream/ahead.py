@@ -25,7 +25,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from distflow_jax.batch import Samples
 from distflow_jax.cluster import processes
@@ -44,8 +44,7 @@ from distflow_jax.stream.driver import ALL, Driver, TrainerCalls
 from distflow_jax.stream.evaluations import Evaluated
 from distflow_jax.stream.host_nodes import Group, NodesAhead
 from distflow_jax.stream.producer import Producer
-from distflow_jax.stream.publications import Publications
-from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.publications import Publications, PublishRule
 from distflow_jax.stream.quarantine import Quarantine
 from distflow_jax.stream.region_rounds import RegionRounds
 from distflow_jax.stream.resume import SampleSaver
@@ -55,20 +54,11 @@ from distflow_jax.stream.step_groups import StepGroups
 WEIGHT_UPDATES = "weight_update"  # in the place of a node's id
 
 
-class DataPlace(Protocol):
-    """The place of a run in its data, which checkpoints keep (runtime/place.py)."""
-
-    account: dict[str, int] | None
-
-    def look_at(self, counter: int) -> None:
-        """Notes the first prompt that no step has looked at."""
-
-
 @dataclasses.dataclass(frozen=True)
 class KeptGroups:
     """Consumers of a source's groups: checkpoints, per-step records and recordings for replay."""
 
-    place: DataPlace
+    place: Any  # of the run in its data, which checkpoints keep: runtime/place.py
     saver: SampleSaver
     recording: RecordWriter
     check_complete: Callable[[int], None] = lambda step: None  # of samples of a checkpoint
@@ -111,7 +101,7 @@ class Ahead:
         self._peers = _peers(producer, spreads=planner.spreads or rule.skips)
         self.publications = Publications(rule, producer, self._peers, self._bring)
         self._steps = StepGroups(nodes.ids, numbered=numbered)
-        self._counts = producer.counts()  # that `measured` has looked at
+        self._occupancy = producer.requests.occupancy  # that `measured` has looked at
         self._quarantine = Quarantine(producer)
         self._measured: Metrics = {}  # of the nodes that ran ahead, for the present step
         self._partial_batches: list[PartialBatch] = []  # of the present step
@@ -261,9 +251,9 @@ class Ahead:
         """Metrics of the nodes that ran ahead, decode calls since the last call of this, and what
         the producer has measured."""
         with self._lock:
-            before, self._counts = self._counts, self.producer.counts()
+            before, self._occupancy = self._occupancy, self.producer.requests.occupancy
             more = self.producer.measured()
-        occupancy = self._counts.occupancy.plus(before.occupancy, -1)
+        occupancy = self._occupancy.plus(before, -1)
         found, self._measured = self._measured, {}
         return found | {"perf/generate_calls": occupancy.calls} | occupancy.metrics() | more
 
@@ -307,14 +297,9 @@ class Ahead:
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """A block in which no other thread touches an array. The watchdog is told what it waits
-        for."""
-        self._trainer.note(self.producer.oldest)
-        with self._sampling.hold(0):
-            self._trainer.note("")
-            yield
+    def at_rest(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other thread touches an array."""
+        return self._noted(self._sampling.hold(0))
 
     @contextlib.contextmanager
     def free_sampler(self) -> Iterator[None]:
@@ -323,12 +308,18 @@ class Ahead:
         It holds the weights that were published last. What is under way is suspended, and goes on
         afterwards; responses in turns end first.
         """
-        self._trainer.note(self.producer.oldest)
-        with self._sampling.suspended(self.publications.newest) as held:
-            self._trainer.note("")
+        with self._noted(self._sampling.suspended(self.publications.newest)) as held:
             self._trainer.lend(held[0])
             yield
             held[:] = [self._trainer.give_back()]
+
+    @contextlib.contextmanager
+    def _noted(self, block: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
+        """A block that waits for a sampler; the watchdog is told of what."""
+        self._trainer.note(self.producer.oldest)
+        with block as held:
+            self._trainer.note("")
+            yield held
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -5,8 +5,6 @@ be hostile. A refused result is logged with the worker's name and never counts a
 prompt. A worker with too many refused results is ended.
 """
 
-import dataclasses
-import functools
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
 from distflow_jax.images.record_checks import check_shown
 from distflow_jax.layout import Parts
@@ -31,25 +29,13 @@ from distflow_jax.rollout.response_checks import (
     check_versions,
     check_vocabulary,
 )
-from distflow_jax.stream.saved_samples import IMAGE_BYTES, IMAGES, INDEX
+from distflow_jax.stream.saved_samples import DTYPES, IMAGE_BYTES, IMAGE_DTYPES, IMAGES, INDEX
 from distflow_jax.stream.tasks import Key
 
 MOST_SPENT = 1 << 30  # decode calls, or seconds of slots, between two words of a worker
 MOST_RESPONSES = 1 << 16  # in a frame
 LOGGED_BYTES = 16 << 20  # of the metrics of all responses in a frame
 _MOST = np.iinfo(np.int32).max
-_FORMS = {  # dtype and dims of the arrays of samples
-    "index": (np.dtype(np.int64), 2),
-    "tokens": (np.dtype(np.int32), 1),
-    "logp": (np.dtype(np.float32), 1),
-    "margin": (np.dtype(np.float32), 1),
-    "version": (np.dtype(np.int32), 1),
-    "mask": (np.dtype(bool), 1),
-    "fed": (np.dtype(np.int32), 1),
-    "reward": (np.dtype(np.float64), 1),
-    "logged": (np.dtype(np.uint8), 1),
-}
-_IMAGE_FORMS = {IMAGES: (np.dtype(np.uint8), 1), IMAGE_BYTES: (np.dtype(np.int64), 1)}
 _RANGES = {  # of columns of the index
     "counter": (0, np.iinfo(np.int64).max),
     "node": (0, _MOST),
@@ -66,30 +52,24 @@ MOST_NUMBERS = 500  # metrics of a response's environment, or of a node
 MOST_NAME = 200  # characters of a metric's name
 
 
-@dataclasses.dataclass(frozen=True)
-class Border:
-    """Checks of workers' results in one run."""
+def check_samples(
+    found: Mapping[Key, Progress],
+    requests: Mapping[Key, GroupRequest],
+    limits: ResponseLimits,
+    newest: int,
+) -> None:
+    """Raises RefusedAnswer, with the response, for samples that no worker can have made.
 
-    limits: ResponseLimits
-
-    def check(
-        self, found: Mapping[Key, Progress], requests: Mapping[Key, GroupRequest], newest: int
-    ) -> None:
-        """Raises RefusedAnswer, with the response, for samples that no worker can have made.
-
-        `newest`: version of the weights that workers can get.
-        """
-        for key, progress in found.items():
-            request = requests[key]
-            episodes = progress.episodes.items()
-            partials = {partial.sample: partial for partial in progress.partials}
-            checks = [(s, functools.partial(_check_episode, e)) for s, e in episodes]
-            checks += [(s, functools.partial(_check_partial, p)) for s, p in partials.items()]
-            for sample, check in checks:
-                try:
-                    check(self.limits, request, newest)
-                except ValueError as error:
-                    raise RefusedAnswer(f"response {sample} to prompt {key[0]}: {error}") from error
+    `newest`: version of the weights that workers can get.
+    """
+    for key, progress in found.items():
+        checks = [(s, _check_episode, e) for s, e in progress.episodes.items()]
+        checks += [(p.sample, _check_partial, p) for p in progress.partials]
+        for sample, check, content in checks:
+            try:
+                check(content, limits, requests[key], newest)
+            except ValueError as error:
+                raise RefusedAnswer(f"response {sample} to prompt {key[0]}: {error}") from error
 
 
 def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -98,14 +78,16 @@ def check_arrays(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     nodes = facts.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
         raise RefusedAnswer(f"nodes {nodes!r:.80}, where names are wanted")
-    images = _IMAGE_FORMS if facts.get(IMAGES) else {}
-    forms = _FORMS | images
-    if missing := sorted({*forms, "experts"} - arrays.keys()):
+    images = IMAGE_DTYPES if facts.get(IMAGES) else {}
+    dtypes = DTYPES | images
+    if missing := sorted({*dtypes, "experts"} - arrays.keys()):
         raise RefusedAnswer(f"no array {missing[0]!r}")
-    for name, (dtype, ndim) in forms.items():
-        if arrays[name].dtype != dtype or arrays[name].ndim != ndim:
-            kind = f"{arrays[name].dtype}{list(arrays[name].shape)}"
-            raise RefusedAnswer(f"{name} as {kind}, where {dtype} of {ndim} dims is wanted")
+    for name, dtype in dtypes.items():
+        array, ndim = arrays[name], 2 if name == "index" else 1
+        if array.dtype != dtype or array.ndim != ndim:
+            kind = f"{array.dtype}{list(array.shape)}"
+            wanted = f"{np.dtype(dtype)} of {ndim} dims"
+            raise RefusedAnswer(f"{name} as {kind}, where {wanted} is wanted")
     if images:
         size, lengths = len(arrays[IMAGES]), arrays[IMAGE_BYTES]
         if not all(0 <= n <= size for n in lengths) or lengths.sum() != size:
@@ -189,12 +171,12 @@ def check_index(
             )
 
 
-def check_spent(sums: Any) -> Counts:
+def check_spent(sums: Any) -> Occupancy:
     """The sums that a worker counts since its last word; RefusedAnswer for others."""
     fits = isinstance(sums, list) and len(sums) == len(Occupancy())
     if not fits or any(type(x) not in (int, float) or not 0 <= x <= MOST_SPENT for x in sums):
         raise RefusedAnswer(f"{sums!r:.200} for what its slots did since its last word")
-    return Counts(occupancy=Occupancy(*sums))
+    return Occupancy(*sums)
 
 
 def check_values(

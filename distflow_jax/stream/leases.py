@@ -4,6 +4,10 @@ A task is open until its result arrives. When a lease expires, the task waits ag
 lease expired is stalled, and does not count as active, until it submits a result. Nothing here
 communicates or reads a clock; a lost connection has no meaning.
 
+One version of the weights answers an evaluation. A worker that takes part holds this version until
+its responses have ended, then loads the newest again. At most one in SHARE of the active workers
+takes part, and at least one, in the oldest incomplete evaluation.
+
   event                                          call          counts as a try
   a worker leaves in order, or an error ends it  deregister    no
   no heartbeat for a lease's time                expire        no
@@ -18,16 +22,41 @@ in flight; at boundaries such responses start over (TaskBuffer).
 
 import collections
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distflow_jax.stream.open_tasks import OpenTasks
-from distflow_jax.stream.tasks import SAMPLER, SAMPLING, Key, OpenTask
+from distflow_jax.stream.tasks import EVALUATION, SAMPLER, SAMPLING, GroupTask, Key, OpenTask
 
 MOST_ENDED = 10_000  # names of workers that are remembered
 SILENT = 0.6  # of a lease's time: one that lives is heard of more often, whatever it does
+SHARE = 4  # workers at work, for each one that evaluates
 
 T = TypeVar("T", bound=OpenTask)
+
+
+def evaluators(
+    tasks: Collection[GroupTask], workers: Collection[str]
+) -> tuple[int, frozenset[str]]:
+    """(version, those of `workers` that may take tasks of it); -1 and none if no task waits.
+
+    Those that hold tasks of it come first, then those that have not tried the task that most have
+    tried, in an order that all task buffers of a run have alike.
+    """
+    version = min((task.step for task in tasks), default=-1)
+    mine = [task for task in tasks if task.step == version]
+    waiting = [task for task in mine if not task.worker]
+    if not waiting:
+        return -1, frozenset()
+    holders = {task.worker for task in mine}
+    hardest = max(waiting, key=lambda task: len(task.failures.keys() | task.silent))
+
+    def rank(worker: str) -> tuple[int, ...]:
+        tried = worker in hardest.failures, worker in hardest.silent
+        return (worker not in holders, *tried, zlib.crc32(f"{version} {worker}".encode()))
+
+    return version, frozenset(sorted(workers, key=rank)[: max(1, len(workers) // SHARE)])
 
 
 class Leases:
@@ -47,6 +76,8 @@ class Leases:
       ended: workers that receive no more work, with reason and time.
       on_end: called with a worker that is ended, and the time.
       unfit: whether an error has ended a worker, and no response arrived since.
+      evaluating: a version, and the workers that evaluate it; -1 and none.
+      evaluated: tasks of evaluations that have ended and were not taken.
     """
 
     def __init__(self, seconds: float, max_tries: int):
@@ -63,6 +94,8 @@ class Leases:
         self.ended: dict[str, tuple[str, float]] = {}
         self.on_end: Callable[[str, float], None] = lambda worker, now: None
         self.unfit = False
+        self.evaluating: tuple[int, frozenset[str]] = (-1, frozenset())
+        self.evaluated: dict[Key, GroupTask] = {}
         self._serving: dict[str, dict[str, None]] = {}  # workers by what they serve
         self._next_gone = math.inf  # before then no worker is
 
@@ -118,10 +151,34 @@ class Leases:
             if sum(task.failures.values()) >= self._max_tries:
                 self.give_up(task, why)
 
-    def give_up(self, task: OpenTask, why: str) -> None:
-        """Forgets the prompt of a task that no worker can do."""
-        self.given_up[task.key[0]] = why
-        self.forget([task.key[0]])
+    def give_up(self, task: Any, why: str) -> None:
+        """Forgets the prompt of an open task that no worker can do; an evaluation does without."""
+        if task.trains:
+            self.given_up[task.key[0]] = why
+            self.forget([task.key[0]])
+        else:
+            task.lost = why
+            self.end_evaluation(task)
+
+    def evaluates(self, worker: str) -> int | None:
+        """The version that a worker should hold to evaluate it; None: it takes no part."""
+        version, workers = self.evaluating
+        return version if worker in workers else None
+
+    def take_evaluations(self) -> Mapping[int, Sequence[GroupTask]]:
+        """The evaluations of which all tasks have ended, by version, and their tasks by counter."""
+        if not self.evaluated:
+            return {}
+        left = {task.step for task in self.open.of_node(EVALUATION)}
+        whole = [task for _, task in sorted(self.evaluated.items()) if task.step not in left]
+        for task in whole:
+            del self.evaluated[task.key]
+        return {v: [t for t in whole if t.step == v] for v in sorted({t.step for t in whole})}
+
+    def end_evaluation(self, task: GroupTask) -> None:
+        """Notes that a task has ended, as far as workers could answer it."""
+        self.open.remove(task.key)
+        self.evaluated[task.key] = task
 
     def forget(self, counters: Collection[int]) -> None:
         """Forgets all that is open of some prompts."""
@@ -155,8 +212,9 @@ class Leases:
             self.open.free(task)
 
     def expire(self, now: float) -> Sequence[str]:
-        """Ends the leases whose time is over, and forgets workers that are gone; returns those that
-        live and have stalled by it. One that is lost holds nothing any more."""
+        """Ends the leases whose time is over, forgets workers that are gone, and says anew which
+        workers evaluate. Returns those that live and have stalled by it. One that is lost holds
+        nothing any more."""
         ended = {task.key: task for task in self.open.expired(now)}
         holders = {task.worker for task in ended.values()} & self.workers.keys()
         lost = {one for one in holders if self.workers[one] < now - SILENT * self.seconds}
@@ -178,6 +236,9 @@ class Leases:
         stalled = sorted(holders - lost - self.stalled)
         self.moves.extend((name, "stalled", 0, 0.0) for name in stalled)
         self.stalled.update(stalled)
+        # a stalled one that is alone may evaluate: it has nothing else to show
+        serve = self.at_work() or self._serving.get(SAMPLING, {}).keys()
+        self.evaluating = evaluators(self.open.of_node(EVALUATION), serve)
         return stalled
 
     def _drop(self, worker: str) -> None:

@@ -5,33 +5,20 @@ of a node is not extended: after it expires, another worker gets the task too, a
 counts.
 """
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
-from distflow_jax.dag.plan import Unit
-from distflow_jax.layout import Metrics
 from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.frames.node_frames import NodeWork, result_frame, work_of_task
+from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.tasks import NODE_QUOTA, Key
 
 log = logging.getLogger("distflow_jax")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedUnit:
-    """A node that a worker runs."""
-
-    unit: Unit
-    # values in the order of Unit.inputs -> those in the order of Unit.outputs, and metrics
-    run: Callable[[Sequence[Any]], tuple[Sequence[Any], Metrics]]
-
-    def answer(self, work: NodeWork) -> Frame:
-        """The result of a task, as a frame."""
-        return result_frame(work.key, self.unit, *self.run(work.values))
+NO_NODES = NodesAhead(frozenset(), (), {})
 
 
 class NodeRunner:
@@ -43,14 +30,10 @@ class NodeRunner:
       served: results received by task buffers.
     """
 
-    def __init__(self, units: Mapping[str, ServedUnit], beside: Collection[str] = ()):
-        """`units`: by the node's id. `beside`: of `nodes`, that no task is of."""
-        self.nodes, self._units = sorted({*units, *beside}), dict(units)
-        self.address = ""
-        self._inputs = {
-            name: [(edge.source, edge.field) for edge in one.unit.inputs]
-            for name, one in units.items()
-        }
+    def __init__(self, ahead: NodesAhead = NO_NODES, beside: Collection[str] = ()):
+        """`ahead`: nodes that it runs. `beside`: of `nodes`, that no task is of."""
+        self._ahead, self._units = ahead, {unit.name: unit for unit in ahead.units}
+        self.nodes, self.address = sorted({*self._units, *beside}), ""
         self._running: dict[Key, Future[Frame]] = {}
         self._runs = ThreadPoolExecutor(1, thread_name_prefix="served-nodes")
         self.served = 0
@@ -67,9 +50,9 @@ class NodeRunner:
 
     def begin(self, answer: Frame, done: Callable[[], object]) -> None:
         """Begins the task of a frame; `done` is called in the thread once it has ended."""
-        work = work_of_task(answer, self._inputs)
+        work = work_of_task(answer)
         if work.key not in self._running:  # otherwise its lease has ended, and it runs still
-            future = self._runs.submit(self._units[work.key[1]].answer, work)
+            future = self._runs.submit(self._run, work)
             self._running[work.key] = future
             future.add_done_callback(functools.partial(_tell_failure, work.key))
             future.add_done_callback(lambda _: done())
@@ -94,6 +77,11 @@ class NodeRunner:
     def close(self) -> None:
         """Ends the thread after the task that runs."""
         self._runs.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, work: NodeWork) -> Frame:
+        """The result of a task, as a frame."""
+        unit = self._units[work.key[1]]
+        return result_frame(work.key, unit, *self._ahead.results(unit, work.values))
 
 
 def _submission(key: Key, future: Future[Frame]) -> tuple[str, Frame]:

@@ -11,7 +11,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.dag.graph import Node
 from distflow_jax.data.step_columns import group_numbers, loader_columns
-from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
@@ -98,8 +98,8 @@ class Producer:
             if batch is None:
                 break
             with self.lock:
-                untrained = [p for p in batch if self.admission.untrained(p.counter)]
-                wanted = [p for p in untrained if p.counter not in self._lost]
+                first = self.admission.position
+                wanted = [p for p in batch if p.counter >= first and p.counter not in self._lost]
                 self._waiting.extend(sorted(wanted, key=lambda prompt: prompt.counter))
                 self._drawn += self.admission.rule.groups
         if self._drawn >= self.saved.end:  # the rest are prompts of other processes
@@ -147,10 +147,10 @@ class Producer:
         groups = dict.fromkeys(group for group, _, _ in ended)
         return [group for group in groups if not group.sampling]
 
-    def counts(self) -> Counts:
-        """Numbers of all that was sampled so far; groups that wait are under way. Under `lock`."""
-        counts, waiting = self.requests.counts, sum(g.tokens for g in self.groups.values())
-        return counts._replace(under_way=counts.under_way + waiting)
+    @property
+    def under_way(self) -> int:
+        """Tokens that were sampled for groups which no step has taken; under `lock`."""
+        return self.requests.under_way + sum(group.tokens for group in self.groups.values())
 
     def progress(self) -> dict[Key, Progress]:
         """Samples of all groups, by counter and node; not beside `collect`."""
@@ -212,8 +212,7 @@ class Producer:
         return [group for group in found if not group.given_up]
 
     def _give_up(self, group: Group) -> None:
-        """Ends a group that no worker can answer, and takes it out of the account."""
-        self.requests.forget(group.tokens)
+        """Ends a group that no worker can answer: nothing trains on its tokens."""
         group.samples.clear()
         group.keep, group.given_up, group.done = False, True, True
 

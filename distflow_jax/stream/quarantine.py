@@ -9,7 +9,6 @@ not move.
 """
 
 import collections
-import dataclasses
 import logging
 import statistics
 import time
@@ -30,39 +29,24 @@ _DEVIATION = 1.4826  # of a normal distribution, over its median distance
 log = logging.getLogger("distflow_jax")
 
 
-@dataclasses.dataclass
-class WorkerGaps:
-    """Gaps of the last groups of each worker."""
-
-    groups: dict[str, collections.deque[Gap]] = dataclasses.field(default_factory=dict)
-
-    def add(self, worker: str, gaps: Collection[Gap]) -> None:
-        """Adds the gaps of some groups of a worker."""
-        known = self.groups.setdefault(worker, collections.deque(maxlen=LAST_GROUPS))
-        known.extend(gaps)
-
-    def keep(self, workers: Collection[str]) -> None:
-        """Forgets all other workers."""
-        self.groups = {name: gaps for name, gaps in self.groups.items() if name in workers}
-
-    def outliers(self) -> dict[str, str]:
-        """Workers whose gap leaves the others', with a sentence on it. One alone has none to leave:
-        its gap is in the metrics of the run."""
-        gaps = {
-            name: statistics.median(gap.mean for gap in known)
-            for name, known in self.groups.items()
-            if len(known) >= LEAST_GROUPS and sum(gap.tokens for gap in known) >= LEAST_TOKENS
-        }
-        found = {}
-        for name, gap in gaps.items():
-            others = [other for of, other in gaps.items() if of != name]
-            if others and gap > (limit := limit_of(others)):
-                found[name] = (
-                    f"its log-probs are {gap:.3g} nats per token from the trainers', and those of "
-                    f"{len(others)} others {statistics.median(others):.3g}: above {limit:.3g} it "
-                    "has other weights, or makes them up"
-                )
-        return found
+def outliers(groups: Mapping[str, Collection[Gap]]) -> dict[str, str]:
+    """Workers whose gap leaves the others', with a sentence on it, by the gaps of the last `groups`
+    of each. One alone has none to leave: its gap is in the metrics of the run."""
+    gaps = {
+        name: statistics.median(gap.mean for gap in known)
+        for name, known in groups.items()
+        if len(known) >= LEAST_GROUPS and sum(gap.tokens for gap in known) >= LEAST_TOKENS
+    }
+    found = {}
+    for name, gap in gaps.items():
+        others = [other for of, other in gaps.items() if of != name]
+        if others and gap > (limit := limit_of(others)):
+            found[name] = (
+                f"its log-probs are {gap:.3g} nats per token from the trainers', and those of "
+                f"{len(others)} others {statistics.median(others):.3g}: above {limit:.3g} it "
+                "has other weights, or makes them up"
+            )
+    return found
 
 
 def limit_of(gaps: Collection[float]) -> float:
@@ -77,17 +61,18 @@ class Quarantine:
     """Ends workers of one task buffer whose gaps deviate from the others'."""
 
     def __init__(self, producer: Producer):
-        self._producer, self._known = producer, WorkerGaps()
+        self._producer = producer
+        self._groups: dict[str, collections.deque[Gap]] = {}  # the last ones of each worker
 
     def look(self, gaps: Mapping[str, Collection[Gap]]) -> None:
         """Takes the gaps of a step's groups, by worker, and ends workers by them."""
         buffer = self._producer.buffer
         for worker, found in gaps.items():
-            self._known.add(worker, found)
+            self._groups.setdefault(worker, collections.deque(maxlen=LAST_GROUPS)).extend(found)
         with self._producer.lock:
-            self._known.keep(buffer.workers.keys())
-            outliers = self._known.outliers()
-            for worker, why in outliers.items():
+            self._groups = {w: gaps for w, gaps in self._groups.items() if w in buffer.workers}
+            ended = outliers(self._groups)
+            for worker, why in ended.items():
                 buffer.end(worker, why, time.monotonic())
-        for worker, why in outliers.items():
+        for worker, why in ended.items():
             log.error("worker %s is quarantined: %s", worker, why)

@@ -47,7 +47,6 @@ class TokenAccount:
     last record are unknown, and not counted.
     """
 
-    sampled: int = 0
     trained: int = 0  # of groups that a step took and trains on
     # of groups that a step took and leaves out, by the filter decision of a region
     filtered: int = 0
@@ -56,17 +55,13 @@ class TokenAccount:
 
     @classmethod
     def restored(cls, saved: Iterable[Mapping[str, int]], known: int) -> "TokenAccount":
-        """The token account of a run that goes on, for one of its processes; the others begin with
-        0.
+        """The token account of all processes of a run that goes on.
 
         `saved`: of all processes, in the checkpoint; `known`: tokens that all of them had sampled
         together by their last records.
         """
         total = cls.total(saved)
-        sampled = max(total.sampled, known)
-        lost = total.lost + sampled - total._kept(total.under_way)
-        # what is under way is counted again by who goes on with it
-        return dataclasses.replace(total, sampled=sampled, lost=lost, under_way=0)
+        return dataclasses.replace(total, lost=total.lost + max(0, known - total.sampled))
 
     @classmethod
     def total(cls, accounts: Iterable[Mapping[str, int]]) -> "TokenAccount":
@@ -80,23 +75,23 @@ class TokenAccount:
         return TokenAccount.total(processes.all_gather_json(self.to_dict()))
 
     def saved(self, under_way: int) -> "TokenAccount":
-        """The token account for a checkpoint that has so many tokens that are under way.
+        """The token account for a checkpoint that has so many tokens that are under way: others
+        are lost, and some may have been sampled after the checkpoint began."""
+        lost = self.lost + max(0, self.under_way - under_way)
+        return dataclasses.replace(self, lost=lost, under_way=under_way)
 
-        They may have been sampled after the checkpoint began.
-        """
-        sampled = max(self.sampled, self._kept(under_way))
-        return dataclasses.replace(self, sampled=sampled, under_way=under_way)
+    @property
+    def sampled(self) -> int:
+        """All tokens."""
+        return self.trained + self.filtered + self.lost + self.under_way
 
     def to_dict(self) -> dict[str, int]:
         """JSON values."""
-        return dataclasses.asdict(self)
+        return {"sampled": self.sampled, **dataclasses.asdict(self)}
 
     def metrics(self) -> Metrics:
         """`perf/tokens/*`, to be merged with those of other processes."""
         return {ACCOUNT: Parts((self.to_dict(),), _merged)}
-
-    def _kept(self, under_way: int) -> int:
-        return self.trained + self.filtered + self.lost + under_way
 
 
 def _merged(accounts: Sequence[Mapping[str, int]]) -> dict[str, float]:
@@ -186,7 +181,7 @@ class SampleSaver:
         steps: int | None,
         evaluates: Callable[[int], bool] = lambda version: False,
     ):
-        """`records`: of what was trained on; `account`: this process's, when the run began;
+        """`records`: of what was trained on; `account`: of this process, before the run began;
         `evaluates(version)`: whether an evaluation is recorded some steps after its version."""
         self._evaluates, self._recorded = evaluates, producer.admission.finished - 1
         self._producer, self._writer, self._steps = producer, writer, steps
@@ -230,13 +225,12 @@ class SampleSaver:
 
     def account(self) -> TokenAccount:
         """This process's tokens so far; under the lock."""
-        counts, start = self._producer.counts(), self._start
+        start = self._start
         return TokenAccount(
-            sampled=start.sampled + counts.tokens,
             trained=start.trained + self._trained,
             filtered=start.filtered + self._filtered,
             lost=start.lost + self._producer.saved.left_out,
-            under_way=counts.under_way,
+            under_way=self._producer.under_way,
         )
 
     def total_account(self) -> TokenAccount:

@@ -1,6 +1,5 @@
 """The requests of a process that workers answer, between its groups and its task buffer."""
 
-import dataclasses
 import logging
 import threading
 import time
@@ -8,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode, without_lone
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Response
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import EVALUATION, GroupTask, Key, pieces_of
@@ -27,8 +27,6 @@ class SampleRequests:
 
     Attributes:
       buffer: of their tasks, and of nodes that workers run on groups whose samples are complete.
-      here: counts of this process's worker since `take_complete` last returned; zeros: no such
-        worker.
     """
 
     def __init__(
@@ -40,10 +38,11 @@ class SampleRequests:
         """`lock` guards the buffer; `on_response` is called as soon as a response of another job's
         worker is there, in the thread of `take_complete`."""
         self.buffer, self.lock, self._on_response = buffer, lock, on_response
-        self.here = self._here = Counts()
+        # of the worker of this process: tokens under way, and its slots
+        self._here = 0, Occupancy()
         self._arrived: list[Response] = []
-        self._restored = self._taken = self._handed = 0
-        self._elsewhere = Counts().occupancy  # of the workers of other jobs
+        self._handed: list[GroupTask] = []  # returned by `take_complete`, and not counted elsewhere
+        self._elsewhere = Occupancy()  # of the workers of other jobs
 
     @property
     def busy(self) -> bool:
@@ -51,32 +50,30 @@ class SampleRequests:
         return bool(self.buffer.groups())
 
     @property
-    def counts(self) -> Counts:
-        """Numbers of all that workers have sampled, as far as this process knows."""
-        elsewhere = [task.tokens for task in self.buffer.groups() if task.worker != HERE]
-        known = sum(elsewhere) + self._handed
-        return Counts(
-            self.here.tokens + self._taken + known - self._restored,
-            self.here.under_way + known,
-            self.here.occupancy.plus(self._elsewhere),
-        )
+    def under_way(self) -> int:
+        """Tokens of all requests, as far as this process knows, until `handed_on`."""
+        tasks = [*self._handed, *self.buffer.groups()]
+        known = [task.tokens for task in tasks if task.complete or task.worker != HERE]
+        return sum(known) + self._here[0]
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """The slots of all workers."""
+        return self._here[1].plus(self._elsewhere)
 
     def begin(self, key: Key, request: GroupRequest, progress: Progress, size: int = 0) -> None:
         """Adds a request, to go on with the `progress` of an earlier run; `size`: bytes of its
         prompt, where they are many."""
-        pieces = pieces_of(progress)
-        order = tuple(request.rank or ())
+        task = GroupTask(
+            key=key,
+            content=request,
+            step=request.turn,
+            samples=request.samples,
+            order=tuple(request.rank or ()),
+            size=size,
+        )
         with self.lock:
-            self._restored += sum(piece.tokens for piece in pieces.values())
-            task = GroupTask(
-                key=key,
-                content=request,
-                step=request.turn,
-                samples=request.samples,
-                order=order,
-                size=size,
-            )
-            self.buffer.begin_group(task, pieces)
+            self.buffer.begin_group(task, pieces_of(progress))
 
     def evaluate(self, version: int, request: GroupRequest, size: int) -> None:
         """Adds a request of an evaluation of a version; `size` as of `begin`. Under the lock.
@@ -100,9 +97,7 @@ class SampleRequests:
         with self.lock:
             results = self.buffer.take_results()
             arrived, self._arrived = self._arrived, []
-            complete = self.buffer.take()
-            elsewhere = sum(task.tokens for task in complete if task.worker != HERE)
-            self._handed = elsewhere
+            complete = self._handed = self.buffer.take()
         if self._on_response is not None:
             for response in arrived:
                 self._on_response(response)
@@ -119,7 +114,7 @@ class SampleRequests:
 
     def handed_on(self) -> None:
         """Notes that what `take_complete` has returned is counted elsewhere."""
-        self._taken, self._handed, self.here = self._taken + self._handed, 0, self._here
+        self._handed = []
 
     @property
     def has_news(self) -> bool:
@@ -131,10 +126,6 @@ class SampleRequests:
         found, self.buffer.given_up = self.buffer.given_up, {}
         return found
 
-    def forget(self, tokens: int) -> None:
-        """Takes tokens of a prompt that was given up out of the count: nothing trains on them."""
-        self._taken -= tokens
-
     def progress(self) -> dict[Key, Progress]:
         """Samples of each request that `take_complete` has not returned."""
         return {task.key: task.progress for task in self.buffer.groups()}
@@ -145,10 +136,7 @@ class SampleRequests:
         self, worker: str, held: int, capacity: int, slots: int = 0, *, idle: bool = False
     ) -> list[GroupTask]:
         """Leases requests to a worker that holds a version, see TaskBuffer.lease."""
-        leased = self.buffer.lease(worker, held, capacity, time.monotonic(), slots, idle=idle)
-        if worker == HERE:  # its sampler counts them from now on
-            self._restored -= sum(task.tokens for task in leased)
-        return leased
+        return self.buffer.lease(worker, held, capacity, time.monotonic(), slots, idle=idle)
 
     def requests(self, keys: Iterable[Key]) -> dict[Key, GroupRequest]:
         """The requests of some keys, without those that nobody waits for."""
@@ -161,14 +149,14 @@ class SampleRequests:
         keys: Iterable[Key],
         found: Mapping[Key, Progress],
         *,
-        spent: Counts,
+        spent: Occupancy,
         goes_on: bool,
     ) -> list[Key]:
         """Takes the samples of a worker; returns the keys that it should drop.
 
-        `spent`: since it submitted something last; `goes_on`: whether it works on.
+        `spent`: by its slots since it submitted something last; `goes_on`: whether it works on.
         """
-        self._elsewhere = self._elsewhere.plus(spent.occupancy)
+        self._elsewhere = self._elsewhere.plus(spent)
         now, dropped = time.monotonic(), []
         for key in keys:
             progress = found.get(key, Progress())
@@ -181,42 +169,29 @@ class SampleRequests:
         self._tell_differing(worker)
         return dropped
 
-    def submit_here(self, found: Mapping[Key, Progress], counts: Counts, *, goes_on: bool) -> None:
-        """Takes the samples of the worker of this process, and its counts with them."""
+    def submit_here(
+        self, found: Mapping[Key, Progress], under_way: int, slots: Occupancy, *, goes_on: bool
+    ) -> None:
+        """Takes the samples of the worker of this process, with the tokens that it has under way,
+        and what its slots did since the run began."""
         now = time.monotonic()
         for key, progress in found.items():
             self.buffer.submit(HERE, key, pieces_of(progress), now, goes_on=goes_on)
             if not goes_on and key in self.buffer.open:
                 raise ValueError(f"samples of prompt {key[0]} by this process do not fit its rule")
-        self._here = counts
+        self._here = under_way, slots
 
     def _tell_differing(self, worker: str) -> None:
         """Warns of second results that differ, of a worker that has just submitted them."""
         found, self.buffer.differing = self.buffer.differing, []
         for (counter, _), sample, where in found:
-            first, second = (f"token {t}" if t is not None else "no token" for t in where.tokens)
-            log.warning(
-                "response %d to prompt %d differs at token %d: %s counts, and %s of %s does not; "
-                "one version on every worker should give one response",
-                sample,
-                counter,
-                where.place,
-                first,
-                second,
-                worker,
-            )
+            text = "response %d to prompt %d %s of %s does not; one version on every worker should "
+            log.warning(text + "give one response", sample, counter, where, worker)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The first token in which two samples of one response differ; None: one has ended before."""
-
-    place: int
-    tokens: tuple[int | None, int | None]  # of the first result, which counts, and of the second
-
-
-def differs(first: Episode, second: Episode) -> Difference | None:
-    """Where two samples of one response differ, before a token whose choice was close."""
+def differs(first: Episode, second: Episode) -> str | None:
+    """Where two samples of one response differ, and how the first one goes on, which counts; None:
+    they are equal up to a token whose choice was close."""
     one, two = first.response, second.response
     length = min(len(one.tokens), len(two.tokens))
     unlike = np.flatnonzero(one.tokens[:length] != two.tokens[:length])
@@ -225,5 +200,7 @@ def differs(first: Episode, second: Episode) -> Difference | None:
     at = int(unlike[0]) if len(unlike) else length
     if len(unlike) and float(min(one.margin[at], two.margin[at])) < NEAR_TIE:
         return None
-    tokens = [int(x.tokens[at]) if at < len(x.tokens) else None for x in (one, two)]
-    return Difference(at, (tokens[0], tokens[1]))
+    mine, other = (
+        f"token {x.tokens[at]}" if at < len(x.tokens) else "no token" for x in (one, two)
+    )
+    return f"differs at token {at}: {mine} counts, and {other}"

@@ -22,7 +22,9 @@ from distflow_jax.stream.tasks import Key
 Arrays = dict[str, np.ndarray]
 _COLUMNS = {"tokens": np.int32, "logp": np.float32, "margin": np.float32, "version": np.int32}
 _ARRAYS = _COLUMNS | {"mask": np.bool_, "fed": np.int32}
+DTYPES = _ARRAYS | {"index": np.int64, "reward": np.float64, "logged": np.uint8}
 IMAGES, IMAGE_BYTES = "response_images", "response_image_bytes"  # where a response has some
+IMAGE_DTYPES = {IMAGES: np.uint8, IMAGE_BYTES: np.int64}
 
 
 class SavedAddition(Protocol):

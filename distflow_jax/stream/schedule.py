@@ -131,10 +131,6 @@ class Admission:
             return self.finished + 1 + (counter - self.position) // self.rule.groups
         return next(found.step for found in self._cuts() if counter < found.end)
 
-    def untrained(self, counter: int) -> bool:
-        """Whether no finished step has looked at a counter."""
-        return counter >= self.position
-
     def end(self, held: int) -> int:
         """The first counter that may not begin with the weights of `held` finished steps."""
         step = self.rule.newest_step(held)

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from distflow_jax.stream.evaluation_leases import EvaluationLeases
+from distflow_jax.stream.leases import Leases
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.tasks import (
     NODE_QUOTA,
@@ -38,14 +38,11 @@ QUOTA = 2  # responses of a worker for each of its slots: some have ended, and a
 class TaskCounts:
     """Counters since the task buffer started."""
 
-    leased: int = 0  # groups and nodes that workers got
     second: int = 0  # results that were there already
-    refused: int = 0  # responses by weights that may not answer their group
-    unknown: int = 0  # results that nobody waits for (any more)
     differing: int = 0  # second responses that differ, with exact versions
 
 
-class TaskBuffer(EvaluationLeases):
+class TaskBuffer(Leases):
     """The tasks of one process, from creation until their results are taken.
 
     Args:
@@ -73,7 +70,7 @@ class TaskBuffer(EvaluationLeases):
         max_tries: int,
         served: Iterable[str] = (),
         environment_seconds: float = 0.0,
-        differs: Callable[[Any, Any], Any] = lambda first, second: None,
+        differs: Callable[[Any, Any], str | None] = lambda first, second: None,
     ):
         super().__init__(lease_seconds, max_tries)
         self._environment_seconds = environment_seconds
@@ -82,7 +79,7 @@ class TaskBuffer(EvaluationLeases):
         self.complete: dict[Key, GroupTask] = {}  # groups that were not taken
         self._results: list[tuple[NodeTask, Any]] = []
         self._done: set[Key] = set()  # nodes with a result, of groups that are not forgotten
-        self.differing: list[tuple[Key, int, Any]] = []
+        self.differing: list[tuple[Key, int, str]] = []
 
     # -- the trainer's side -----------------------------------------------------------------------
 
@@ -192,7 +189,6 @@ class TaskBuffer(EvaluationLeases):
         for task in leased:
             self.open.lease(task, worker, now, self.seconds, self._environment_seconds)
             self.idle.pop(worker, None)
-        self.counts.leased += len(leased)
         return leased
 
     def lease_node(self, worker: str, nodes: Collection[str], now: float) -> NodeTask | None:
@@ -213,7 +209,6 @@ class TaskBuffer(EvaluationLeases):
         if task is None:
             return None
         self.open.lease(task, worker, now, self.seconds)
-        self.counts.leased += 1
         return task
 
     def wanted(self) -> list[int]:
@@ -243,7 +238,6 @@ class TaskBuffer(EvaluationLeases):
         self.heartbeat(worker, now)
         task = self.find(GroupTask, key)
         if task is None:
-            self.counts.unknown += 1
             if any(piece.tokens for piece in pieces.values()):
                 self.stalled.discard(worker)
             return []
@@ -283,10 +277,7 @@ class TaskBuffer(EvaluationLeases):
         task = self.find(NodeTask, key)
         self.stalled.discard(worker)
         if task is None:
-            if key in self._done:
-                self.counts.second += 1
-            else:
-                self.counts.unknown += 1
+            self.counts.second += key in self._done
             return False
         self.open.remove(key)
         self._done.add(key)
@@ -316,7 +307,6 @@ class TaskBuffer(EvaluationLeases):
 
     def _learn(self, task: GroupTask, sample: int, piece: Piece) -> None:
         if sample not in task.samples:
-            self.counts.unknown += 1
             return
         if sample in task.ended:
             if piece.whole:
@@ -325,8 +315,7 @@ class TaskBuffer(EvaluationLeases):
             return
         newest = self._bounds(task)[1]
         if piece.tokens and not (task.floor <= piece.lowest and piece.highest <= newest):
-            self.counts.refused += piece.whole
-            return
+            return  # by weights that may not answer the group
         if piece.whole:
             task.ended[sample] = piece
             task.under_way.pop(sample, None)

@@ -62,6 +62,11 @@ class OpenTask:
         """Responses that have not ended."""
         return 0
 
+    @property
+    def trains(self) -> bool:
+        """Whether a step trains on it; otherwise it is of an evaluation."""
+        return True
+
     def lease(self, worker: str, now: float, seconds: float, calls: float = 0.0) -> None:
         """Begins a lease, or prolongs it; see OpenTasks.lease. A node makes no `calls`."""
         self.worker, self.until = worker, now + seconds
@@ -150,7 +155,6 @@ class GroupTask(OpenTask):
 
     @property
     def trains(self) -> bool:
-        """Whether a step trains on it; otherwise it is of an evaluation."""
         return self.node == SAMPLING
 
     @property

@@ -2,30 +2,23 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, Kind
-from distflow_jax.stream.weight_store import Manifest, WeightStore, checked_object, read_manifest
+from distflow_jax.parsing.checked_fields import INTEGERS, SIZE, TEXT, Kind, check_fields
+from distflow_jax.parsing.json_text import parse_json
+from distflow_jax.stream.weight_store import Manifest, WeightStore, read_manifest
 from distflow_jax.stream.wire.calls import Bytes, Method, Refused
+from distflow_jax.stream.wire.wire_client import WireClient
 
 MANIFEST, CHUNK = "weights.manifest", "weights.chunk"
 NOT_YET = b""  # the answer while a version is still to come
 _REQUEST_BYTES = 64 << 10
 
 
-class Client(Protocol):
-    """A client of the wire."""
-
-    address: str
-
-    def call(self, method: str, payload: bytes, seconds: float) -> Bytes:
-        """The answer to one call; raises Refused and Unreachable."""
-
-
 class WireWeights:
     """The weights of a trainer process behind a client of the wire, as a WeightSource."""
 
-    def __init__(self, client: Client):
+    def __init__(self, client: WireClient):
         self.address, self._client = client.address, client
 
     def manifest(self, version: int, seconds: float) -> Manifest | None:
@@ -34,9 +27,9 @@ class WireWeights:
         if answer == NOT_YET:
             return None
         try:
-            return read_manifest(answer, self.address)
-        except ValueError as error:
-            raise Refused(str(error)) from error
+            return read_manifest(answer)
+        except (ValueError, LookupError, TypeError) as error:
+            raise Refused(f"{self.address}: the manifest cannot be read: {error}") from error
 
     def chunk(self, version: int, path: str, start: Sequence[int], seconds: float) -> Bytes:
         """As WeightSource.chunk."""
@@ -66,6 +59,10 @@ def _request(payload: Bytes, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
     if len(payload) > _REQUEST_BYTES:
         raise Refused(f"request: {len(payload)} bytes, of {_REQUEST_BYTES} at most")
     try:
-        return checked_object(payload, kinds, "request")
+        asked = parse_json(payload, "request")
+        if not isinstance(asked, Mapping) or kinds.keys() - asked.keys():
+            raise ValueError(f"request: {sorted(kinds)} are wanted")
+        check_fields(asked, kinds, "request")
     except ValueError as error:
         raise Refused(str(error)) from error
+    return asked

@@ -20,10 +20,10 @@ from distflow_jax.data.step_columns import loader_columns
 from distflow_jax.layout import Layout
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchPrograms
+from distflow_jax.planning.partial_batches.streamed_nodes import streamed_nodes, streamed_units
 from distflow_jax.runtime.steps import PartialBatchSteps
 from distflow_jax.stream.batches.group_facts import facts_of
 from distflow_jax.stream.batches.partial_batches import PartialBatch
-from distflow_jax.stream.batches.streamed_nodes import streamed_nodes, streamed_units
 from distflow_jax.stream.host_nodes import Group
 
 HOST, MESH = Layout("host"), MeshSizes(8, 1)

@@ -26,8 +26,7 @@ from distflow_jax.stream.batches.partial_batches import (
     PartialBatchRoom,
     ReadyPlanner,
 )
-from distflow_jax.stream.publications import Publications
-from distflow_jax.stream.publish_rule import PublishRule
+from distflow_jax.stream.publications import Publications, PublishRule
 from distflow_jax.stream.schedule import Admission, Rule
 
 CONFIG = StreamConfig(max_staleness=1)

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.counted_buffers import BORDER, STOP, VOCABULARY, length_of, request_of, response_of
+from support.counted_buffers import LIMITS, STOP, VOCABULARY, length_of, request_of, response_of
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
@@ -23,7 +23,7 @@ from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rollout.requests import Partial, Response
 from distflow_jax.rollout.response_checks import RefusedAnswer
-from distflow_jax.stream.border import Border, check_parts
+from distflow_jax.stream.border import check_parts, check_samples
 from distflow_jax.stream.frames.frames import Frame, samples_frame
 from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.links.refusals import MOST_REFUSED
@@ -34,23 +34,21 @@ from distflow_jax.stream.wire.calls import Refused
 
 KEY, COUNTER = (4, "gen"), 4
 SIZES = PatchSizes(chunk=16, chunks=1, patch_bytes=6, dims=2, merge=4)
-BORDER_OF_TURNS = Border(
-    dataclasses.replace(BORDER.limits, max_turns=3, turn_length=3, images=SIZES)
-)
+OF_TURNS = dataclasses.replace(LIMITS, max_turns=3, turn_length=3, images=SIZES)
 FACTS = {"attempt": "one", "spent": [8.0, 6.0, 1.5, 0, 2, 0, 1], "goes_on": True}
 
 
 class Trainer:
     """A task buffer with one group, which a worker holds, and the methods of its server."""
 
-    def __init__(self, border=BORDER):
+    def __init__(self, limits=LIMITS):
         self.lock = threading.Condition()
         self.buffer = TaskBuffer(
             Rule(8, 1), exact=False, version=3, lease_seconds=100.0, max_tries=1
         )
         self.requests = SampleRequests(self.buffer, self.lock)
         facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
-        service = BufferService(self.requests, self.lock, {}, facts, border=border)
+        service = BufferService(self.requests, self.lock, {}, facts, limits=limits)
         self.methods = service.methods()
         self.requests.begin(KEY, request_of(COUNTER), Progress())
         self.lease("liar")
@@ -241,7 +239,7 @@ def test_a_lie_counts_for_nothing_and_names_its_worker(lie, named, caplog):
     (record,) = caplog.records
     assert record.getMessage().startswith("a result of worker liar is refused: ")
     assert named in record.getMessage() and "\n" not in record.getMessage()
-    assert trainer.requests.counts.occupancy.calls == 0
+    assert trainer.requests.occupancy.calls == 0
     # somebody else answers the group
     trainer.buffer.deregister("liar")
     trainer.lease("honest")
@@ -273,13 +271,15 @@ def test_bytes_that_are_no_frame_name_their_worker(caplog):
 @pytest.mark.parametrize("record", [False, True], ids=["evaluation", "training"])
 def test_a_response_has_experts_where_its_request_wants_them(record):
     """A run of a mixture records them for what it trains on, and for no evaluation."""
-    border = Border(dataclasses.replace(BORDER.limits, experts=(1, 1, 4)))
+    limits = dataclasses.replace(LIMITS, experts=(1, 1, 4))
     request = request_of(COUNTER)
     request = dataclasses.replace(
         request, sampling=dataclasses.replace(request.sampling, record=record)
     )
     episode = single_turn(response_of(request, 0, [3] * length_of(COUNTER, 0)))
-    check = functools.partial(border.check, {KEY: Progress({0: episode})}, {KEY: request}, 3)
+    check = functools.partial(
+        check_samples, {KEY: Progress({0: episode})}, {KEY: request}, limits, 3
+    )
     if record:
         with pytest.raises(RefusedAnswer, match="no experts"):
             check()
@@ -404,7 +404,7 @@ LIES_IN_TURNS = {
 
 
 def test_an_answer_in_turns_counts():
-    trainer = Trainer(BORDER_OF_TURNS)
+    trainer = Trainer(OF_TURNS)
     answer = trainer.call("submit", "liar", truth_in_turns())
     assert answer.facts["dropped"] == [] and "refused" not in answer.facts
     (task,) = trainer.buffer.groups()
@@ -413,7 +413,7 @@ def test_an_answer_in_turns_counts():
 
 @pytest.mark.parametrize("lie", LIES_IN_TURNS.values(), ids=LIES_IN_TURNS)
 def test_a_lie_in_turns_counts_for_nothing_and_names_its_worker(lie, caplog):
-    trainer, frame = Trainer(BORDER_OF_TURNS), truth_in_turns()
+    trainer, frame = Trainer(OF_TURNS), truth_in_turns()
     facts, arrays = dict(frame.facts), dict(frame.arrays)
     lie(facts, arrays)
     try:
@@ -428,7 +428,9 @@ def test_a_lie_in_turns_counts_for_nothing_and_names_its_worker(lie, caplog):
 
 def test_responses_that_end_in_other_ways_count():
     """A failed one has no score, a cut one no end token, and a late one nothing behind its turn."""
-    check = functools.partial(BORDER_OF_TURNS.check, requests={KEY: request_of(COUNTER)}, newest=3)
+    check = functools.partial(
+        check_samples, requests={KEY: request_of(COUNTER)}, limits=OF_TURNS, newest=3
+    )
     for reason, end, reward in (
         ("failed", STOP, np.nan),
         ("failed", 7, np.nan),

@@ -1,4 +1,4 @@
-"""A worker whose trainers answer as none does: it ends with one line, and asks no faster."""
+"""A worker whose trainers answer at once by nothing: it asks no faster."""
 
 import math
 import threading
@@ -11,23 +11,6 @@ from distflow_jax.stream.frames.frames import Frame
 from distflow_jax.stream.links import buffer_talk
 from distflow_jax.stream.links.buffer_talk import MOST_FRUITLESS
 from distflow_jax.stream.wire.wire_client import WireClient
-
-MISSING = object()
-ANSWERS = [
-    *(("again", value) for value in ("x", None, [], math.nan, math.inf, True)),
-    *(("newest", value) for value in ("x", None, 1.5, -5, 10**30, MISSING)),
-    *(("wanted", value) for value in ([], "x", None, ["x"], 5, {}, MISSING)),
-    *(("ended", value) for value in ("x", None, 5, MISSING)),
-    *(("evaluates", value) for value in ("x", [], -7)),
-    *(("attempt", value) for value in (None, 5, MISSING)),
-    *(("dropped", value) for value in ("x", [5], [["x"]], [[1e400, "x"]], None)),
-    *(("refused", value) for value in (5, ["x"])),
-    *(("groups", value) for value in ("x", 5, [5], [{}])),
-]
-
-
-def shown(value):
-    return "missing" if value is MISSING else repr(value)[:20]
 
 
 def break_answers(trainers, change):
@@ -50,30 +33,6 @@ def break_answers(trainers, change):
 
         server._methods[name] = answer
     return broken, calls
-
-
-@pytest.mark.parametrize(("name", "value"), ANSWERS, ids=shown)
-def test_an_answer_that_no_trainer_gives_ends_its_worker_in_one_line(tmp_path, name, value):
-    def change(facts):
-        facts[name] = value
-        return {key: fact for key, fact in facts.items() if fact is not MISSING}
-
-    trainers = Trainers(tmp_path, exact=False, processes=1)
-    broken, _ = break_answers(trainers, change)
-    with working(tmp_path) as (_, end, _):
-        trainers.train(1)
-        broken.set()
-
-        def is_over():
-            trainers.look()
-            return end.done()
-
-        until(is_over)
-        error = end.exception(0)
-        assert isinstance(error, ValueError) and "\n" not in str(error)
-        says = f"answers as no trainer of this version does: {name} must be "
-        assert ("a frame cannot be read" if name == "groups" else says) in str(error)
-    trainers.close(ended=False)
 
 
 @pytest.mark.parametrize("again", [0.0, -1])

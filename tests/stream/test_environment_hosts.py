@@ -582,7 +582,7 @@ def hosts_of(folder):
 def test_samplers_hear_from_task_buffers_where_hosts_are(tmp_path):
     trainers = Trainers(tmp_path, exact=False, lease=1.0, served=[ENVIRONMENT])
     assert hosts_of(tmp_path) == {}
-    nodes = NodeRunner({}, [ENVIRONMENT])
+    nodes = NodeRunner(beside=[ENVIRONMENT])
     nodes.address = "127.0.0.1:7"
     joining = Joining(str(tmp_path), "host", TABLES, nodes.nodes, everywhere=True)
     state = WorkerState(links=joining.first(HANG))

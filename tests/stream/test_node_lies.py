@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.counted_buffers import BORDER
+from support.counted_buffers import LIMITS
 from support.tiny_model import prompt_of
 from support.waiting import HANG
 
@@ -70,7 +70,7 @@ class Trainer:
         )
         facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
         requests = SampleRequests(self.buffer, self.lock)
-        self.methods = BufferService(requests, self.lock, {}, facts, border=BORDER).methods()
+        self.methods = BufferService(requests, self.lock, {}, facts, limits=LIMITS).methods()
         (self.unit,) = units()
         runners = {"score": make_runner(self.unit, {"score": score})}
         ahead = NodesAhead(frozenset({"gen"}), (self.unit,), runners)

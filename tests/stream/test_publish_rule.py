@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from distflow_jax.cluster.peers import Peers
-from distflow_jax.stream.publications import Publications
-from distflow_jax.stream.publish_rule import PublishRule, divergence_of, divergences
+from distflow_jax.stream.publications import Publications, PublishRule, divergence_of, divergences
 from distflow_jax.stream.schedule import Admission, Rule
 
 BATCH = 6

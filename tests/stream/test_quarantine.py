@@ -16,7 +16,7 @@ from distflow_jax.stream.quarantine import (
     LEAST_GROUPS,
     LEAST_TOKENS,
     Quarantine,
-    WorkerGaps,
+    outliers,
 )
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
@@ -32,15 +32,12 @@ def gaps_of(mean, groups=LEAST_GROUPS, seed=0):
     return [Gap(mean * max(0.1, 1 + draw.normal() / 3), TOKENS) for _ in range(groups)]
 
 
-def outliers(**means):
-    known = WorkerGaps()
-    for seed, (name, mean) in enumerate(means.items()):
-        known.add(name, gaps_of(mean, seed=seed))
-    return known.outliers()
+def outliers_of(**means):
+    return outliers({n: gaps_of(mean, seed=s) for s, (n, mean) in enumerate(means.items())})
 
 
 def test_a_worker_whose_gap_leaves_the_others_is_named_with_both():
-    found = outliers(a=0.01, b=0.012, liar=1.0, c=0.011)
+    found = outliers_of(a=0.01, b=0.012, liar=1.0, c=0.011)
     assert list(found) == ["liar"]
     assert " nats per token from the trainers', and those of 3 others 0.01" in found["liar"]
 
@@ -56,34 +53,42 @@ def test_a_worker_whose_gap_leaves_the_others_is_named_with_both():
     ],
 )
 def test_workers_that_are_like_the_others_stay(means):
-    assert outliers(**means) == {}
+    assert outliers_of(**means) == {}
 
 
 def test_a_minority_of_liars_is_found_whatever_it_says():
     honest = {f"honest{n}": 0.01 for n in range(5)}
-    assert set(outliers(**honest, x=0.3, y=3.0, z=30.0)) == {"x", "y", "z"}
+    assert set(outliers_of(**honest, x=0.3, y=3.0, z=30.0)) == {"x", "y", "z"}
 
 
-def test_few_groups_or_tokens_judge_nobody_and_old_ones_are_forgotten():
-    known = WorkerGaps()
-    known.add("a", gaps_of(0.01))
-    known.add("few groups", [Gap(9.0, LEAST_TOKENS)] * (LEAST_GROUPS - 1))
-    known.add("few tokens", [Gap(9.0, 1)] * LAST_GROUPS)
-    assert known.outliers() == {}
-    known.add("few groups", [Gap(9.0, LEAST_TOKENS)])
-    assert set(known.outliers()) == {"few groups"}
-    known.add("few groups", gaps_of(0.01, LAST_GROUPS))
-    assert known.outliers() == {}
-    known.keep(["a"])
-    assert set(known.groups) == {"a"}
+def test_few_groups_or_tokens_judge_nobody():
+    known = {
+        "a": gaps_of(0.01),
+        "few groups": [Gap(9.0, LEAST_TOKENS)] * (LEAST_GROUPS - 1),
+        "few tokens": [Gap(9.0, 1)] * LAST_GROUPS,
+    }
+    assert outliers(known) == {}
+    known["few groups"].append(Gap(9.0, LEAST_TOKENS))
+    assert set(outliers(known)) == {"few groups"}
+
+
+def test_old_groups_are_forgotten():
+    ended = []
+    buffer = types.SimpleNamespace(workers={"a": 0.0, "b": 0.0}, end=lambda *of: ended.append(of))
+    quarantine = Quarantine(types.SimpleNamespace(buffer=buffer, lock=threading.Lock()))
+    quarantine.look({"b": gaps_of(9.0, LAST_GROUPS)})  # one alone is not judged
+    quarantine.look({"b": gaps_of(0.01, LAST_GROUPS)})
+    quarantine.look({"a": gaps_of(0.01)})
+    assert not ended
 
 
 def test_groups_that_several_have_sampled_do_not_decide():
-    known = WorkerGaps()
-    known.add("liar", gaps_of(2.0, 20))
-    known.add("honest", [*gaps_of(0.01, 20), *gaps_of(2.0, 9)])
-    known.add("other", gaps_of(0.01, 20))
-    assert set(known.outliers()) == {"liar"}
+    known = {
+        "liar": gaps_of(2.0, 20),
+        "honest": [*gaps_of(0.01, 20), *gaps_of(2.0, 9)],
+        "other": gaps_of(0.01, 20),
+    }
+    assert set(outliers(known)) == {"liar"}
 
 
 class Buffer:

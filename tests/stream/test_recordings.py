@@ -178,7 +178,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         second.write_bytes(whole[:part])
         with pytest.raises(ValueError, match=f"{second} cannot be read"):
             Recording(tmp_path, 0, 0, 1)
-    place = whole.index(b"column0.npy") + 200
+    place = whole.index(b"0.0.npy") + 200
     second.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     recording = Recording(tmp_path, 0, 0, 1)
     with pytest.raises(ValueError, match=f"{second} cannot be read.*CRC"):

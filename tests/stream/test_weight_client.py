@@ -225,7 +225,7 @@ def test_a_chunk_with_a_wrong_checksum_comes_from_another_process(given, caplog)
 
 def other_manifest(store, change):
     def manifest(peer, payload):
-        found = read_manifest(weight_methods(store)[MANIFEST](peer, payload), "")
+        found = read_manifest(weight_methods(store)[MANIFEST](peer, payload))
         return change(found).encode()
 
     return dict(weight_methods(store)) | {MANIFEST: manifest}
@@ -258,7 +258,7 @@ def test_a_manifest_of_other_weights_is_refused(given, change, words):
             pull(clients, attempt="a run")
         assert not clients[0].pulled
     with served({MANIFEST: lambda peer, payload: b"{]"}) as clients:
-        with pytest.raises(Refused, match="not valid JSON"):
+        with pytest.raises(Refused, match="the manifest cannot be read"):
             pull(clients)
 
 
@@ -425,25 +425,4 @@ def manifest():
 
 
 def test_a_manifest_is_read_as_it_was_written():
-    assert read_manifest(manifest().encode(), "here") == manifest()
-
-
-def test_a_damaged_manifest_is_another_one_or_an_error():
-    data = manifest().encode()
-    for at in range(len(data)):
-        for damaged in (data[:at], data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]):
-            try:
-                read_manifest(damaged, "here")
-            except ValueError as error:
-                assert str(error).startswith("here")
-    for text in (
-        "[]",
-        "{}",
-        '{"attempt":"a","version":1,"tensors":{"x":5}}',
-        '{"attempt":"a","version":1,"tensors":{"x":[[4],"f",[[0,5,1]]]}}',
-        '{"attempt":"a","version":1,"tensors":{"x":[[4],"f",[[0,-1,1]]]}}',
-        '{"attempt":"a","version":1,"tensors":{"x":[[1e9],"f",[]]}}',
-        '{"attempt":"a","version":1,"tensors":{"x":[[1],"f",[[0,0.5,1]]]}}',
-    ):
-        with pytest.raises(ValueError, match="^here: "):
-            read_manifest(text.encode(), "here")
+    assert read_manifest(manifest().encode()) == manifest()

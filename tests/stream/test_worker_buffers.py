@@ -16,8 +16,8 @@ import types
 import numpy as np
 import pytest
 from support.counted_buffers import (
-    BORDER,
     GROUPS,
+    LIMITS,
     STALENESS,
     TABLES,
     Trainers,
@@ -30,9 +30,10 @@ from support.paths import ROOT
 from support.sockets import open_files, resident_bytes, settle, threads
 from support.waiting import HANG
 
-from distflow_jax.environments.episode_sampler import Counts, Progress
+from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import single_turn
 from distflow_jax.models.tokenizer import Tokenizer
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import Partial
 from distflow_jax.stream.frames.frames import Frame, samples_frame, samples_of, work_frame, work_of
 from distflow_jax.stream.links import buffer_links
@@ -48,7 +49,7 @@ from distflow_jax.stream.links.buffer_links import Joining, deregister
 from distflow_jax.stream.links.buffer_service import BufferService, difference
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import shared_tables
-from distflow_jax.stream.sample_requests import Difference, SampleRequests, differs
+from distflow_jax.stream.sample_requests import SampleRequests, differs
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import pieces_of, progress_of
@@ -102,11 +103,17 @@ def test_second_results_differ_only_before_a_close_choice():
     one, other = (response_of(request, 0, [0, 0, 0]) for _ in range(2))
     other.tokens = other.tokens + np.array([0, 1, 1], np.int32)
     assert differs(single_turn(one), single_turn(one)) is None
-    assert differs(single_turn(one), single_turn(other)) == Difference(1, (1, 2))
+    assert (
+        differs(single_turn(one), single_turn(other))
+        == "differs at token 1: token 1 counts, and token 2"
+    )
     other.margin = np.array([1, 1e-5, 1], np.float32)
     assert differs(single_turn(one), single_turn(other)) is None
     shorter = response_of(request, 0, [0, 0])
-    assert differs(single_turn(one), single_turn(shorter)) == Difference(2, (2, None))
+    assert (
+        differs(single_turn(one), single_turn(shorter))
+        == "differs at token 2: token 2 counts, and no token"
+    )
 
 
 def test_a_second_result_that_differs_is_in_the_log_once(caplog):
@@ -125,7 +132,7 @@ def test_a_second_result_that_differs_is_in_the_log_once(caplog):
     other.tokens = other.tokens + np.array([0, 40, 40], np.int32)
     for response in (one, one, other, other):
         found = {key: Progress({1: single_turn(response)})}
-        requests.submit("w7", [key], found, spent=Counts(), goes_on=True)
+        requests.submit("w7", [key], found, spent=Occupancy(), goes_on=True)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
@@ -150,7 +157,7 @@ def buffer_with(folder, tables):
         Rule(GROUPS, STALENESS), exact=False, version=0, lease_seconds=HANG, max_tries=2
     )
     facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
-    answers = BufferService(SampleRequests(buffer, lock), lock, tables, facts, border=BORDER)
+    answers = BufferService(SampleRequests(buffer, lock), lock, tables, facts, limits=LIMITS)
     with contextlib.closing(
         WireServer("127.0.0.1:0", make_run_token(folder), answers.methods())
     ) as server:

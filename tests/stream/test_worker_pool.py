@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from distflow_jax.stream.links.waiting_questions import WaitingQuestions
 from distflow_jax.stream.links.worker_pool import (
     GONE_SECONDS,
     LEAST_SECONDS,
@@ -12,7 +13,6 @@ from distflow_jax.stream.links.worker_pool import (
     MOST_PLACES,
     MOST_SECONDS,
     SLOW_SECONDS,
-    QuestionTimes,
     Room,
     Roster,
     places_of,
@@ -72,13 +72,13 @@ def test_one_that_says_that_it_goes_has_left_the_roster():
 
 
 def test_workers_that_got_nothing_ask_one_after_the_other():
-    few, times = QuestionTimes(20.0), QuestionTimes(20.0)
+    few, times = WaitingQuestions({}, 20.0, None), WaitingQuestions({}, 20.0, None)
     assert few.seconds(100.0) == pytest.approx(LEAST_SECONDS)
     assert few.seconds(101.0) == pytest.approx(LEAST_SECONDS)
     found = [times.seconds(100.0) for _ in range(5000)]
     assert found == sorted(found) and found[-1] == MOST_SECONDS
     assert sum(second < 1.1 for second in found) <= 55
-    assert max(QuestionTimes(0.3).seconds(0.0) for _ in range(3)) <= 0.3
+    assert max(WaitingQuestions({}, 0.3, None).seconds(0.0) for _ in range(3)) <= 0.3
 
 
 def test_room_is_given_to_one_task_buffer_at_a_time_unless_it_is_slow():

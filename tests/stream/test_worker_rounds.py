@@ -1,6 +1,5 @@
 """Rounds of a worker, one by one: what it keeps, drops and takes, without task buffers."""
 
-import collections
 import dataclasses
 import functools
 import threading
@@ -38,17 +37,15 @@ class Rounds:
     """A worker whose rounds the test makes. `again`: links to which it joins again."""
 
     def __init__(self, links, again=None, slots=64):
-        ended, self.pulled = collections.deque(), []
-        self.sampler = Sampler(links.newest, ended)
-        self.state = WorkerState(
-            links=links, version=links.newest, newest=links.newest, slots=slots
-        )
-        self.link = RemoteLink(self.state, self._pull, ended, save_seconds=1e9)
+        self.pulled = []
+        self.sampler = Sampler(links.newest)
+        self.state = WorkerState(links=links, version=links.newest, slots=slots)
+        self.link = RemoteLink(self.state, self._pull, save_seconds=1e9)
         self.worker = Worker(self.sampler, self.link, cache="keep")
         self.talk = BufferClient(
             self.state,
             types.SimpleNamespace(again=lambda seconds, stopped: again),
-            NodeRunner({}),
+            NodeRunner(),
             save_seconds=1e9,
             orphan_seconds=1.0,
         )
@@ -91,7 +88,7 @@ def test_samples_of_weights_that_a_restart_has_undone_are_dropped(before, kept):
     rounds.state.whole[9, NODE] = Progress()  # of no weights
     rounds.state.whole[5, NODE] = known  # by version 3
     rounds.sampler.load("weights 5", 5, cache="keep")
-    rounds.state.version = rounds.state.newest = 5
+    rounds.state.version, rounds.state.said[0] = 5, (5, 5, None)
     rounds.come(4)
     rounds.round()
     joins = threading.Thread(target=rounds.talk._rejoin)
@@ -135,7 +132,7 @@ def test_only_a_refusal_that_stays_ends_a_worker(errors, ends, monkeypatch, capl
     monkeypatch.setattr(remote_link, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(remote_link, "REFUSED_SECONDS", 0.02)
     rounds, left = Rounds(links_of("one", newest=3)), list(errors)
-    rounds.state.newest, pull = 4, rounds.link._pull
+    rounds.state.said[0], pull = (4, 4, None), rounds.link._pull
 
     def failing(links, version):
         time.sleep(0.01)
@@ -176,7 +173,7 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
     monkeypatch.setattr(buffer_talk, "SUBMIT_BYTES", progress_bytes(Progress({0: ended[0]})))
     brought, answers = [], []
 
-    talk = BufferTalk(rounds.talk.talks, links, 0)
+    talk = BufferTalk(rounds.state, NodeRunner(), 0, 1e9)
 
     def call(method, frame):
         if method == "lease":
@@ -196,11 +193,11 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
     rounds.state.whole[key] = Progress(ended)
     talk.submit_samples({key: Progress(ended)}, whole=True)
     assert brought[2:] == [([2], True), ([3], False)]
-    assert not rounds.state.whole and not rounds.talk.talks.told
+    assert not rounds.state.whole and not rounds.state.told
     talk.submit_samples(saves, whole=False)
     answers.append([list(key)])  # the task buffer has given the group to another worker
     talk.submit_samples(saves, whole=False)
-    assert rounds.state.dropped == {key} and not rounds.talk.talks.told
+    assert rounds.state.dropped == {key} and not rounds.state.told
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
@@ -209,7 +206,7 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
 ):
     monkeypatch.setattr(remote_link, "LOAD_SECONDS", seconds)
     rounds = Rounds(dataclasses.replace(links_of("one", newest=3), clients=(RESTING,)))
-    talk = BufferTalk(rounds.talk.talks, rounds.state.links, 0)
+    talk = BufferTalk(rounds.state, NodeRunner(), 0, 1e9)
     state, weight_update, seen = rounds.state, rounds.sampler.load, []
 
     def saves():
@@ -229,7 +226,7 @@ def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     rounds.round()
     state.partial.clear()
     assert saves() == set()
-    state.newest = 4
+    state.said[0] = (4, 4, None)
     rounds.until(lambda: seen)
     state.partial.clear()
     assert seen == [kept] and saves() == set()
@@ -249,6 +246,6 @@ def test_responses_that_ended_elsewhere_take_no_slots():
     rounds.state.dropped.add((4, NODE))
     rounds.come(4, Progress({0: episode}))
     rounds.round()
-    assert rounds.state.capacity == 8 - rounds.link.under_way(rounds.worker)
+    assert rounds.state.capacity == 8 - rounds.sampler.lacks
     rounds.until(lambda: not rounds.sampler.busy)
     assert rounds.state.capacity == 8

@@ -1,6 +1,5 @@
 """Task buffers and workers over real sockets in one process, with a sampler that only counts."""
 
-import collections
 import contextlib
 import dataclasses
 import random
@@ -15,7 +14,6 @@ from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
 from distflow_jax.rollout.response_checks import ResponseLimits
-from distflow_jax.stream.border import Border
 from distflow_jax.stream.links.buffer_addresses import BufferAddresses, start_before
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining
@@ -33,7 +31,7 @@ from support.waiting import HANG, until
 
 SAMPLES, GROUPS, STALENESS, TABLES = 2, 4, 1, {"config": {"seed": "1"}}
 STOP, VOCABULARY = 9_999, 10_000
-BORDER = Border(ResponseLimits(VOCABULARY, [STOP]))
+LIMITS = ResponseLimits(VOCABULARY, [STOP])
 
 
 def length_of(counter, sample):
@@ -60,13 +58,21 @@ def request_of(counter, turn=1):
 class Sampler:
     """Has the calls of an EpisodeSampler: each round adds a token to every response."""
 
-    def __init__(self, version, ended, seconds=0.0):
-        self.version, self._ended, self._seconds = version, ended, seconds
+    def __init__(self, version, seconds=0.0):
+        self.version, self._seconds = version, seconds
         self._open, self._calls, self.refuses = {}, 0, ()
 
     @property
     def busy(self):
         return bool(self._open)
+
+    @property
+    def lacks(self):
+        return sum(
+            len(found) < length_of(key[0], sample)
+            for key, (_, versions) in self._open.items()
+            for sample, found in versions.items()
+        )
 
     @property
     def counts(self):
@@ -90,8 +96,6 @@ class Sampler:
             for sample, found in versions.items():
                 if len(found) < length_of(key[0], sample):
                     found.append(self.version)
-                    if len(found) == length_of(key[0], sample):
-                        self._ended.append(response_of(request, sample, found))
             if all(len(v) == length_of(key[0], s) for s, v in versions.items()):
                 del self._open[key]
                 complete.append((key, [self._episode(request, s, v) for s, v in versions.items()]))
@@ -166,7 +170,7 @@ class Trainers:
             facts = {"attempt": attempt, "exact": exact}
             facts |= {"began": step, "after": start_before(folder)}
             self.answers.append(
-                BufferService(self.requests[-1], lock, TABLES, facts, border=BORDER)
+                BufferService(self.requests[-1], lock, TABLES, facts, limits=LIMITS)
             )
             self.servers.append(
                 WireServer("127.0.0.1:0", token, self.answers[-1].methods(), quick=QUICK)
@@ -241,15 +245,13 @@ class Trainers:
 def working(folder, *, seconds=0.0, orphan=HANG, refuses=(), name=""):
     """A worker in a thread; yields (worker, its end, what stops it)."""
     joining = Joining(str(folder), name or f"w{random.random()}", TABLES)
-    links, ended = joining.first(HANG), collections.deque()
-    sampler = Sampler(links.first_version, ended, seconds)
+    links = joining.first(HANG)
+    sampler = Sampler(links.first_version, seconds)
     sampler.refuses = refuses
-    state = WorkerState(
-        links=links, capacity=12, version=links.first_version, newest=links.newest, slots=12
-    )
-    link = RemoteLink(state, lambda links, version: f"weights {version}", ended, save_seconds=0.05)
+    state = WorkerState(links=links, capacity=12, version=links.first_version, slots=12)
+    link = RemoteLink(state, lambda links, version: f"weights {version}", save_seconds=0.05)
     worker = Worker(sampler, link, cache="keep")
-    client = BufferClient(state, joining, NodeRunner({}), save_seconds=0.05, orphan_seconds=orphan)
+    client = BufferClient(state, joining, NodeRunner(), save_seconds=0.05, orphan_seconds=orphan)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(client.sample, worker, link, stop.is_set)

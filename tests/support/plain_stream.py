@@ -42,7 +42,7 @@ class PlainSampler:
     in_turns = False
 
     def __init__(self, version=0):
-        self.version, self._open, self._tokens = version, {}, 0
+        self.version, self._open = version, {}
 
     @property
     def busy(self):
@@ -50,7 +50,7 @@ class PlainSampler:
 
     @property
     def counts(self):
-        return Counts(tokens=self._tokens)
+        return Counts()
 
     def submit(self, key, request, progress=None):
         self._open[key] = request, progress or Progress()
@@ -59,7 +59,6 @@ class PlainSampler:
         key = next(iter(self._open))
         request, progress = self._open.pop(key)
         new = [s for s in request.samples if s not in progress.episodes]
-        self._tokens += TOKENS * len(new)
         found = progress.episodes | {s: self._answer(request, s) for s in new}
         return [(key, [found[s] for s in sorted(found)])]
 

@@ -8,7 +8,7 @@ from distflow_jax.stream.links.buffer_service import BufferService
 from distflow_jax.stream.sample_requests import SampleRequests
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
-from support.counted_buffers import BORDER, TABLES
+from support.counted_buffers import LIMITS, TABLES
 
 LEASE = {"attempt": "one", "version": 0, "capacity": 4, "slots": 4}
 
@@ -24,7 +24,7 @@ class Buffer:
         self.requests = SampleRequests(self.tasks, self.lock)
         facts = {"attempt": "one", "after": "", "began": 0, "exact": False}
         self.service = BufferService(
-            self.requests, self.lock, TABLES, facts, border=BORDER, **options
+            self.requests, self.lock, TABLES, facts, limits=LIMITS, **options
         )
         self.service.meet(["127.0.0.1:1"])
 

@@ -16,7 +16,7 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.stream.border import Border
+from distflow_jax.stream.border import check_samples
 from support.tiny_model import TINY, mesh_of, prompt_of, random_params
 from support.waiting import HANG
 
@@ -90,12 +90,12 @@ class Sampler:
         """All that a sampler of turns makes may come from a worker."""
         turn = environments.turn_length or limits.response
         stops, most = self.engine.stop_ids, environments.max_turns
-        border = Border(ResponseLimits(TINY.vocab_size, stops, max_turns=most, turn_length=turn))
+        border = ResponseLimits(TINY.vocab_size, stops, max_turns=most, turn_length=turn)
         sampling = SamplingParams(4, limits.response)
         for (counter, sample), episode in table.items():
             if episode.reason == "failed" or not math.isnan(episode.reward):  # not left alone
                 key, request = (counter, "gen"), GroupRequest(episode.response.prompt, sampling)
-                border.check({key: Progress({sample: episode})}, {key: request}, 0)
+                check_samples({key: Progress({sample: episode})}, {key: request}, border, 0)
 
 
 def assert_agree(got, wanted):

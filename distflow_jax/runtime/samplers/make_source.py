@@ -85,7 +85,8 @@ def make_source(
     _tell_of_staleness(added, config, state.step)
     if not config.ahead:
         if added or place.account is not None:  # for a run that goes on with samplers ahead
-            place.account = _account(checkpointer, state, place, added)[1].to_dict()
+            account = _account(checkpointer, state, place, added)[1]
+            place.account = account.saved(under_way=0).to_dict()
         return now(Synchronous(prepared, runtime, state, place, instruments))
 
     def ahead(evaluates: Callable[[int], bool]) -> Ahead:

@@ -20,7 +20,6 @@ from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_limit
 from distflow_jax.runtime.samplers.worker_log import WorkerLog
-from distflow_jax.stream.border import Border
 from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.links.buffer_addresses import (
@@ -82,7 +81,7 @@ def serve_workers(
         tables,
         facts,
         node_table(whole),
-        border=Border(limits),
+        limits=limits,
         most_workers=most_workers(raise_file_limit()),
     )
     server = WireServer(

@@ -22,7 +22,7 @@ from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.stream.checks import check_nodes, sampling_tasks
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.links.environment_host import EnvironmentHost
-from distflow_jax.stream.node_runner import NodeRunner, ServedUnit
+from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import ENVIRONMENT
 
 log = logging.getLogger("distflow_jax")
@@ -69,7 +69,7 @@ class WorkerNodes:
         """
         beside = [ENVIRONMENT] if self.hosts else []
         if not self.units:
-            return NodeRunner({}, beside)
+            return NodeRunner(beside=beside)
         tasks = [task for unit in self.units for task in unit.tasks]
         config = self.run.config
         rewards = files.enter_context(RewardPool(config.reward, config.sandbox))
@@ -77,13 +77,7 @@ class WorkerNodes:
         stages, _ = ContextFactory(self.run, {}, rewards=rewards).stages(tasks)
         runners = {unit.name: make_runner(unit, stages) for unit in self.units}
         ahead = NodesAhead(frozenset(), tuple(self.units), runners)
-        return NodeRunner(
-            {
-                unit.name: ServedUnit(unit, lambda values, unit=unit: ahead.results(unit, values))
-                for unit in self.units
-            },
-            beside,
-        )
+        return NodeRunner(ahead, beside)
 
 
 def _environment_host(run: RunPlan, files: contextlib.ExitStack) -> EnvironmentHost:

@@ -1,7 +1,6 @@
 """A worker's side of a run: an engine on this machine's devices, fed by the trainers' task
 buffers."""
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -35,7 +34,7 @@ from distflow_jax.report.terminal import Terminal
 from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
-from distflow_jax.rollout.requests import Response, SamplingParams
+from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.runtime.make_sampler import make_engine, make_sync
 from distflow_jax.runtime.samplers.file_limit import raise_file_limit
@@ -242,17 +241,15 @@ def _sample(asked: _Asked, joining: Joining, ended: Callable[[], bool], nodes: N
             links=links,
             capacity=opened.slots,
             version=links.first_version,
-            newest=links.newest,
             slots=opened.slots,
         )
         if links.hosts is not None:
             state.meet = _run_elsewhere(asked, joining, files)
             state.meet(links.hosts)
-        responses: collections.deque[Response] = collections.deque()
         save_seconds = config.stream.save_seconds
-        link = RemoteLink(state, opened.pull, responses, save_seconds=save_seconds)
+        link = RemoteLink(state, opened.pull, save_seconds=save_seconds)
         with asked.terminal.activity("compile_sampler"):
-            sampler = opened.sampler(weights, links.first_version, responses.append)
+            sampler = opened.sampler(weights, links.first_version)
         worker = Worker(sampler, link, cache=config.stream.cache)
         orphan_seconds = asked.patience.orphan
         client = BufferClient(
@@ -310,8 +307,7 @@ class _Opened:
     name: str
     slots: int
     pull: Pull
-    # (weights, their version, called as soon as a response has ended)
-    sampler: Callable[[Any, int, Callable[[Response], None]], EpisodeSampler]
+    sampler: Callable[[Any, int], EpisodeSampler]  # of weights, and their version
 
 
 def _own_engine(asked: _Asked) -> _Opened:
@@ -324,12 +320,10 @@ def _own_engine(asked: _Asked) -> _Opened:
     def pull(links: Links, version: int) -> Any:
         return jax.block_until_ready(sync(pull_trained(links, version)))
 
-    def sampler(
-        weights: Any, version: int, on_response: Callable[[Response], None]
-    ) -> EpisodeSampler:
+    def sampler(weights: Any, version: int) -> EpisodeSampler:
         engine.compile(weights)
         state = SamplerState(weights, version, engine.init_decode_state())
-        return EpisodeSampler(engine, state, asked.environments, on_response)
+        return EpisodeSampler(engine, state, asked.environments)
 
     return _Opened("its own engine", sizes.engine.slots, pull, sampler)
 
@@ -362,16 +356,14 @@ def _foreign_engine(
     _, sizes = own_sizes(config, graph, source)
     pull = _trained_pull(source, sizes, mesh_lib.replica_mesh(1, jax.local_devices()[:1]))
 
-    def sampler(
-        weights: Any, version: int, on_response: Callable[[Response], None]
-    ) -> EpisodeSampler:
+    def sampler(weights: Any, version: int) -> EpisodeSampler:
         state = SamplerState(weights, version, None)
         start = choice.start(engine, source, SamplingParams.of_training(config.rollout), stop)
         try:
             start(state)
         except EngineError as error:
             raise ValueError(f"{error}; see docs/foreign_engines.md") from error
-        return EpisodeSampler(None, state, on_response=on_response, start=start)
+        return EpisodeSampler(None, state, start=start)
 
     return _Opened(choice.address, engine.slots, pull, sampler)
 

@@ -1,1 +1,1 @@
-"""Groups as steps consume them: partial batches, rollouts with a budget, and recordings of both."""
+"""Groups as steps consume them: partial batches, their agreement, and recordings."""

@@ -16,7 +16,7 @@ from distflow_jax.cluster.peers import Peers
 from distflow_jax.config.stream_config import StreamConfig
 from distflow_jax.coordinator.rounds import NO_WORKERS, Ended
 from distflow_jax.stream.batches.group_facts import GroupFacts
-from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner, View
+from distflow_jax.stream.batches.partial_batches import PartialBatch, PartialBatchPlanner
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
@@ -98,8 +98,9 @@ class Agreement:
             return True  # others may begin in their place
         if self._peers.seen(GATHERS) > self._gathers:
             return True
-        news = self._news(groups)
-        return self._planner.due(View(groups, end, begun, news, self._peers.count))
+        news = [facts for facts in self._news(groups) if facts.counter < end]
+        whole = begun and all(group.done for group in groups if group.counter < end)
+        return self._planner.due(whole, news, self._peers.count)
 
     def _tell(self) -> Future[list[Any]]:
         """Begins a gather of what the others do not know."""

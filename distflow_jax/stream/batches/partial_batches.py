@@ -17,7 +17,6 @@ from typing import Any
 from distflow_jax.coordinator.first_fit import RowLimits
 from distflow_jax.coordinator.packing import rows_needed
 from distflow_jax.stream.batches.group_facts import FactsOf, GroupFacts, facts_of, lengths_of
-from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.schedule import Admission, Cut
 
 
@@ -39,17 +38,6 @@ class PartialBatch:
     @property
     def counters(self) -> tuple[int, ...]:
         return tuple(group.counter for group in self.groups)
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The groups of one process, when it may be time to gather."""
-
-    groups: Sequence[Group]  # that have begun and are not trained on
-    end: int  # of the planner
-    begun: bool  # whether all groups below `end` have
-    news: Sequence[GroupFacts]  # of complete groups, which the others do not know
-    processes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +160,13 @@ class PartialBatchPlanner:
             )
         return self._admission.has_step(step)
 
-    def due(self, mine: View) -> bool:
-        """Whether a process has all of its groups of the next partial batch."""
-        return mine.begun and all(g.done for g in mine.groups if g.counter < mine.end)
+    def due(self, whole: bool, news: Sequence[GroupFacts], processes: int) -> bool:
+        """Whether it is time for one of so many processes to gather.
+
+        `whole`: it has all of its groups below `end`; `news`: facts of such groups, which the
+        others do not know.
+        """
+        return whole
 
     def learn(self, facts: Iterable[GroupFacts]) -> None:
         """Notes facts, in any order; those of a group that is known must be the same."""
@@ -273,15 +265,14 @@ class ReadyPlanner(PartialBatchPlanner):
         super().__init__(admission, **options)
         self._room = room
 
-    def due(self, mine: View) -> bool:
+    def due(self, whole: bool, news: Sequence[GroupFacts], processes: int) -> bool:
         """Whether the room could be filled, if all processes have as many new groups, or no group
         of this process is to come."""
-        news = [facts for facts in mine.news if facts.counter < mine.end]
-        if super().due(mine) or not news:
+        if whole or not news:
             return bool(news)
         missing = self._room.free(self._open().complete)
         sizes = zip(self._room.size(news), missing, strict=True)
-        return any(size * mine.processes >= most for size, most in sizes)
+        return any(size * processes >= most for size, most in sizes)
 
     def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:
         oldest = sorted(found.complete, key=lambda group: (group.first, group.counter))

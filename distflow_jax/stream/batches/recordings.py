@@ -25,7 +25,6 @@ import numpy as np
 
 from distflow_jax.batch import Prompt
 from distflow_jax.cluster import processes
-from distflow_jax.coordinator import column_codec
 from distflow_jax.coordinator.field_store import FieldStore
 from distflow_jax.coordinator.rounds import DATA_ENDED, Ended
 from distflow_jax.layout import Layout, Metrics
@@ -33,6 +32,7 @@ from distflow_jax.report.json_lines import append
 from distflow_jax.report.run_writer import truncate_metrics
 from distflow_jax.stream.batches.group_facts import GroupFacts
 from distflow_jax.stream.batches.partial_batches import PartialBatch
+from distflow_jax.stream.frames.node_frames import packed_column, unpacked_column
 from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.schedule import Cut
 from distflow_jax.stream.step_groups import StepGroups
@@ -43,7 +43,6 @@ _FACTS = "facts.json"  # name of the array that holds the facts as text
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 _LOADER = ("uid", "prompt")  # fields that the data give again
 _ACCOUNT = "perf/"  # metrics of sampling itself, which a replay does not do
-_NONE = np.zeros(0, np.int32)
 
 Arrays = dict[str, np.ndarray]
 
@@ -318,7 +317,7 @@ def _path(folder: pathlib.Path, step: int, process: int) -> pathlib.Path:
     return folder / FOLDER / str(step) / f"{process}.npz"
 
 
-# -- a step as arrays: G groups of the process, M responses to their prompts, N of which are kept --
+# -- a step as arrays ------------------------------------------------------------------------------
 
 
 def _to_arrays(record: StepRecord) -> tuple[Arrays, dict[str, Any]]:
@@ -326,28 +325,29 @@ def _to_arrays(record: StepRecord) -> tuple[Arrays, dict[str, Any]]:
 
     Raises ValueError for a column with an entry that is no array or number.
     """
-    stores = [group.store for group in record.groups]
-    prompts = [store.columns["prompt"][0].tokens if len(store.own) else _NONE for store in stores]
-    arrays = {
-        "uid": np.concatenate([np.zeros((0, 2), np.int64), *(store.uid for store in stores)]),
-        "own": np.concatenate([np.zeros(0, np.int64), *(store.own for store in stores)]),
-        "sizes": np.array([(len(s.uid), len(s.own)) for s in stores], np.int64).reshape(-1, 2),
-        "prompts": np.concatenate([_NONE, *prompts]),
-        "prompt_sizes": np.array([len(tokens) for tokens in prompts], np.int64),
-    }
-    columns = []
-    for source, field in stores[0].values if stores else ():
-        if source is not None or field not in _LOADER:
-            kind, array = _packed([store.values[source, field] for store in stores], field)
-            arrays[f"column{len(columns)}"] = array
-            columns.append([source, field, kind])
+    arrays: Arrays = {}
+    groups = []
+    for place, group in enumerate(record.groups):
+        store, columns = group.store, []
+        for (source, field), value in store.values.items():
+            if source is not None or field not in _LOADER:
+                name = f"{place}.{len(columns)}"
+                try:
+                    kind, arrays[name] = packed_column(value, field)
+                except ValueError as error:
+                    text = f"stream.record keeps arrays and numbers alone: {error}"
+                    raise ValueError(text) from error
+                columns.append([source, field, kind])
+        arrays |= {f"{place}.uid": store.uid, f"{place}.own": store.own}
+        if len(store.own):
+            arrays[f"{place}.prompt"] = store.columns["prompt"][0].tokens
+        facts = {"counter": group.counter, "columns": columns, "sources": dict(store.sources)}
+        groups.append(facts)
     return arrays, {
         "step": record.step,
         "end": record.end,
-        "counters": [group.counter for group in record.groups],
+        "groups": groups,
         "partial_batches": [_to_json(batch) for batch in record.partial_batches],
-        "columns": columns,
-        "sources": dict(stores[0].sources) if stores else {},
         "metrics": {
             name: _number(value)
             for name, value in record.metrics.items()
@@ -363,22 +363,18 @@ def _from_arrays(
     prompt: Callable[[int], Prompt],
 ) -> StepRecord:
     """Inverse of `_to_arrays`, see Recording.read."""
-    sizes = arrays["sizes"]
-    uid, own = _split(arrays["uid"], sizes[:, 0]), _split(arrays["own"], sizes[:, 1])
-    tokens = _split(arrays["prompts"], arrays["prompt_sizes"])
-    columns = {
-        (source, field): _unpacked(kind, arrays[f"column{i}"], sizes[:, 1])
-        for i, (source, field, kind) in enumerate(facts["columns"])
-    }
     groups = []
-    for i, counter in enumerate(facts["counters"]):
+    for place, group in enumerate(facts["groups"]):
+        counter, tokens = group["counter"], arrays.get(f"{place}.prompt")
+        uid, own = arrays[f"{place}.uid"], arrays[f"{place}.own"]
         values: dict[tuple[str | None, str], Any] = {
-            (None, "uid"): uid[i][own[i]],
-            (None, "prompt"): [_checked(prompt(counter), tokens[i])] * len(own[i]),
+            (None, "uid"): uid[own],
+            (None, "prompt"): [_checked(prompt(counter), tokens)] * len(own),
         }
-        values |= {value: column[i] for value, column in columns.items()}
-        store = FieldStore(writers, uid[i], own[i], values)
-        store.sources = dict(facts["sources"])
+        for number, (source, field, kind) in enumerate(group["columns"]):
+            values[source, field] = unpacked_column(kind, arrays[f"{place}.{number}"])
+        store = FieldStore(writers, uid, own, values)
+        store.sources = dict(group["sources"])
         store.columns = {field: values[source, field] for field, source in store.sources.items()}
         groups.append(Group(counter, store, set(), done=True))
     batches = tuple(_from_json(facts["step"], batch) for batch in facts["partial_batches"])
@@ -406,35 +402,9 @@ def _from_json(step: int, batch: Mapping[str, Any]) -> PartialBatch:
     )
 
 
-def _packed(columns: Sequence[Any], field: str) -> tuple[str, np.ndarray]:
-    """(kind, array) of a field: "array", its entries one after the other, or "list", bytes."""
-    arrays = [column for column in columns if isinstance(column, np.ndarray)]
-    forms = {(array.dtype, array.shape[1:]) for array in arrays if not array.dtype.hasobject}
-    if len(arrays) == len(columns) and len(forms) == 1:
-        return "array", np.concatenate(arrays)
-    entries = [entry for column in columns for entry in column]
-    try:
-        return "list", np.frombuffer(column_codec.encode(entries, field), np.uint8)
-    except ValueError as error:
-        raise ValueError(f"stream.record keeps arrays and numbers alone: {error}") from error
-
-
-def _unpacked(kind: str, array: np.ndarray, sizes: np.ndarray) -> list[Any]:
-    """The column of each group; entries may be written to, as those of a sampler may."""
-    if kind == "array":
-        return _split(array, sizes)
-    entries = [np.array(e) if np.ndim(e) else e for e in column_codec.decode(array.tobytes())]
-    ends = np.cumsum(sizes)
-    return [entries[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def _split(array: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    """The parts of an array that groups of these sizes have."""
-    return [part.copy() for part in np.split(array, np.cumsum(sizes)[:-1])] if len(sizes) else []
-
-
-def _checked(prompt: Prompt, tokens: np.ndarray) -> Prompt:
-    if len(tokens) and not np.array_equal(prompt.tokens, tokens):
+def _checked(prompt: Prompt, tokens: np.ndarray | None) -> Prompt:
+    """The prompt, whose recorded tokens are int32 [P]; None: no response was kept."""
+    if tokens is not None and not np.array_equal(prompt.tokens, tokens):
         raise ValueError(
             f"prompt {prompt.counter} has other tokens than in the recorded run: its data have "
             "changed since; restore them"

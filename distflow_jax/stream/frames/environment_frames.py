@@ -15,7 +15,7 @@ from distflow_jax.environments.environment import Shown, Turn
 from distflow_jax.environments.failures import CallFailure
 from distflow_jax.environments.observed_pictures import pixels_of
 from distflow_jax.images.record import Image
-from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, checked
+from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame, reads_frames
 from distflow_jax.stream.frames.image_frames import SentImages, images_of
 from distflow_jax.stream.frames.prompt_frames import prompt_facts, prompt_of, tokens_name
 
@@ -66,15 +66,12 @@ def calls_frame(calls: Sequence[EnvironmentCall]) -> Frame:
     return Frame({"calls": facts, "images": sent.facts}, arrays | sent.arrays)
 
 
+@reads_frames
 def calls_of(frame: Frame) -> list[EnvironmentCall]:
     """The calls of a frame; ValueError for what is none."""
-
-    def read() -> list[EnvironmentCall]:
-        images = images_of(frame.facts, frame.arrays)
-        found = enumerate(frame.facts["calls"])
-        return [_call(place, fact, images, frame.arrays) for place, fact in found]
-
-    return checked(read)
+    images = images_of(frame.facts, frame.arrays)
+    found = enumerate(frame.facts["calls"])
+    return [_call(place, fact, images, frame.arrays) for place, fact in found]
 
 
 def returned(value: Any, _: Any = None) -> bytes:
@@ -116,14 +113,11 @@ def answers_frame(answers: Sequence[tuple[int, bytes, bool]]) -> Frame:
     return Frame({"answers": facts}, outcomes)
 
 
+@reads_frames
 def answers_of(frame: Frame) -> list[EnvironmentAnswer]:
     """The outcomes of a frame; ValueError for one that does not say of which calls they are."""
-
-    def read() -> list[EnvironmentAnswer]:
-        found = frame.facts.get("answers", [])
-        return [_answer(fact, frame.arrays[str(place)]) for place, fact in enumerate(found)]
-
-    return checked(read)
+    found = frame.facts.get("answers", [])
+    return [_answer(fact, frame.arrays[str(place)]) for place, fact in enumerate(found)]
 
 
 def _call(
@@ -145,11 +139,12 @@ def _answer(fact: Mapping[str, Any], outcome: np.ndarray) -> EnvironmentAnswer:
     number, repeatable = _of(fact, "call", int), _of(fact, "repeatable", bool)
     try:
         frame = Frame.of_bytes(outcome.tobytes(), FRAME_BYTES)
-        return EnvironmentAnswer(number, checked(lambda: _outcome(frame)), repeatable)
+        return EnvironmentAnswer(number, _outcome(frame), repeatable)
     except ValueError as error:
         return EnvironmentAnswer(number, error, repeatable)
 
 
+@reads_frames
 def _outcome(frame: Frame) -> Any:
     fact = frame.facts
     if "failure" in fact:

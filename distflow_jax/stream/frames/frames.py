@@ -1,16 +1,20 @@
 """Frames that task buffers and workers exchange: JSON values and arrays, including samples."""
 
 import dataclasses
+import functools
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.environments.episode_sampler import Progress
+from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
+from distflow_jax.rollout.response_checks import ResponseLimits
+from distflow_jax.stream.border import check_arrays, check_index, check_samples, check_spent
 from distflow_jax.stream.frames.image_frames import SentImages, images_of
 from distflow_jax.stream.frames.prompt_frames import (
     prompt_facts,
@@ -22,6 +26,7 @@ from distflow_jax.stream.saved_samples import Arrays, SavedSamples, to_arrays
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Bytes
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 FRAME_BYTES = 256 << 20  # of a frame between a task buffer and a worker, at most
 TOLD_BYTES = 4 << 20  # of the JSON values of a worker's frame, which take twenty times that
@@ -43,10 +48,6 @@ class Frame:
         """Arrays by name, of any shape."""
         return {name: self.arrays[name] for name in names}
 
-    def joined(self, facts: Mapping[str, Any]) -> "Frame":
-        """This frame with further JSON values."""
-        return Frame({**facts, **self.facts}, self.arrays)
-
     def to_bytes(self) -> bytes:
         """Bytes for the wire."""
         head = json.dumps({"facts": self.facts, "arrays": list(self.arrays)}).encode()
@@ -56,20 +57,30 @@ class Frame:
     def of_bytes(cls, data: Bytes, most: int = TOLD_BYTES) -> "Frame":
         """Inverse of to_bytes. ValueError for bytes that are no frame, and for more than `most` of
         JSON values."""
-        head, *arrays = checked(lambda: decode(data, MOST_ARRAYS))
-        if np.size(head) > most:
-            raise ValueError(f"{np.size(head)} bytes of JSON values, where {most} are the most")
-        found = checked(lambda: json.loads(np.asarray(head, np.uint8).tobytes()))
-        names = checked(lambda: dict(zip(found["arrays"], arrays, strict=True)))
-        return cls(checked(lambda: dict(found["facts"])), names)
+        return _frame_of(data, most)
 
 
-def checked(read: Callable[[], _T]) -> _T:
-    """The result of `read`; a ValueError in place of what broken frames lead to."""
-    try:
-        return read()
-    except _BROKEN as error:
-        raise ValueError(f"a frame cannot be read ({type(error).__name__}: {error})") from error
+def reads_frames(read: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`read`, with a ValueError in place of what broken frames lead to."""
+
+    @functools.wraps(read)
+    def checked(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        try:
+            return read(*arguments, **options)
+        except _BROKEN as error:
+            text = f"a frame cannot be read ({type(error).__name__}: {error})"
+            raise ValueError(text) from error
+
+    return checked
+
+
+@reads_frames
+def _frame_of(data: Bytes, most: int) -> Frame:
+    head, *arrays = decode(data, MOST_ARRAYS)
+    if np.size(head) > most:
+        raise ValueError(f"{np.size(head)} bytes of JSON values, where {most} are the most")
+    found = json.loads(np.asarray(head, np.uint8).tobytes())
+    return Frame(dict(found["facts"]), dict(zip(found["arrays"], arrays, strict=True)))
 
 
 def samples_frame(facts: Mapping[str, Any], found: Mapping[Key, Progress]) -> Frame:
@@ -104,18 +115,30 @@ def nodes_of(frame: Frame) -> list[str]:
     return nodes
 
 
+@reads_frames
 def samples_of(frame: Frame, requests: Mapping[Key, GroupRequest]) -> dict[Key, Progress]:
     """The samples of a frame that are answers to `requests`; others are left out."""
+    saved, found = SavedSamples([frame]), {}
+    for counter in sorted({counter for counter, _ in requests}):
+        nodes = {node: request for (c, node), request in requests.items() if c == counter}
+        for node, progress in saved.take(counter, nodes).items():
+            found[counter, node] = progress
+    return found
 
-    def read() -> dict[Key, Progress]:
-        saved, found = SavedSamples([frame]), {}
-        for counter in sorted({counter for counter, _ in requests}):
-            nodes = {node: request for (c, node), request in requests.items() if c == counter}
-            for node, progress in saved.take(counter, nodes).items():
-                found[counter, node] = progress
-        return found
 
-    return checked(read)
+def checked_samples(
+    frame: Frame, requests: Mapping[Key, GroupRequest], limits: ResponseLimits, newest: int
+) -> tuple[dict[Key, Progress], Occupancy]:
+    """The samples of a worker's frame that are answers to `requests`, and what its slots did.
+
+    `newest`: version of the weights that workers can get. ValueError for what none can have made.
+    """
+    spent = check_spent(frame.facts.get("spent"))
+    check_arrays(frame.facts, frame.arrays)
+    check_index(frame.facts, frame.arrays, keys_of(frame), requests)
+    found = samples_of(frame, requests)
+    check_samples(found, requests, limits, newest)
+    return found, spent
 
 
 def work_frame(
@@ -150,24 +173,21 @@ def work_frame(
     return Frame(frame.facts, {**frame.arrays, **arrays, **sent.arrays})
 
 
+@reads_frames
 def work_of(frame: Frame) -> list[tuple[Key, GroupRequest, Progress]]:
     """Requests of a frame, and what is known of the answers to each.
 
     ValueError for tokens, patches and places whose sizes do not belong together.
     """
-    images = checked(lambda: images_of(frame.facts, frame.arrays))
-
-    def request_of(place: int, group: Mapping[str, Any]) -> GroupRequest:
-        prompt = prompt_of(place, group, images, frame.arrays)
-        rank = None if group["rank"] is None else tuple(group["rank"])
-        sampling, version = SamplingParams(**group["sampling"]), group["version"]
-        return GroupRequest(prompt, sampling, turn=int(group["turn"]), rank=rank, version=version)
-
-    def read() -> dict[Key, GroupRequest]:
-        groups = frame.facts.get("groups", [])
-        return {(g["counter"], g["node"]): request_of(i, g) for i, g in enumerate(groups)}
-
-    requests = checked(read)
+    images, requests = images_of(frame.facts, frame.arrays), {}
+    for place, group in enumerate(frame.facts.get("groups", [])):
+        requests[group["counter"], group["node"]] = GroupRequest(
+            prompt_of(place, group, images, frame.arrays),
+            SamplingParams(**group["sampling"]),
+            turn=int(group["turn"]),
+            rank=None if group["rank"] is None else tuple(group["rank"]),
+            version=group["version"],
+        )
     if not requests:
         return []
     known = samples_of(frame, requests)

@@ -16,7 +16,7 @@ from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
-from distflow_jax.stream.frames.frames import MOST_ARRAYS, Frame, checked, fact_of
+from distflow_jax.stream.frames.frames import MOST_ARRAYS, Frame, fact_of, reads_frames
 from distflow_jax.stream.frames.image_frames import SentImages, images_of
 from distflow_jax.stream.frames.prompt_frames import prompt_facts, prompt_of, tokens_name
 from distflow_jax.stream.tasks import Key
@@ -48,13 +48,12 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
     sent, arrays, columns = SentImages(), {}, []
     prompts: list[Prompt] = []
     for place, (edge, value) in enumerate(zip(unit.inputs, values, strict=True)):
-        fact = {"source": edge.source, "field": edge.field, "count": len(value)}
         if len(value) and all(isinstance(entry, Prompt) for entry in value):
             prompts = prompts or [value[0]]
-            columns.append(fact | {"kind": "prompts"})
+            columns.append({"kind": "prompts", "count": len(value)})
             continue
         kind, arrays[f"column{place}"] = _sent(value, f"{edge.field}, which {unit.name} reads,")
-        columns.append(fact | {"kind": kind})
+        columns.append({"kind": kind, "count": len(value)})
     facts: dict[str, Any] = {"task": list(key), "columns": columns}
     for prompt in prompts:
         own = {"images": sent.add(0, prompt)} if is_users(unit) else {}
@@ -63,33 +62,21 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
     return Frame(facts, arrays)
 
 
-def work_of_task(frame: Frame, inputs: Mapping[str, Sequence[tuple[str | None, str]]]) -> NodeWork:
-    """The work of a frame; `inputs`: what each node reads, by its id, in the order of Unit.inputs.
-
-    ValueError for a frame that is none, or that has other columns.
-    """
-
-    def read() -> NodeWork:
-        counter, node = frame.facts["task"]
-        columns = frame.facts["columns"]
-        named = [(column["source"], column["field"]) for column in columns]
-        if node not in inputs or named != list(inputs[node]):
-            raise ValueError(f"a frame has {named} for node {node!r}, which reads other fields")
-        prompt = None
-        if "prompt" in frame.facts:
-            images = images_of(frame.facts, frame.arrays)
-            prompt = prompt_of(0, frame.facts["prompt"], images, frame.arrays)
-        values = []
-        for place, column in enumerate(columns):
-            if column["kind"] == "prompts":
-                if prompt is None:
-                    raise ValueError("a frame has no prompt")
-                values.append([prompt] * _count(column))
-            else:
-                values.append(_received(frame, f"column{place}", column))
-        return NodeWork((int(counter), str(node)), values)
-
-    return checked(read)
+@reads_frames
+def work_of_task(frame: Frame) -> NodeWork:
+    """The work of a frame. ValueError for a frame that is none."""
+    counter, node = frame.facts["task"]
+    prompts = []
+    if "prompt" in frame.facts:
+        images = images_of(frame.facts, frame.arrays)
+        prompts = [prompt_of(0, frame.facts["prompt"], images, frame.arrays)]
+    values = []
+    for place, column in enumerate(frame.facts["columns"]):
+        if column["kind"] == "prompts":
+            values.append(prompts * _count(column))
+        else:
+            values.append(_received(frame, f"column{place}", column))
+    return NodeWork((int(counter), str(node)), values)
 
 
 def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics) -> Frame:
@@ -112,6 +99,7 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
     return Frame(facts, arrays)
 
 
+@reads_frames
 def read_result(
     frame: Frame,
     unit: Unit,
@@ -125,34 +113,30 @@ def read_result(
     ValueError for another frame.
     """
     count, shapes = len(lengths), _shapes(unit, lengths)
-
-    def read() -> NodeResult:
-        columns = fact_of(frame, "columns", list)
-        named = [str(column["field"]) for column in columns]
-        if named != [field for _, field in unit.outputs]:
-            raise ValueError(f"a result of node {unit.name!r} has the fields {named}")
-        values = []
-        for place, (field, column) in enumerate(zip(named, columns, strict=True)):
-            try:
-                value = _received(frame, f"column{place}", column)
-            except ValueError as error:
-                raise ValueError(f"{field}: {error}") from error
-            if len(value) != count:
-                raise ValueError(
-                    f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
-                    f"is {count}"
-                )
-            check_values(field, value, shapes.get(field))
-            values.append(value)
-        numbers = fact_of(frame, "numbers", dict)
-        check_numbers(numbers, taken)
-        parts_of = fact_of(frame, "parts", dict)
-        found = {name: list(values) for name, values in parts_of.items()}
-        if found:
-            check_parts(found, parts())
-        return NodeResult(values, numbers, found)
-
-    return checked(read)
+    columns = fact_of(frame, "columns", list)
+    named = [str(column["field"]) for column in columns]
+    if named != [field for _, field in unit.outputs]:
+        raise ValueError(f"a result of node {unit.name!r} has the fields {named}")
+    values = []
+    for place, (field, column) in enumerate(zip(named, columns, strict=True)):
+        try:
+            value = _received(frame, f"column{place}", column)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
+        if len(value) != count:
+            raise ValueError(
+                f"node {unit.name!r} wrote {len(value)} entries of {field!r}, one per response "
+                f"is {count}"
+            )
+        check_values(field, value, shapes.get(field))
+        values.append(value)
+    numbers = fact_of(frame, "numbers", dict)
+    check_numbers(numbers, taken)
+    parts_of = fact_of(frame, "parts", dict)
+    found = {name: list(values) for name, values in parts_of.items()}
+    if found:
+        check_parts(found, parts())
+    return NodeResult(values, numbers, found)
 
 
 def _shapes(unit: Unit, lengths: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
@@ -175,27 +159,41 @@ def is_users(unit: Unit) -> bool:
 
 def _sent(value: Any, what: str) -> tuple[str, np.ndarray]:
     """(kind of a column, the array that goes for it)."""
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return "array", value
-    if any(isinstance(entry, dict | list | tuple | Prompt) or entry is None for entry in value):
+    if not isinstance(value, np.ndarray) and any(
+        isinstance(entry, dict | list | tuple | Prompt) or entry is None for entry in value
+    ):
         kind = next(type(x).__name__ for x in value if not isinstance(x, np.ndarray))
         raise ValueError(
             f"{what} has a {kind}, which cannot be sent to a worker: let it have arrays or "
             "numbers, or leave the node to the trainers"
         )
+    return packed_column(value, what)
+
+
+def packed_column(value: Any, what: str) -> tuple[str, np.ndarray]:
+    """(kind, array) of a column: "array", itself, or "list", its entries as bytes uint8 [n].
+
+    ValueError, which names `what`, for an entry that is no array or number.
+    """
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return "array", value
     return "list", np.frombuffer(encode(value, what), np.uint8)
+
+
+def unpacked_column(kind: str, array: np.ndarray) -> Any:
+    """Inverse of `packed_column`, [n] or of any shape; entries may be written to."""
+    if kind == "array":
+        return np.array(array)
+    if kind != "list":
+        raise ValueError(f"a frame has a column of kind {kind!r}")
+    entries = decode(array.tobytes(), MOST_ARRAYS)
+    return [np.array(x) if isinstance(x, np.ndarray) else x for x in entries]
 
 
 def _received(frame: Frame, name: str, column: Mapping[str, Any]) -> Any:
     """A column of a frame, which may be written to."""
-    array, count = np.array(frame.arrays[name]), _count(column)
-    if column["kind"] == "list":
-        entries = decode(array.tobytes(), MOST_ARRAYS)
-        value: Any = [np.array(x) if isinstance(x, np.ndarray) else x for x in entries]
-    elif column["kind"] == "array":
-        value = array
-    else:
-        raise ValueError(f"a frame has a column of kind {column['kind']!r}")
+    array, count = frame.arrays[name], _count(column)
+    value = unpacked_column(column["kind"], array)
     if np.ndim(array) < 1 or len(value) != count:
         raise ValueError(f"{name} as {array.dtype}{list(array.shape)}, where {count} are said")
     return value

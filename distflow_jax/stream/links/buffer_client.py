@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from distflow_jax.stream.links.buffer_links import Joining, Links, deregister
-from distflow_jax.stream.links.buffer_talk import BufferTalk, Talks
+from distflow_jax.stream.links.buffer_links import Joining, deregister
+from distflow_jax.stream.links.buffer_talk import BufferTalk
 from distflow_jax.stream.links.remote_link import RemoteLink, WorkerState
 from distflow_jax.stream.links.worker_pool import ROSTER_SECONDS
 from distflow_jax.stream.node_runner import NodeRunner
@@ -38,8 +38,7 @@ class BufferClient:
         worker runs. `save_seconds`: between two times that it tells of groups that wait for
         weights; `orphan_seconds`: for which it waits for trainers that do not answer."""
         self.state, self._joining, self._nodes = state, joining, nodes
-        self._orphan_seconds = orphan_seconds
-        self.talks = Talks(state, nodes, save_seconds)
+        self._save_seconds, self._orphan_seconds = save_seconds, orphan_seconds
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -60,44 +59,46 @@ class BufferClient:
         if talk.done():
             talk.result()
 
-    def serve(self, stopped: Callable[[], bool]) -> bool:
-        """Serves nodes alone until the run has ended, or `stopped()`; whether it has ended."""
+    def serve(
+        self,
+        stopped: Callable[[], bool],
+        work: Callable[[], bool] = lambda: False,
+        leave: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Serves nodes, and has `work()` go on, which says whether there was some, until the run
+        has ended, or `stopped()`; whether it has ended. `leave()` comes before the last talk.
+
+        ValueError if trainers do not answer for too long.
+        """
         with self.serving():
             while not (self.state.over or stopped()):  # which may wait for an environment
-                with self.state.lock:
-                    self.state.lock.wait(WAIT_SECONDS)
-            return self.state.over
+                if not work():
+                    with self.state.lock:
+                        self.state.lock.wait(WAIT_SECONDS)
+            over = self.state.over
+            leave()
+        return over
 
     def sample(self, worker: Worker, link: RemoteLink, stopped: Callable[[], bool]) -> bool:
-        """Has a worker sample until the run has ended, or `stopped()`; whether it has ended.
-
-        Task buffers then get what was sampled. ValueError if trainers do not answer for too long.
-        """
-        try:
-            with self.serving():
-                while not (self.state.over or stopped()):
-                    if not worker.round():
-                        with self.state.lock:
-                            self.state.lock.wait(WAIT_SECONDS)
-                return link.leave(worker)
-        finally:
-            link.close()
+        """As `serve`, of a worker that samples; task buffers get what was sampled."""
+        with contextlib.closing(link):
+            return self.serve(stopped, worker.round, lambda: link.leave(worker))
 
     def _serve(self) -> None:
         """Talks until the worker ends. Raises what ends it."""
         while not self.state.over:
             try:
-                self._talk(self.state.links)
+                self._talk()
             except Unreachable as error:
                 log.warning("%s; waiting for it, up to %g s", error, self._orphan_seconds)
                 self._rejoin()
             except Refused as error:
                 raise ValueError(str(error)) from error
 
-    def _talk(self, links: Links) -> None:
+    def _talk(self) -> None:
         """Talks with the task buffers of a start of the run until the worker ends. Raises what one
         of them does."""
-        state, next_roster = self.state, time.monotonic() + ROSTER_SECONDS
+        state, links, next_roster = self.state, self.state.links, time.monotonic() + ROSTER_SECONDS
         running: dict[int, tuple[BufferTalk, Future[None]]] = {}
         threads = ThreadPoolExecutor(len(links.clients), thread_name_prefix="buffers")
         try:
@@ -108,7 +109,7 @@ class BufferClient:
                         links.assign()
                 for place in links.places:
                     if place not in running:
-                        talk = BufferTalk(self.talks, links, place)
+                        talk = BufferTalk(state, self._nodes, place, self._save_seconds)
                         running[place] = talk, threads.submit(talk.run)
                 for place, (talk, run) in list(running.items()):
                     talk.leaves = place not in links.places
@@ -148,7 +149,7 @@ class BufferClient:
         with self.state.lock:
             self.state.join(links)
             if links.attempt != before:
-                self.talks.told.clear()
+                self.state.told.clear()
                 self._nodes.drop()
                 self.state.assigned.clear()
                 self.state.rejoined = bool(self.state.slots)

@@ -7,16 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distflow_jax.parsing.checked_fields import (
-    COUNT,
-    FLAG,
-    NUMBER,
-    SIZE,
-    TEXT,
-    TEXTS,
-    Kind,
-    check_fields,
-)
 from distflow_jax.stream.frames.frames import FRAME_BYTES, Frame
 from distflow_jax.stream.links.buffer_addresses import addresses, read_addresses
 from distflow_jax.stream.links.run_token import find_run_token
@@ -29,21 +19,6 @@ START_THEM = (
     "if it is still starting (it loads and compiles first), start the worker again or wait longer "
     "with --join_seconds={:.0f}; on another host, check stream.listen, its port and the firewall"
 )
-STATE = {  # of a task buffer, which each answer has
-    "attempt": TEXT,
-    "newest": SIZE,
-    "wanted": Kind("a list of versions", lambda v: isinstance(v, list) and _are_sizes(v)),
-    "ended": FLAG,
-}
-JOINED = {"buffers": TEXTS, "after": TEXT, "began": SIZE, "exact": FLAG}  # the first one has them
-TOLD = {  # that some answers have
-    **{"evaluates": SIZE.or_null(), "again": NUMBER, "refused": TEXT},
-    **{"rank": SIZE, "workers": COUNT},
-    "dropped": Kind("a list of [counter, node]", lambda v: isinstance(v, list) and _are_keys(v)),
-    "hosts": Kind(
-        "an object of texts", lambda v: isinstance(v, dict) and TEXTS.fits([*v.values()])
-    ),
-}
 ANSWER_SECONDS = 9.0  # of one task buffer
 TELL_SECONDS = 60.0  # between two words on trainers that do not answer
 CALL_SECONDS = 30.0
@@ -167,20 +142,12 @@ class Joining:
 
         None after `stopped()`, or if the run has ended. NobodyAnswers if none answers in time.
         """
-        end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            links, why = self._joined(min(ANSWER_SECONDS, max(left, TRY_SECONDS)))
-            if not why:
-                return links
-            if stopped():
-                return None
-            if left <= 0:
-                raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+        links, why = self._joined(seconds, stopped)
+        if why and not stopped():
+            raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
+        return links
 
-    def _joined(
-        self, seconds: float, stopped: Callable[[], bool] = lambda: False
-    ) -> tuple[Links | None, str]:
+    def _joined(self, seconds: float, stopped: Callable[[], bool]) -> tuple[Links | None, str]:
         """(links or None after the end of the run, "" or why there are none)."""
         end, why = time.monotonic() + seconds, ""
         told = time.monotonic() + ANSWER_SECONDS - TELL_SECONDS
@@ -236,7 +203,6 @@ class Joining:
         facts = self._ask(client, "register", Frame(self._tables), end)
         if "buffers" not in facts:
             raise Unreachable(f"{client.address}: the trainers are starting")
-        _check(client, facts, JOINED)
         return facts
 
     def _ask(self, client: WireClient, method: str, frame: Frame, end: float) -> Mapping[str, Any]:
@@ -256,24 +222,9 @@ def hosts_of(told: Iterable[Mapping[str, Any]]) -> dict[str, str] | None:
 def _read(client: WireClient, answer: Bytes) -> Frame:
     """An answer of a task buffer. ValueError, with its address, for what none answers."""
     try:
-        frame = Frame.of_bytes(answer, FRAME_BYTES)
+        return Frame.of_bytes(answer, FRAME_BYTES)
     except ValueError as error:
         raise ValueError(f"{client.address}: {error}") from error
-    _check(client, frame.facts, STATE)
-    return frame
-
-
-def _check(client: WireClient, facts: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
-    place = f"{client.address} answers as no trainer of this version does"
-    check_fields({**dict.fromkeys(kinds), **facts}, {**kinds, **TOLD}, place)
-
-
-def _are_sizes(values: Sequence[Any]) -> bool:
-    return bool(values) and all(map(SIZE.fits, values))
-
-
-def _are_keys(values: Sequence[Any]) -> bool:
-    return all(isinstance(v, list) and [type(part) for part in v] == [int, str] for v in values)
 
 
 def needs_roster(buffers: Sequence[Any]) -> bool:

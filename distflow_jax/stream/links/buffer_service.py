@@ -19,13 +19,13 @@ from typing import Any
 
 from distflow_jax.did_you_mean import hint
 from distflow_jax.parsing.one_line import one_line
-from distflow_jax.stream.border import Border, check_arrays, check_index, check_spent
+from distflow_jax.rollout.response_checks import ResponseLimits
 from distflow_jax.stream.frames.frames import (
     Frame,
+    checked_samples,
     fact_of,
     keys_of,
     nodes_of,
-    samples_of,
     work_frame,
 )
 from distflow_jax.stream.links.refusals import MOST_TEXT, Refusals
@@ -58,20 +58,28 @@ class BufferService:
         facts: Mapping[str, Any],
         node_table: Table | None = None,
         *,
-        border: Border,
+        limits: ResponseLimits,
         most_workers: int = 1 << 30,
     ):
         """`tables`: what workers must have alike, by name and key. `facts`: told to each that
         registers, `attempt` among them. `node_table`: keys of the config that workers which serve
-        nodes must have alike too. `border`: of the samples that come back. `most_workers`: that the
+        nodes must have alike too. `limits`: of the samples that come back. `most_workers`: that the
         limit of open files has room for."""
         self._requests, self._lock, self._tables = requests, lock, tables
         self._buffer = requests.buffer
         self._node_table = node_table or {}
         self._facts, self.ended = dict(facts), False
         self._told: set[str] = set()  # workers that know of the end
-        self._border, self._refusals = border, Refusals(self._buffer)
+        self._limits, self._refusals = limits, Refusals(self._buffer)
         self._most_workers, self._roster = most_workers, Roster()
+        # methods that do nothing for a frame of another attempt
+        self._of_attempt = {
+            self._lease,
+            self._lease_node,
+            self._submit,
+            self._submit_node,
+            self._fail,
+        }
         self._waiting = WaitingQuestions(
             self._buffer.open.num_waiting, self._buffer.seconds / 3, self._news
         )
@@ -137,7 +145,11 @@ class BufferService:
             with self._lock:
                 self._refusals.check(worker, time.monotonic())
                 self._check_room(worker)
-            found = method(worker, Frame.of_bytes(payload))
+            frame = Frame.of_bytes(payload)
+            if method in self._of_attempt and frame.facts.get("attempt") != self._facts["attempt"]:
+                with self._lock:
+                    return Frame(self._state(worker)).to_bytes()
+            found = method(worker, frame)
             return found if isinstance(found, Future) else found.to_bytes()
         except ValueError as error:
             self._refuse(worker, [], str(error))
@@ -170,20 +182,20 @@ class BufferService:
         slots = fact_of(frame, "slots", int) if "slots" in frame.facts else 0
         idle = frame.facts.get("idle") is True
         with self._lock:
-            if self._foreign(frame) or self.ended:
+            if self.ended:
                 return Frame(self._state(worker))
             leased = self._requests.lease(worker, held, capacity, slots, idle=idle)
             if not leased:
                 return self._nothing(worker, frame, [], samples=True)
             work = [(task.key, task.content, progress_of(task.sent())) for task in leased]
-            return work_frame(self._state(worker), work, rows=self._border.limits.max_turns > 0)
+            return work_frame(self._state(worker), work, rows=self._limits.max_turns > 0)
 
     def _lease_node(self, worker: str, frame: Frame) -> Frame | Future[bytes]:
         capacity, now = fact_of(frame, "capacity", int), time.monotonic()
         nodes = self._nodes_of(frame)
         with self._lock:
             state = self._state(worker)
-            if self._foreign(frame) or self.ended:
+            if self.ended:
                 return Frame(state)
             self._buffer.heartbeat(worker, now, nodes)
             if "address" in frame.facts:
@@ -192,7 +204,7 @@ class BufferService:
             if task is None:
                 samples = frame.facts.get("samples") is True
                 return self._nothing(worker, frame, nodes, samples=samples)
-        return task.content.joined(state)
+        return Frame({**state, **task.content.facts}, task.content.arrays)
 
     def _submit_node(self, worker: str, frame: Frame) -> Frame:
         keys = keys_of(frame)
@@ -200,8 +212,6 @@ class BufferService:
             raise ValueError(f"keys {keys!r:.80}, where one is wanted")
         key = keys[0]
         with self._lock:
-            if self._foreign(frame):
-                return Frame(self._state(worker))
             task = self._buffer.find(NodeTask, key)
         try:
             result = None if task is None else task.read(frame)
@@ -215,19 +225,11 @@ class BufferService:
             return Frame(self._state(worker))
 
     def _submit(self, worker: str, frame: Frame) -> Frame:
-        with self._lock:
-            if self._foreign(frame):
-                return Frame(self._state(worker))
-            newest = self._buffer.newest
         keys, goes_on = keys_of(frame), bool(frame.facts.get("goes_on"))
         with self._lock:
-            requests = self._requests.requests(keys)
+            newest, requests = self._buffer.newest, self._requests.requests(keys)
         try:
-            spent = check_spent(frame.facts.get("spent"))
-            check_arrays(frame.facts, frame.arrays)
-            check_index(frame.facts, frame.arrays, keys, requests)
-            found = samples_of(frame, requests)
-            self._border.check(found, requests, newest)
+            found, spent = checked_samples(frame, requests, self._limits, newest)
         except ValueError as error:
             self._refuse(worker, keys, str(error))
             with self._lock:
@@ -241,11 +243,10 @@ class BufferService:
     def _fail(self, worker: str, frame: Frame) -> Frame:
         keys, why = keys_of(frame), f"{worker}: {_why(frame)}"
         with self._lock:
-            if not self._foreign(frame):
-                self._buffer.heartbeat(worker, time.monotonic(), ())
-                for key in keys:
-                    self._buffer.fail(worker, key, why)
-                self._lock.notify_all()
+            self._buffer.heartbeat(worker, time.monotonic(), ())
+            for key in keys:
+                self._buffer.fail(worker, key, why)
+            self._lock.notify_all()
             return Frame(self._state(worker))
 
     def _assign(self, worker: str, frame: Frame) -> Frame:
@@ -281,9 +282,6 @@ class BufferService:
                 "with its name in stream.worker_nodes, or take it out of --nodes"
             )
         return nodes
-
-    def _foreign(self, frame: Frame) -> bool:
-        return frame.facts.get("attempt") != self._facts["attempt"]
 
     def _nothing(
         self, worker: str, frame: Frame, nodes: Sequence[str], *, samples: bool

@@ -1,7 +1,6 @@
 """The exchange of a worker with one task buffer: it submits results and leases work."""
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -9,9 +8,8 @@ from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.stream.frames.frames import Frame, samples_frame, work_of
-from distflow_jax.stream.links.buffer_links import Links
 from distflow_jax.stream.links.remote_link import LeasedGroup, WorkerState
-from distflow_jax.stream.links.worker_pool import LEAST_SECONDS, MOST_SECONDS, Room
+from distflow_jax.stream.links.worker_pool import LEAST_SECONDS, MOST_SECONDS
 from distflow_jax.stream.node_runner import NodeRunner
 from distflow_jax.stream.tasks import Key, progress_bytes
 from distflow_jax.stream.wire.calls import Refused, Unreachable
@@ -22,22 +20,6 @@ SUBMIT_BYTES = 32 << 20  # of the samples in one frame, but for a single respons
 log = logging.getLogger("distflow_jax")
 
 
-@dataclasses.dataclass
-class Talks:
-    """State shared by all exchanges of a worker, under the lock of its state.
-
-    Attributes:
-      told: finished responses already in the task buffers, by sample, of the groups that it holds.
-    """
-
-    state: WorkerState
-    nodes: NodeRunner
-    save_seconds: float
-    told: dict[Key, set[int]] = dataclasses.field(default_factory=dict)
-    slots: Room = dataclasses.field(default_factory=Room)
-    runs: Room = dataclasses.field(default_factory=Room)  # of nodes
-
-
 class BufferTalk:
     """Exchanges with one task buffer. One thread calls `run`.
 
@@ -46,9 +28,9 @@ class BufferTalk:
       closed: whether it ends at once.
     """
 
-    def __init__(self, talks: Talks, links: Links, place: int):
-        self._talks, self._links, self.place = talks, links, place
-        self._state, self._nodes = talks.state, talks.nodes
+    def __init__(self, state: WorkerState, nodes: NodeRunner, place: int, save_seconds: float):
+        self._state, self._nodes, self.place = state, nodes, place
+        self._links, self._save_seconds = state.links, save_seconds
         self.leaves = self.closed = False
         self._next = self._next_keep = 0.0  # to ask for work, to keep leases
         self._asked_with = -1  # version of the weights at the last question
@@ -82,7 +64,7 @@ class BufferTalk:
             partial = {key: state.partial.pop(key) for key in self._mine(state.partial)}
             failed = {key: state.failed.pop(key) for key in self._mine(state.failed)}
             for key in failed:
-                self._talks.told.pop(key, None)
+                state.told.pop(key, None)
         for key, why in failed.items():
             self._call("fail", Frame({"keys": [list(key)], "why": why}))
         self.submit_samples(whole, whole=True)
@@ -97,7 +79,7 @@ class BufferTalk:
 
         A response that has ended is submitted once.
         """
-        state, told = self._state, self._talks.told
+        state, told = self._state, self._state.told
         untold = {key: _without(progress, told.get(key, ())) for key, progress in found.items()}
         for samples, more in frames_of(untold):
             with state.lock:
@@ -160,7 +142,7 @@ class BufferTalk:
 
     def lease(self) -> tuple[bool, float]:
         """Asks for groups; (whether any came, seconds until the next question)."""
-        state, room = self._state, self._talks.slots
+        state, room = self._state, self._state.slots_room
         with state.lock:
             held = state.version
             size = room.take(self.place, self._room, time.monotonic())
@@ -175,7 +157,7 @@ class BufferTalk:
         with state.lock:
             if state.links is not self._links:  # the run was started again
                 return False, 0.0
-            self._talks.told |= {one.key: set(one.progress.episodes) for one in work}
+            state.told |= {one.key: set(one.progress.episodes) for one in work}
             state.assigned.extend(work)
             state.capacity -= sum(one.lacks for one in work)
             if work:
@@ -187,7 +169,7 @@ class BufferTalk:
 
     def _lease_node(self) -> tuple[bool, float]:
         """Asks for a node to run; (whether one came, seconds until the next question)."""
-        nodes, room, state = self._nodes, self._talks.runs, self._state
+        nodes, room, state = self._nodes, self._state.nodes_room, self._state
         with state.lock:
             size = min(1, room.take(self.place, nodes.capacity, time.monotonic()))
             told: dict[str, Any] = self._served | {"capacity": size}
@@ -231,7 +213,7 @@ class BufferTalk:
         """Seconds until something is due, unless another thread notifies before."""
         seconds = LEAST_SECONDS if self.leaves else self._next - now  # one that leaves asks nothing
         if now < self._state.keep_until:
-            seconds = min(seconds, self._talks.save_seconds)
+            seconds = min(seconds, self._save_seconds)
         return max(0.0, seconds)
 
     def _asks(self, now: float) -> bool:
@@ -240,7 +222,7 @@ class BufferTalk:
         lock."""
         state = self._state
         idle = state.capacity == state.slots and self.place not in state.asked
-        fills = (self._full or idle) and self._talks.slots.free(self._room, now) > 0
+        fills = (self._full or idle) and state.slots_room.free(self._room, now) > 0
         loaded = bool(state.slots) and state.version != self._asked_with
         return now >= self._next or fills or loaded
 
@@ -260,7 +242,7 @@ class BufferTalk:
         """Lets leases go on while the thread that samples loads weights; under the lock."""
         state, now = self._state, time.monotonic()
         if self._next_keep <= now < state.keep_until:
-            self._next_keep = now + self._talks.save_seconds
+            self._next_keep = now + self._save_seconds
             keys = state.kept_open | {work.key for work in state.assigned}
             for key in self._mine(keys):
                 state.partial.setdefault(key, Progress())
@@ -268,7 +250,7 @@ class BufferTalk:
     def _holds(self) -> bool:
         """Whether the worker holds a group or a node of this task buffer."""
         with self._state.lock:
-            return bool(self._mine(self._talks.told) or self._mine(self._nodes.keys))
+            return bool(self._mine(self._state.told) or self._mine(self._nodes.keys))
 
     def _mine(self, keys: Iterable[Key]) -> list[Key]:
         buffers = len(self._links.clients)

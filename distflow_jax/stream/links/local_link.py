@@ -58,8 +58,7 @@ class LocalLink(SamplingSide):
 
     def submit(self, worker: Worker, ended: Mapping[Key, Progress]) -> None:
         """Takes groups that are complete, and hands them on."""
-        with self._lock:
-            self._producer.requests.submit_here(ended, worker.sampler.counts, goes_on=False)
+        self._submit(ended, goes_on=False)
         self._hooks.hand_on()
 
     def fail(self, key: Key, why: str) -> None:
@@ -68,10 +67,12 @@ class LocalLink(SamplingSide):
 
     def report(self) -> None:
         """Tells the buffer what is under way, as a checkpoint needs it."""
-        found = self._worker.progress()
+        self._submit(self._worker.progress(), goes_on=True)
+
+    def _submit(self, found: Mapping[Key, Progress], *, goes_on: bool) -> None:
+        counts, requests = self._worker.sampler.counts, self._producer.requests
         with self._lock:
-            counts = self._worker.sampler.counts
-            self._producer.requests.submit_here(found, counts, goes_on=True)
+            requests.submit_here(found, counts.under_way, counts.occupancy, goes_on=goes_on)
 
     @contextlib.contextmanager
     def suspended(self, version: int) -> Iterator[list[SamplerState]]:

@@ -17,8 +17,9 @@ from typing import Any
 
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.rollout.occupancy import Occupancy
-from distflow_jax.rollout.requests import GroupRequest, Response
+from distflow_jax.rollout.requests import GroupRequest
 from distflow_jax.stream.links.buffer_links import Links
+from distflow_jax.stream.links.worker_pool import Room
 from distflow_jax.stream.tasks import Key
 from distflow_jax.stream.wire.calls import Refused, Unreachable
 from distflow_jax.stream.worker import Worker
@@ -52,18 +53,16 @@ class LeasedGroup:
 class WorkerState:
     """State shared by the threads of a worker, under `lock`."""
 
+    links: Links  # to the task buffers of the present start of the run
     lock: threading.Condition = dataclasses.field(default_factory=threading.Condition)
-    links: Links | None = None  # to the task buffers of the present start of the run
     capacity: int = 0  # responses that the sampler has room for
     # places of task buffers that had nothing, since something was under way, and of those where a
     # question waits
     asked: set[int] = dataclasses.field(default_factory=set)
     waiting: set[int] = dataclasses.field(default_factory=set)
     version: int = -1  # that the sampler holds
-    newest: int = -1  # that all task buffers have which the worker asks
-    wanted: tuple[int, ...] = ()  # versions that task buffers need most, one of each
-    evaluates: int | None = None  # version that it should hold for an evaluation
-    # the three of each task buffer, by place
+    # of each task buffer that the worker asks, by place: its newest version, the one that it needs
+    # most, and the one that this worker should hold for an evaluation
     said: dict[int, tuple[int, int, int | None]] = dataclasses.field(default_factory=dict)
     # hosts of environments that each task buffer names, by place, and what takes them
     hosts: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
@@ -76,20 +75,25 @@ class WorkerState:
     kept_open: set[Key] = dataclasses.field(default_factory=set)
     keep_until: float = 0.0
     failed: dict[Key, str] = dataclasses.field(default_factory=dict)
+    # finished responses that task buffers have, by sample, of the groups that it holds
+    told: dict[Key, set[int]] = dataclasses.field(default_factory=dict)
     dropped: set[Key] = dataclasses.field(default_factory=set)  # that task buffers do not want
     spent: Occupancy = Occupancy()  # that no task buffer knows of
     slots: int = 0  # of the sampler; 0: there is none
+    # responses, and nodes, for which task buffers are asked
+    slots_room: Room = dataclasses.field(default_factory=Room)
+    nodes_room: Room = dataclasses.field(default_factory=Room)
     rejoined: bool = False  # the run was started again, and the worker has not begun anew
     kept: int = -1  # version up to which samples of the start before are kept then
     over: bool = False  # the run has ended, or the worker shall end
 
     def join(self, links: Links) -> None:
         """Takes links to task buffers of a start of the run; under the lock."""
-        self.links, self.newest = links, links.newest
+        self.links = links
         self.said.clear()
         self.hosts.clear()
         self.asked.clear()
-        self._settle()
+        self.lock.notify_all()
 
     def hear(self, place: int, facts: Mapping[str, Any]) -> bool:
         """Takes the versions that a task buffer has, wants and evaluates, and returns whether they
@@ -97,7 +101,7 @@ class WorkerState:
         said = facts["newest"], facts["wanted"][0], facts.get("evaluates")
         if changed := said != self.said.get(place):
             self.said[place] = said
-            self._settle()
+            self.lock.notify_all()
         if "hosts" in facts:
             self.hosts[place] = facts["hosts"]
             self.meet(dict(collections.ChainMap(*self.hosts.values())))
@@ -107,7 +111,7 @@ class WorkerState:
         """Forgets what a task buffer has said which the worker asks no more; under the lock."""
         self.said.pop(place, None)
         self.hosts.pop(place, None)
-        self._settle()
+        self.lock.notify_all()
 
     def take_spent(self) -> list[float]:
         """Takes what the slots did that no task buffer knows of, for one; under the lock."""
@@ -115,16 +119,21 @@ class WorkerState:
         return list(spent)
 
     @property
+    def newest(self) -> int:
+        """The version that all task buffers have which the worker asks; under the lock."""
+        return min((newest for newest, _, _ in self.said.values()), default=self.links.newest)
+
+    @property
+    def evaluates(self) -> int | None:
+        """The version that it should hold for an evaluation; under the lock."""
+        found = [version for _, _, version in self.said.values() if version is not None]
+        return min(found, default=None)
+
+    @property
     def drains(self) -> bool:
         """Whether it should hold older weights once nothing is under way; under the lock."""
-        return self.evaluates is not None and self.evaluates < self.version
-
-    def _settle(self) -> None:
-        said = self.said.values()
-        self.newest = min((newest for newest, _, _ in said), default=self.newest)
-        self.wanted = tuple(wanted for _, wanted, _ in said)
-        self.evaluates = min((v for _, _, v in said if v is not None), default=None)
-        self.lock.notify_all()
+        evaluates = self.evaluates
+        return evaluates is not None and evaluates < self.version
 
     def wake(self) -> None:
         """Has the other threads look."""
@@ -141,19 +150,10 @@ class WorkerState:
 class RemoteLink:
     """A worker's link through its state, which the other threads read and write."""
 
-    def __init__(
-        self,
-        state: WorkerState,
-        pull: Pull,
-        ended: collections.deque[Response],
-        *,
-        save_seconds: float,
-    ):
-        """`ended`: where the sampler puts responses; `save_seconds`: between two times that tokens
-        under way are submitted."""
-        self._state, self._pull, self._ended = state, pull, ended
+    def __init__(self, state: WorkerState, pull: Pull, *, save_seconds: float):
+        """`save_seconds`: between two times that tokens under way are submitted."""
+        self._state, self._pull = state, pull
         self._save_seconds, self._next_save = save_seconds, 0.0
-        self._arrived: dict[Key, int] = {}  # responses of open groups that had ended elsewhere
         self._pulling: tuple[int, Links, Future[Any]] | None = None
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._spent = Occupancy()  # all so far
@@ -183,7 +183,7 @@ class RemoteLink:
             state.spent, self._spent = state.spent.plus(spent.plus(self._spent, -1)), spent
             state.whole |= ended
             coming = sum(assignment.lacks for assignment in state.assigned)
-            state.capacity = max(0, state.slots - self.under_way(worker) - coming)
+            state.capacity = max(0, state.slots - worker.sampler.lacks - coming)
             if worker.open:
                 state.asked.clear()
             if worker.open and time.monotonic() >= self._next_save:
@@ -211,24 +211,12 @@ class RemoteLink:
             state.rejoined = False  # only now: the other thread submits nothing before
             state.lock.notify_all()
 
-    def leave(self, worker: Worker) -> bool:
-        """Leaves all samples to the other thread, at the end; whether the run has ended."""
+    def leave(self, worker: Worker) -> None:
+        """Leaves all samples to the other thread, at the end."""
         if self._state.rejoined:
             self.begin_anew(worker)
         with self._state.lock:
             self._state.whole = worker.progress() | self._state.whole
-            return self._state.over
-
-    def under_way(self, worker: Worker) -> int:
-        """Responses of open requests that have not ended."""
-        wanted = sum(request.sampling.num_samples for request in worker.open.values())
-        counters = {key[0] for key in worker.open}
-        for _ in range(len(self._ended)):  # those of groups that are gone are forgotten
-            response = self._ended.popleft()
-            if response.prompt.counter in counters:
-                self._ended.append(response)
-        self._arrived = {key: self._arrived.get(key, 0) for key in worker.open}
-        return wanted - sum(self._arrived.values()) - len(self._ended)
 
     def close(self) -> None:
         """Ends the pulls."""
@@ -243,8 +231,6 @@ class RemoteLink:
                 with self._state.lock:
                     self._state.whole[entry.key] = entry.progress  # it is for others
             elif entry.key not in worker.open:
-                here = {r.sample for r in self._ended if r.prompt.counter == entry.key[0]}
-                self._arrived[entry.key] = len(entry.progress.episodes.keys() - here)
                 mine.append((entry.key, entry.request, entry.progress))
         worker.take(mine)
 
@@ -312,8 +298,10 @@ class RemoteLink:
         """The version that is to be pulled now; None: that which is held is right."""
         state, held = self._state, worker.version
         with state.lock:
-            best = min(state.wanted or (state.newest,)) if self._exact else state.newest
-            best = best if state.evaluates is None else state.evaluates
+            wanted = [version for _, version, _ in state.said.values()]
+            best = min(wanted, default=state.newest) if self._exact else state.newest
+            evaluates = state.evaluates
+            best = best if evaluates is None else evaluates
             if state.version < 0:  # those that are held are of a start that is undone
                 return best
             requests = [*worker.open.values(), *(entry.request for entry in state.assigned)]

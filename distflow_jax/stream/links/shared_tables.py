@@ -7,43 +7,16 @@ from collections.abc import Mapping
 from distflow_jax.models.tokenizer import Tokenizer
 
 # sections and keys that change no token of a response, or that each process sets for itself
-OWN_SECTIONS = (
-    "mesh",
-    "checkpoint",
-    "observe",
-    "health",
-    "eval",
-    "reward",
-    "coordinator",
-    "critic",
-)
+OWN_SECTIONS = frozenset("mesh checkpoint observe health eval reward coordinator critic".split())
 OWN_KEYS = frozenset(
-    {
-        "compilation_cache",
-        "data.date",
-        "training.device_memory_gib",
-        "training.steps",
-        "stream.listen",
-        "stream.worker_nodes",
-        "stream.save_seconds",
-        "stream.lease_seconds",
-        "stream.no_workers_seconds",
-        "stream.max_tries",
-        *(
-            f"rollout.{key}"
-            for key in (
-                *(
-                    "environment_threads",
-                    "num_slots",
-                    "page_size",
-                    "attention",
-                    "cache_tokens",
-                    "tokens_per_call",
-                ),
-                *("prefill_tokens", "prefix_tokens", "max_trajectories"),
-            )
-        ),
-    }
+    """
+    compilation_cache data.date training.device_memory_gib training.steps
+    stream.listen stream.worker_nodes stream.save_seconds stream.lease_seconds
+    stream.no_workers_seconds stream.max_tries
+    rollout.environment_threads rollout.num_slots rollout.page_size rollout.attention
+    rollout.cache_tokens rollout.tokens_per_call rollout.prefill_tokens rollout.prefix_tokens
+    rollout.max_trajectories
+    """.split()
 )
 # keys of these sections by which a worker's engine is made
 SHARED_KEYS = frozenset({"eval.max_response_length", "eval.num_samples"})

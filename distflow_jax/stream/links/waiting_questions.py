@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 
-from distflow_jax.stream.links.worker_pool import QuestionTimes
+from distflow_jax.stream.links.worker_pool import IDLE_QUESTIONS, LEAST_SECONDS
 
 WAIT_SECONDS = 20.0  # for which a question waits at most
 MOST_QUESTIONS = 4096  # that wait; those beyond are told when to ask again
@@ -31,7 +31,7 @@ class WaitingQuestions:
         be silent. `news`: as of `answer`."""
         self._tasks, self._news = waiting, news
         self._seconds = min(WAIT_SECONDS, seconds)
-        self._times = QuestionTimes(self._seconds)
+        self._last = 0.0  # when the last worker that got nothing asks again
         self._waiting: collections.deque[_Question] = collections.deque()
 
     def __len__(self) -> int:
@@ -49,8 +49,11 @@ class WaitingQuestions:
         return question.answer
 
     def seconds(self, now: float) -> float:
-        """Seconds after which a worker asks again whose question does not wait."""
-        return self._times.seconds(now)
+        """Seconds after which a worker asks again whose question does not wait: one after
+        another."""
+        after = max(now + LEAST_SECONDS, self._last + 1 / IDLE_QUESTIONS)
+        self._last = min(after, now + self._seconds)
+        return self._last - now
 
     def answer(
         self,

@@ -69,20 +69,6 @@ class Roster:
         return dict(self._hosts)
 
 
-class QuestionTimes:
-    """The times at which workers without work ask again: one after another."""
-
-    def __init__(self, most: float):
-        """`most`: seconds that no worker may be silent for."""
-        self._last, self._most = 0.0, min(MOST_SECONDS, most)
-
-    def seconds(self, now: float) -> float:
-        """Seconds after which the worker that has just got nothing asks again."""
-        after = max(now + LEAST_SECONDS, self._last + 1 / IDLE_QUESTIONS)
-        self._last = min(after, now + self._most)
-        return self._last - now
-
-
 class Room:
     """Free capacity of a worker for which several task buffers are asked at once. None of it is
     used twice, unless a buffer is slow to answer."""

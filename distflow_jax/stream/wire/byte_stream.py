@@ -36,21 +36,12 @@ class ByteStream:
 
     def read(self, count: int, end: float) -> Bytes:
         """So many bytes."""
-        first = b""
-        if count <= PIECE_BYTES:
-            self._socket.settimeout(_left(end))
-            first = self._socket.recv(count) if count else b""
-            if len(first) == count:
-                return first
-            if not first:
-                raise _ended()
-        data, at = bytearray(count), len(first)
-        data[:at] = first
+        data, at = bytearray(count), 0
         view = memoryview(data)
         while at < count:
             self._socket.settimeout(_left(end))
             if not (more := self._socket.recv_into(view[at:])):
-                raise _ended()
+                raise ConnectionResetError("the other side has ended the connection")
             at += more
         view.release()
         return data
@@ -95,10 +86,6 @@ def prepare(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _ended() -> ConnectionResetError:
-    return ConnectionResetError("the other side has ended the connection")
 
 
 def _left(end: float) -> float:

@@ -38,7 +38,6 @@ from distflow_jax.stream.wire.session import (
     FRAME_HEAD_BYTES,
     HELLO,
     MAGIC,
-    METHOD_BYTES,
     Head,
     Reception,
     Session,
@@ -91,8 +90,6 @@ class WireServer:
         limit_bytes: int = LIMIT_BYTES,
         know: Callable[[str, str], None] = lambda name, host: None,
     ):
-        if wrong := [name for name in methods if len(name.encode()) > METHOD_BYTES]:
-            raise ValueError(f"method {wrong[0]!r} has more than {METHOD_BYTES} bytes")
         self._methods, self._quick, self._limit = dict(methods), frozenset(quick), limit_bytes
         self._key, self._know = derive_key("wire", token), know
         self._tls = read_wire_tls().server
@@ -303,7 +300,6 @@ class WireServer:
     def _admit(self, connection: Connection) -> None:
         """Takes a caller in that has proved the token."""
         del self._strangers[connection]
-        connection.is_stranger = False
         if len(self._sessions) >= self._most_sessions:
             self._end(min(self._sessions, key=self._sessions.__getitem__))
         self._sessions[connection] = time.monotonic()

@@ -11,7 +11,7 @@ from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.dag.planner import plan
-from distflow_jax.stream.batches.streamed_nodes import (
+from distflow_jax.planning.partial_batches.streamed_nodes import (
     STREAMS,
     described,
     nodes_that_need_the_batch,
