@@ -55,9 +55,15 @@ def run_main(
     app.run(functools.partial(_call, main), argv=argv, flags_parser=parse)
 
 
-def define_config(meaning: str, values: flags.FlagValues) -> None:
-    """Defines the flag --config among `values`, and with it --config.KEY=VALUE of sys.argv."""
-    config_flags.DEFINE_config_file("config", None, meaning, values)
+def define_config(
+    meaning: str, values: flags.FlagValues, argv: Sequence[str] | None = None
+) -> None:
+    """Defines the flag --config among `values`, and with it --config.KEY=VALUE.
+
+    `argv` is what they parse; None: sys.argv.
+    """
+    given = None if argv is None else list(argv)
+    config_flags.DEFINE_config_file("config", None, meaning, values, sys_argv=given)
 
 
 def config_name() -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from distflow_jax.commands.command_flags import Flag
-from distflow_jax.commands.command_line import chosen_keys, define_config
-from distflow_jax.commands.subcommands import MODULE, Subcommand
+from distflow_jax.commands.command_line import chosen_keys, define_config, read_flags
+from distflow_jax.commands.subcommands import MODULE, SUBCOMMANDS, Subcommand
 from distflow_jax.config.shipped import config_file
 from distflow_jax.parsing.paths import KINDS, checked_path
 
@@ -21,13 +21,30 @@ def module_of(command: Subcommand) -> types.ModuleType:
     return importlib.import_module(f"{MODULE}.{command.module}")
 
 
-def define(flag: Flag, module: str, values: flags.FlagValues) -> None:
-    """Defines a flag among `values`, as one of `module`."""
+def parsed_apart(name: str, arguments: Sequence[str]) -> types.SimpleNamespace:
+    """The options of a subcommand, whose flags are none of this process.
+
+    Raises ValueError or FileNotFoundError for what its command line would end with.
+    """
+    command, argv = SUBCOMMANDS[name], [name, *with_config_files(arguments)]
+    values = flags.FlagValues()
+    flags.DEFINE_boolean("debug", False, "", flag_values=values)
+    for flag in command.flags:
+        define(flag, name, values, argv)
+    rest = read_flags(argv, values, takes_arguments=bool(command.arguments))
+    return options_of(command, rest, values)
+
+
+def define(
+    flag: Flag, module: str, values: flags.FlagValues, argv: Sequence[str] | None = None
+) -> None:
+    """Defines a flag among `values`, as one of `module`; `argv` is what they parse, None: that of
+    the process."""
     name, default, meaning = flag.name, flag.default, flag.meaning
     of = {"module_name": module, "flag_values": values}
     match flag.kind:
         case "config":
-            define_config(meaning, values)
+            define_config(meaning, values, argv)
         case "enum":
             flags.DEFINE_enum(name, default, list(flag.choices), meaning, **of)
         case "integer":

@@ -1,7 +1,5 @@
 """The subcommand train."""
 
-import functools
-import os
 import signal
 import sys
 from types import SimpleNamespace
@@ -10,7 +8,7 @@ from distflow_jax import run
 from distflow_jax.cluster import processes
 from distflow_jax.commands.command_line import config_name
 from distflow_jax.commands.join_job import join_job
-from distflow_jax.commands.printed_commands import printed_commands
+from distflow_jax.commands.printed_commands import PrintedCommands
 from distflow_jax.config.config_dict import from_config_dict
 from distflow_jax.config.run_config import Config
 from distflow_jax.watchdog.supervision import stop_on_signals
@@ -37,7 +35,7 @@ def main(options: SimpleNamespace) -> int:
             chosen=options.chosen,
             stop=stop,
             replay=options.replay,
-            commands=functools.partial(printed_commands, sys.argv, os.environ),
+            commands=PrintedCommands(sys.argv),
         )
     processes.shutdown()
     return code

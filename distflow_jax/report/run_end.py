@@ -26,7 +26,6 @@ class RunEnd:
 
     folder: str
     answers: bool  # the trained model is a policy, which answers prompts
-    evaluates: bool = False  # and the config has data to evaluate it on
     stopped: bool = False  # before its last step; the same command resumes it
     waits: bool = False  # it has only begun, and workers are to sample for it
 

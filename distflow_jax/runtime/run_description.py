@@ -154,9 +154,7 @@ def describe_end(
     seconds = format_seconds(time.time() - terminal.began)
     terminal.row(word, f"step {made}, after {seconds}")
     run_end.print_end(terminal, read_run(folder), folder)
-    answers = bool(prepared.policies)
-    evaluates = answers and bool(prepared.config.eval.dataset)
-    end = run_end.RunEnd(str(folder), answers, evaluates, stopped)
+    end = run_end.RunEnd(str(folder), answers=bool(prepared.policies), stopped=stopped)
     run_end.print_commands(terminal, commands(end))
 
 

@@ -5,11 +5,10 @@ import re
 import shlex
 
 import pytest
-from support.checked_commands import check
 from support.paths import ROOT
 
 from distflow_jax.cluster import job
-from distflow_jax.commands.printed_commands import printed_commands
+from distflow_jax.commands.printed_commands import PrintedCommands, check
 from distflow_jax.commands.subcommands import SUBCOMMANDS
 from distflow_jax.config.config_dict import unknown_key
 from distflow_jax.config.shipped import open_config
@@ -34,10 +33,9 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def printed(argv, folder="runs/a b", *, answers=True, evaluates=True, **options):
+def printed(argv, folder="runs/a b", *, samples=True, stopped=False, environment=None):
     """The commands after a run; each is one that its own checks let pass."""
-    environment = options.pop("environment", {})
-    found = printed_commands(argv, environment, RunEnd(folder, answers, evaluates, **options))
+    found = PrintedCommands(argv, environment or {})(RunEnd(folder, samples, stopped))
     for command in found.values():
         check(command)
     return found
@@ -51,16 +49,14 @@ def test_the_next_commands_are_those_of_the_run(place):
     )
     assert found["generate"].endswith("--run='runs/a b' --prompt=\"...\"")
     assert found["export"] == "python scripts/export.py --workdir='runs/a b' --out='exports/a b'"
-    installed = printed([*INSTALLED, *SCRIPT[1:]], "runs/a", answers=False, evaluates=False)
+    installed = printed([*INSTALLED, *SCRIPT[1:]], "runs/a", samples=False)
     assert installed == {"export": "distflow export --workdir=runs/a --out=exports/a"}
-    found = printed([*MODULE, *SCRIPT[1:]], "runs/a", answers=False, evaluates=False)
-    assert found == installed
+    assert printed([*MODULE, *SCRIPT[1:]], "runs/a", samples=False) == installed
     assert printed(["pytest"]) == printed([]) == {}
 
 
 def test_a_run_without_evaluation_data_is_not_evaluated(place):
-    found = printed([*INSTALLED, *DPO], "runs/a", evaluates=False)
-    assert list(found) == ["generate", "export"]
+    assert list(printed([*INSTALLED, *DPO], "runs/a")) == ["generate", "export"]
     with pytest.raises(ValueError, match="eval.dataset is empty"):
         check("distflow evaluate --config=tiny --config.eval.dataset= --run=runs/a")
 
@@ -68,7 +64,7 @@ def test_a_run_without_evaluation_data_is_not_evaluated(place):
 def test_an_export_has_a_folder_of_its_own(place):
     (place / "exports/a").mkdir(parents=True)
     (place / "exports/a/config.json").write_text("{}")
-    found = printed([*INSTALLED, *DPO], "runs/a", evaluates=False)
+    found = printed([*INSTALLED, *DPO], "runs/a")
     assert found["export"] == "distflow export --workdir=runs/a --out=exports/a-2"
 
 
@@ -87,9 +83,11 @@ def test_a_stopped_run_is_resumed_by_what_started_it(place):
 
 def test_a_run_that_waits_for_workers_names_the_command_of_one(place):
     flags = ["--config.stream.workers=True", "--config.stream.max_staleness=1"]
-    found = printed([*SCRIPT, *flags], waits=True)
+    waits = RunEnd("runs/a b", True, waits=True)
+    found = PrintedCommands([*SCRIPT, *flags], {})(waits)
     same = f"python scripts/worker.py --config=configs/tiny.py {' '.join(flags)}"
     assert found == {"worker": f"{same} --join='runs/a b'"}
+    check(found["worker"])
     with pytest.raises(ValueError, match="engine"):
         check(f"{found['worker']} --engine=nothing")
 
