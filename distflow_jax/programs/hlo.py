@@ -26,6 +26,7 @@ _FREE = {
     "replica-id", "opt-barrier", "add-dependency", "domain",
 }  # fmt: skip
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"index=(\d+)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? ?\{[^}]*\}|"
@@ -167,16 +168,36 @@ class _Reader:
         return once.times(trips)
 
     def _counted_to(self, one: Instruction) -> int | None:
-        """The constant bound of a loop's counter, as in every scan: TPU text has no trip counts."""
+        """Trips by the constant bound of a loop's counter, from 0: TPU text has no trip counts.
+
+        Counters of scans are signed, those of XLA's loops of products and permutations are not.
+        """
         for name in one.called.get("condition", ()):
             condition = self.text.computations[name]
             root = condition.root
             if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
                 continue
             end = condition.operand(root, 1)
-            if end is not None and end.opcode == "constant" and end.shape.startswith("s32[]"):
-                return int(end.arguments) if end.arguments.isdigit() else None
+            if end is None or end.opcode != "constant" or not end.arguments.isdigit():
+                continue
+            if end.shape.startswith(("s32[]", "u32[]")):
+                return -(-int(end.arguments) // self._step(one, condition.operand(root, 0)))
         return None
+
+    def _step(self, one: Instruction, counter: Instruction | None) -> int:
+        """The constant that a loop's body adds to its counter: 2 where XLA unrolled it once."""
+        place = _INDEX.search(counter.attributes) if counter is not None else None
+        if place is None:
+            return 1
+        for name in one.called.get("body", ()):
+            body = self.text.computations[name]
+            following = body.operand(body.root, int(place[1])) if body.root else None
+            if following is None or following.opcode != "add":
+                continue
+            for added in body.operands(following):
+                if added.opcode == "constant" and added.arguments.isdigit():
+                    return max(int(added.arguments), 1)
+        return 1
 
     def _fusion(self, inside: Computation, one: Instruction) -> Module:
         # only the operands and the result of a fusion access memory

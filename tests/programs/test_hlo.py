@@ -254,6 +254,16 @@ def test_a_kernel_costs_what_it_says():
     assert read(more).bytes_accessed == 2 * 2 * 8 * 128
 
 
+@pytest.mark.parametrize(("end", "step", "trips"), [(3, 1, 3), (4, 2, 2), (5, 2, 3)])
+def test_a_counter_may_be_unsigned_and_take_larger_steps(end, step, trips):
+    """As in XLA's loops of products and permutations, unrolled once."""
+    text = ACCELERATOR.replace("%end = s32[]{:T(128)} constant(3)", f"%end = u32[] constant({end})")
+    added = f"  %by = s32[] constant({step})\n  %next = s32[] add(%i, %by)\n  ROOT %out"
+    text = text.replace("tuple(%i, %fusion.1, %w)", "tuple(%next, %fusion.1, %w)")
+    found = read(text.replace("  ROOT %out", added))
+    assert not found.unbounded and {c.times for c in found.collectives} == {trips}
+
+
 def test_texts_of_other_platforms():
     found = read(ACCELERATOR)
     row = 4 * 8 * 128

@@ -152,7 +152,9 @@ def tpu_attention(
     def scale_of_page(step, owner, first, page, *_):
         return page[step], 0, 0
 
-    scales = () if key_scale is None else (key_scale, value_scale)
+    scales = () if key_scale is None or value_scale is None else (key_scale, value_scale)
+    if not interpret:  # XLA would copy the scales of all pages to VMEM before each call
+        scales = tuple(pltpu.with_memory_space_constraint(s, pltpu.HBM) for s in scales)
     begins, firsts, tables, gathered = (), (), (), ()
     if first_OR is not None:
         begins = (begin_O,)
