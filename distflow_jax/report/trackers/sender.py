@@ -45,6 +45,7 @@ HASTY_SECONDS = 5.0  # that a run waits at most which ends before its end
 _ORPHAN_SECONDS = 60.0  # that a process has at least after the run is gone
 _POLL_SECONDS = 0.5  # between two looks at metrics.jsonl
 _RETRY_SECONDS = 10.0  # before what failed is tried again
+_ALIVE_SECONDS = 20.0  # between two signs of life
 _TRIES = 3  # of a row, before it may be left out
 _MOST_PROBLEMS = 8  # that a run is told of
 _TABLES = {"": "samples", "eval-": "eval", "nonfinite-": "nonfinite"}  # files of samples, and kinds
@@ -61,13 +62,16 @@ class Trackers:
     def __init__(self, specs: Sequence[str], folder: pathlib.Path, *, seconds: float = 60.0):
         self._specs, self._folder, self._seconds = specs, folder, seconds
         self._processes: dict[str, subprocess.Popen] = {}  # once the run has written its config
+        self._began = 0.0  # when these were started
         self._expected = -1  # the last step of the run
-        self._moved: dict[str, tuple[int, float]] = {}  # the last step given, and since when
         self._told: set[tuple[str, str]] = set()
 
     def begin(self) -> None:
         """Starts the processes, once: config and plan are written."""
-        for spec in () if self._processes else self._specs:
+        if self._processes:
+            return
+        self._began = time.time()
+        for spec in self._specs:
             # -P: no module of the working directory stands before the standard library's
             command = [sys.executable, "-P", "-m", f"{__package__}.sender", str(self._folder), spec]
             output = state_path(self._folder, spec).with_suffix(".log")
@@ -87,13 +91,9 @@ class Trackers:
     def rows(self, step: int) -> None:
         """Says that the metrics of `step` are written; warns of trackers that are late."""
         self.begin()
-        now = time.monotonic()
         for spec in self._specs:
-            given = self._look(spec)
-            before, since = self._moved.get(spec, (given, now))
-            is_behind = given == before and given < self._expected
-            self._moved[spec] = given, since if is_behind else now
-            if is_behind and now - since > LATE_SECONDS:
+            state = self._look(spec)
+            if state["step"] < self._expected and time.time() - state["time"] > LATE_SECONDS:
                 took = f"no step was taken for {LATE_SECONDS:.0f} s"
                 self._warn(spec, "late", f"{took}; the run does not wait for it")
         self._expected = step
@@ -117,13 +117,13 @@ class Trackers:
                     self._warn(spec, "end", f"it did not end within {setting}")
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-            if (given := self._look(spec)) < self._expected:
-                has = f"it has {_steps_text(given)} of {self._expected}"
+            if (step := self._look(spec)["step"]) < self._expected:
+                has = f"it has {_steps_text(step)} of {self._expected}"
                 command = f"python -P -m {__package__}.sender {self._folder} {spec}"
                 self._warn(spec, "steps", f"{has}. To give it the rest: {command}")
 
-    def _look(self, spec: str) -> int:
-        """The last step that a tracker has been given; tells the user what else its state says."""
+    def _look(self, spec: str) -> dict[str, Any]:
+        """The state of a tracker, see Follower; tells the user its address and problems."""
         process, path = self._processes[spec], state_path(self._folder, spec)
         if code := process.poll():
             log_path = path.with_suffix(".log")
@@ -132,13 +132,13 @@ class Trackers:
         with contextlib.suppress(OSError, ValueError):
             state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict) or state.get("process") != process.pid:
-            return -1  # an earlier start wrote it
+            return {"step": -1, "time": self._began}  # an earlier start wrote it
         if (url := state["url"]) and (spec, url) not in self._told:
             self._told.add((spec, url))
             log.info("%s: %s", spec, url)
         for problem in state["problems"]:
             self._warn(spec, problem, f"{problem}; the run goes on")
-        return state["step"]
+        return state
 
     def _warn(self, spec: str, kind: str, text: str) -> None:
         """Warns once of a kind."""
@@ -166,9 +166,9 @@ class Follower:
     """Gives the tracker `spec` what it has not had of a run's files. One thread calls it.
 
     `state` is the content of trackers/NAME.json: the tracker's `run_id` and `url`, the last `step`
-    that it has taken and when that was written, and `problems`, each once. trackers/NAME.rows has
-    the hash of each row that it has taken, and from when on the row is stored for sure, also if the
-    process is killed.
+    that it has taken, `problems`, each once, and the `time` of the last sign of life.
+    trackers/NAME.rows has the hash of each row that it has taken, and the time from which on the
+    row is stored for sure, whatever happens to the process.
     """
 
     def __init__(self, spec: str, folder: pathlib.Path):
@@ -177,7 +177,7 @@ class Follower:
         self._metrics: IO[bytes] | None = None
         self._place, self._tries = 0, 0  # of the first row that was not given
         self.state: dict[str, Any] = {"run_id": None, "step": -1, "url": "", "problems": []}
-        self.state["process"] = os.getpid()
+        self.state |= {"process": os.getpid(), "time": time.time()}
         self._resume()
 
     def _resume(self) -> None:
@@ -201,13 +201,15 @@ class Follower:
         if step < 1 and len(kept) < len(stored):  # the run has begun anew
             run_id, self._place, step, kept = None, 0, -1, []
         write_atomic(path, "".join(kept))
-        self._update(run_id=run_id, step=step, time=time.time())
+        self._update(run_id=run_id, step=step)
 
     def follow(self, failed: Future[bool]) -> None:
         """Gives each row soon after it is written, until it is known whether the run `failed`."""
         pause = 0.0
         while not concurrent.futures.wait([failed], pause).done:
             pause = _POLL_SECONDS if self.catch_up() else _RETRY_SECONDS
+            if time.time() - self.state["time"] > _ALIVE_SECONDS:
+                self._update(time=time.time())
         self.close(failed.result())
 
     def catch_up(self) -> bool:
