@@ -33,7 +33,7 @@ def moved(processes, devices, **options):
     "processes, devices, options",
     [
         pytest.param(2, 2, dict(fsdp=4, reference=2), marks=pytest.mark.slow),
-        (4, 1, dict(fsdp=4, reference=2, hosts=2)),
+        pytest.param(4, 1, dict(fsdp=4, reference=2, hosts=2), marks=pytest.mark.slow),
         pytest.param(4, 2, dict(fsdp=2, reference=8), marks=pytest.mark.slow),
         (2, 3, dict(fsdp=2, reference=2, apart=1)),
         pytest.param(2, 4, dict(fsdp=2, reference=4, apart=2), marks=pytest.mark.slow),

@@ -214,7 +214,7 @@ def slow(*case):
         *(slow(case, Form(16)) for case in ("qwen2_5_vl", "qwen3_vl", "gemma3")),
         # kernels, interpreted, with heads of 8 padded to what they take
         slow("qwen2_5_vl", Form(16, "tpu", 16)),
-        ("qwen2_5_vl", Form(32, "gpu", 16)),
+        slow("qwen2_5_vl", Form(32, "gpu", 16)),
     ],
 )
 def test_tiles_give_the_features_and_gradients_of_the_mask(case, form, interpreted):

@@ -1,5 +1,8 @@
 """Every kind of sampler with every feature: a run is planned, or refused in one line, by the list
-in this file. The list may only shrink; a setting without any effect is not a feature."""
+in this file. The list may only shrink; a setting without any effect is not a feature.
+
+Nightly: samplers on their own part of the devices, whose list is that of workers.
+"""
 
 import functools
 import itertools
@@ -108,7 +111,10 @@ def cells(place):
     return in_flight | {f | {"boundary"} for f in in_flight} | {*sets_of(STREAM, range(8))}
 
 
-@pytest.mark.parametrize("place", PLACES)
+OWN_PART = pytest.param("own part", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("place", ["workers", OWN_PART, "trainer's devices"])
 def test_each_combination_is_planned_or_refused_by_the_list(place, region_with_critic):
     found, planned = {}, cells(place)
     assert len(planned) == (304 if place == "workers" else 100)

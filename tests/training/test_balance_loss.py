@@ -122,7 +122,7 @@ def on(marks=pytest.mark.slow, *, shared=True, micro=1, remat="none", **axes):
 @pytest.mark.parametrize(
     ("shared", "axes", "micro", "remat"),
     [
-        on((), micro=2),
+        on(micro=2),
         on(shared=False, micro=4),
         on(fsdp=2, context=2, tensor=2, remat="full"),
         on((), expert=2, tensor=2),
