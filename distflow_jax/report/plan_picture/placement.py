@@ -142,10 +142,9 @@ def _lanes(wires: Sequence[Wire]) -> dict[tuple[str, str], WireLane]:
             first[wire.port] = wire.source.column + 1
             last[wire.port] = max(last.get(wire.port, 0), wire.target.column - 1)
     lanes: dict[tuple[str, str], WireLane] = {}
-    taken: list[int] = []  # the last column of each height
+    taken: dict[int, int] = {}  # level -> its last column
     for port in sorted(first, key=lambda port: (first[port], last[port], port)):
-        free = [level for level, end in enumerate(taken) if end < first[port]]
-        level = free[0] if free else len(taken)
-        taken[level : level + 1] = [last[port]]
+        level = next((n for n, end in taken.items() if end < first[port]), len(taken))
+        taken[level] = last[port]
         lanes[port] = WireLane(-BOX_GAP - LANE_GAP * level, first[port], last[port])
     return lanes
