@@ -63,8 +63,8 @@ def check_references(
             problem = f"the program in column {column!r} fails the row's own cases"
             found.setdefault(problem, []).append(prompt.row)
     for problem, rows in found.items():
-        others = f", and so are rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
+        others = f"; also rows {', '.join(str(row + 1) for row in sorted(rows[1:]))}"
         raise ValueError(
-            f"{place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows looked at"
-            f"{others if rows[1:] else ''}): mend these rows, or leave them out"
+            f"{place(rows[0])}: {problem} ({len(rows)} of {len(prompts)} rows checked"
+            f"{others if rows[1:] else ''}): fix or remove these rows"
         )

@@ -130,8 +130,8 @@ def tower_form(
             best = segment if segment <= _BLOCKS[-1] else segment // _BLOCKS_OF_SEQUENCE
             return Form(block_size(chunk, best))
         head_dim = _kernel_head_dim(platform, vision.head_dim)
-        found = _by_kernel(platform, AttentionSizes(chunk, segment, rows, 1, head_dim, dtype))
         named("training.attention", "kernel", Need(ROWS, platform, head_dim, dtype))
+        found = _by_kernel(platform, AttentionSizes(chunk, segment, rows, 1, head_dim, dtype))
     except ValueError:
         return WHOLE
     return Form(found.block, found.by, head_dim)

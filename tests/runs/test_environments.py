@@ -101,7 +101,7 @@ def test_its_samples(folder):
 
 def test_its_plan(folder):
     sizes = (folder / "plan.txt").read_text()
-    assert re.search(r"decode slots +32 ", sizes) and re.search(r"trajectories +64 +under", sizes)
+    assert re.search(r"decode slots +32 ", sizes) and re.search(r"trajectories +64 +maximum", sizes)
     reads = cells_of((folder / "plan.txt").read_text(), ["node", "reads", "from", "move"])
     fields = "environment_reward, finished, response"
     assert ["reward", fields, "rollout", "stay on host"] in reads

@@ -39,17 +39,17 @@ def numbers_of(workdir, *assignments):
     ]
 
 
-STORED = run_models.States._stored
+STORED = run_models.as_stored
 
 
-def wide(self, model, params):
+def wide(params, *model, trained):
     """Float32 arrays of the same values."""
 
     def one(x):
         is_spec = isinstance(x, jax.ShapeDtypeStruct)
         return x.update(dtype=jnp.float32) if is_spec else x.astype(jnp.float32)
 
-    return jax.tree.map(one, STORED(self, model, params))
+    return jax.tree.map(one, STORED(params, *model, trained=trained))
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_numbers_are_those_of_float32(tmp_path, monkeypatch):
     for settings in ((), ("lora.rank=0",)):
         short = numbers_of(tmp_path / f"short{len(settings)}", *settings)
         with monkeypatch.context() as patch:
-            patch.setattr(run_models.States, "_stored", wide)
+            patch.setattr(run_models, "as_stored", wide)
             assert numbers_of(tmp_path / f"float32{len(settings)}", *settings) == short
         assert len(short) == 2 and all(len(row) > 10 for row in short)
 

@@ -165,7 +165,7 @@ SIZES = [
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=2 ; "
                 "training.offload=idle",
                 "stream.partial_batches='counter' would move models with training.offload='idle' "
-                "once per partial batch instead of once per step",
+                "for each partial batch",
             ),
         ],
     ),
@@ -183,7 +183,7 @@ SIZES = [
             ),
             (
                 "stream.partial_batch_rows=4 ; rollout.num_samples=16",
-                "too small for the longest group",
+                "too few for the longest group",
             ),
             (
                 "stream.partial_batch_rows=16 ; algorithm.aggregation=fixed-budget ; "
