@@ -111,7 +111,7 @@ def cells(place):
 @pytest.mark.parametrize("place", PLACES)
 def test_each_combination_is_planned_or_refused_by_the_list(place, region_with_critic):
     found, planned = {}, cells(place)
-    assert len(planned) == (304 if place == "workers" else 100)
+    assert len(planned) == (244 if place == "workers" else 60)
     for features in planned:
         both = region_with_critic if {"region", "critic"} <= features else ()
         named = itertools.chain(*(FEATURES[name] for name in FEATURES if name in features), both)
