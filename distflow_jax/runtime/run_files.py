@@ -55,6 +55,8 @@ def open_folder(
     A last checkpoint, which is saved beside the steps, is waited for at the end.
     """
     folder = run_folder(workdir)
+    if processes.process_index() == 0:  # the others have no use for their packages
+        check_trackers(config.observe.trackers)
     terminal = Terminal(enabled=processes.process_index() == 0)
     with explained_disk_errors(folder), contextlib.ExitStack() as files:
         files.enter_context(private_files(config.observe.private))
@@ -64,8 +66,6 @@ def open_folder(
         stop.before_leaving += [terminal.console.show_cursor, release]
         saved = Checkpointer(folder / "checkpoints", config.checkpoint)
         files.callback(_close, saved, terminal)
-        if processes.process_index() == 0:  # the others have no use for their packages
-            check_trackers(config.observe.trackers)
         files.enter_context(kept_programs(config.compilation_cache))
         launches = folder / "launches" / f"{processes.process_index()}.txt"
         files.enter_context(launch_log(launches if config.observe.launches else None))

@@ -103,11 +103,15 @@ def test_another_sampler_goes_on_with_the_progress(engine, params, wanted, round
     assert counts.under_way == sum(entry.num_sampled for entry in progress.values())
     returned = sum(len(r.tokens) for responses in found.values() for r in responses)
     assert counts.tokens == returned + counts.under_way
+    left = sum(len(REQUESTS[k].samples) - len(entry.episodes) for k, entry in progress.items())
+    assert sampler.lacks == left
     sampler.close()
     other = sampler_of(engine, params)
     for key in reversed(progress):  # what has begun comes before all others
         other.submit(key, REQUESTS[key], progress[key])
+    assert other.lacks == left
     assert_same(finish(other, found), wanted)
+    assert other.lacks == 0
     assert other.counts.tokens == sum(len(r.tokens) for r in wanted.values()) - counts.tokens
 
 
