@@ -292,7 +292,9 @@ def test_parameters_that_a_token_meets():
 
 def test_a_balance_loss_needs_experts():
     machine, config = Machine(1, 1, 1, "cpu"), Config(training=TrainingConfig(balance_coef=1e-3))
-    with pytest.raises(ValueError, match=r"balance_coef=0.001 is for mixture-of-experts .* use 0"):
+    with pytest.raises(
+        ValueError, match=r"balance_coef=0.001 is for a mixture of experts, .* use 0"
+    ):
         derive_sizes(config, DecoderConfig(), machine)
 
 

@@ -244,7 +244,7 @@ def test_a_size_that_no_mesh_has_is_named(pod):
 
 def test_no_layout_at_all_is_one_line(pod):
     with pytest.raises(
-        ValueError, match="this run fits no layout of gpu:1x4: mesh.expert=2 is for mixture-"
+        ValueError, match="this run fits no layout of gpu:1x4: mesh.expert=2 is for a mixture"
     ):
         sweep(search_of(pod, config_of("mesh.expert=2")))
 

@@ -102,7 +102,7 @@ def test_each_device_has_rows_of_its_own():
         (dict(expert=4), r"mesh.expert=4 does not divide the model's 6 experts; use 3 \(or any"),
         (dict(expert=12), r"mesh.expert=12 does not .* use 6 \(or any of \[1, 2, 3, 6\]\)"),
         (dict(expert=5), r"expert must be one of \[1, 2, 3, 4, 6, 12\], and fsdp what is left"),
-        (dict(expert=2, model=DecoderConfig()), "mesh.expert=2 is for mixture-.* use 1, and fs"),
+        (dict(expert=2, model=DecoderConfig()), "mesh.expert=2 is for a mixture .* use 1, and fs"),
         (dict(roles={"ACTOR": {"expert": 4}}), "does not divide the model's 6 experts; use 3"),
     ],
 )

@@ -165,7 +165,7 @@ def test_what_is_recorded_is_as_small_as_it_can_be():
 
 def test_a_dense_model_has_nothing_to_replay():
     with pytest.raises(
-        ValueError, match="router_replay=True is for mixture-of-experts .* use False"
+        ValueError, match="router_replay=True is for a mixture of experts, .* use False"
     ):
         derive_sizes(REPLAY, DecoderConfig(), Machine(1, 1, 1, "cpu"))
 

@@ -49,12 +49,14 @@ def terminated(body, *numbers, signals=BOTH):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    before = ""
     for number in numbers or [signal.SIGTERM]:
         while (line := process.stdout.readline()) != "ready\n":
             assert line, "it has ended"
+            before += line
         process.send_signal(number)
     output, _ = process.communicate(timeout=HANG)
-    return process.returncode, output
+    return process.returncode, before + output
 
 
 @pytest.mark.parametrize(
