@@ -31,7 +31,9 @@ DIVISIONS = {
     ),
     ("v5p", "8k"): Division(fsdp=64, rollout_tensor=8, micro_rows=2, cache_fraction=0.4),
     ("v5p", "32k"): Division(fsdp=64, rollout_tensor=8, context=2, cache_fraction=0.4),
-    ("v5p", "64k"): Division(fsdp=64, rollout_tensor=8, context=4, cache_fraction=0.4),
+    ("v5p", "64k"): Division(
+        fsdp=64, rollout_tensor=8, context=4, micro_rows=2, cache_fraction=0.4, offload="idle"
+    ),
     ("h100", "8k"): Division(
         fsdp=32, rollout_tensor=4, remat="attention", cache_fraction=0.6, offload="idle"
     ),
