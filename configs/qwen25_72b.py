@@ -33,7 +33,7 @@ DIVISIONS = {
         fsdp=64, rollout_tensor=8, context=2, cache_fraction=0.6, offload="idle"
     ),
     ("v5p", "64k"): Division(
-        fsdp=32, tensor=2, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
+        fsdp=16, tensor=4, rollout_tensor=8, cache_fraction=0.6, offload="idle"
     ),
     ("h100", "8k"): Division(
         fsdp=32, tensor=2, rollout_tensor=8, remat="attention", cache_fraction=0.6, offload="idle"
