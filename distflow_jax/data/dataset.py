@@ -34,7 +34,6 @@ def open_dataset(
     columns_key: ColumnsKey = TRAINING,
     image_root: str = "",
     share: RowShare | None = None,
-    truth_for: str = "",
 ) -> Dataset:
     """Opens and checks a whole data set.
 
@@ -48,7 +47,6 @@ def open_dataset(
       columns_key: the config key of `columns`, for error messages.
       image_root: folder of the images of files, `data.image_root`; "": beside the data file.
       share: the rows of files that this process checks; with several processes, all must call.
-      truth_for: the reward function that compares with each row's ground truth; "": none does.
 
     Raises:
       FileNotFoundError: there is no such file, data set or folder of images.
@@ -77,15 +75,18 @@ def open_dataset(
         if near and colon:
             raise ValueError(f"unknown kind of data set {spec!r}; {near}")
         opened = files.FileDataset(files.find_files(spec), spec, **choice, **wording)
-    opened = files.check_rows(opened, share)
-    if truth_for and (missing := opened.without_truth):
+    return files.check_rows(opened, share)
+
+
+def check_truths(dataset: Dataset, reward: str) -> None:
+    """Raises ValueError for rows without the ground truth that a reward function compares with."""
+    if missing := getattr(dataset, "without_truth", []):
         raise ValueError(
-            f"{opened.place(missing[0])}: the ground truth is missing or empty, and "
-            f"reward.function={truth_for!r} compares with it ({len(missing)} of "
-            f"{len(opened)} rows have none): fill it in, leave the rows out, or name its column "
+            f"{dataset.place(missing[0])}: the ground truth is missing or empty, and "
+            f"reward.function={reward!r} compares with it ({len(missing)} of "
+            f"{len(dataset)} rows have none): fill it in, leave the rows out, or name its column "
             "in data.columns"
         )
-    return opened
 
 
 def is_generated(spec: str) -> bool:

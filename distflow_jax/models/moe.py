@@ -221,7 +221,7 @@ def every_expert(
     h_EXD = jnp.broadcast_to(h_XD[None], (experts, *h_XD.shape))
     gated, scaled = (_into_experts(h_EXD, matrix) for matrix in (gate, up))
     weighted = jax.nn.silu(gated) * scaled * weight_EX[..., None]
-    # an expert that no token chose may overflow
+    # an expert that no token chose may overflow, but its matrices are finite
     inner_EXF = jnp.where(weight_EX[..., None] != 0, weighted, 0.0).astype(dtype)
     if isinstance(down, Int8):  # its scales do not move out of a sum over experts
         down = (down.values.astype(jnp.float32) * down.scale[:, None]).astype(dtype)

@@ -11,7 +11,7 @@ from distflow_jax.cluster import processes
 from distflow_jax.config.run_config import Config
 from distflow_jax.dag.graph import Graph
 from distflow_jax.data.column_choice import EVALUATION, INHERITED, ColumnsKey
-from distflow_jax.data.dataset import is_generated, open_dataset
+from distflow_jax.data.dataset import check_truths, is_generated, open_dataset
 from distflow_jax.data.encoded_rows import PromptEncoder
 from distflow_jax.data.example import Dataset
 from distflow_jax.data.loader import Loader, SamplerShare
@@ -61,8 +61,9 @@ def open_loader(
         columns=config.data.columns,
         image_root=config.data.image_root,
         share=_row_share(),
-        truth_for=reward if reward in NEED_TRUTH and calls_rewards(graph) else "",
     )
+    if reward in NEED_TRUTH and calls_rewards(graph):
+        check_truths(dataset, reward)
     dataset = UnpairedRows(dataset) if unpaired else dataset
     loader = Loader(
         dataset,
@@ -144,8 +145,9 @@ def load_eval_prompts(config: Config, encoder: PromptEncoder, share: SamplerShar
         columns_key=columns_key,
         image_root=data.image_root,
         share=_row_share(),
-        truth_for=config.reward.function if config.reward.function in NEED_TRUTH else "",
     )
+    if config.reward.function in NEED_TRUTH:
+        check_truths(dataset, config.reward.function)
     loader = Loader(dataset, encoder, data, seed=config.seed)
     count = min(config.eval.num_prompts or len(loader), len(loader))
     if count < (least := share.count * share.hosts):

@@ -109,7 +109,7 @@ def estimate_generation(
     response before it on average, with lengths l of response_lengths.spread. `tensor`: T.
     """
     prompts = -(-load.responses // load.group)
-    step = _Step(pod, model, engine, tensor)
+    step = _Step(pod, model, engine, tensor, load.slots)
     lengths = spread(load.mean, load.longest, load.responses)
     own = float(np.mean(lengths**2) / (2 * np.mean(lengths)))
     return GenerationEstimate(
@@ -120,21 +120,24 @@ def estimate_generation(
     )
 
 
-def _uses_all_weights(pod: Pod, model: DecoderConfig, engine: EngineConfig) -> bool:
-    """Whether tokens of a decode step pass through all weights: for a mixture, see moe.py."""
-    few = pod.chip.platform == "tpu" and engine.slots <= FEW_TOKENS
-    return few or not model.num_experts
+def _uses_all_weights(pod: Pod, model: DecoderConfig, engine: EngineConfig, slots: int) -> bool:
+    """Whether tokens of a decode step pass through all weights: for a mixture, see moe.py.
+    `slots`: of a data rank."""
+    tokens = slots * (1 + engine.speculative_tokens)
+    return not model.num_experts or (pod.chip.platform == "tpu" and tokens <= FEW_TOKENS)
 
 
 class _Step:
     """Costs on one of the T chips that share a copy of the weights."""
 
-    def __init__(self, pod: Pod, model: DecoderConfig, engine: EngineConfig, tensor: int):
+    def __init__(
+        self, pod: Pod, model: DecoderConfig, engine: EngineConfig, tensor: int, slots: int
+    ):
         self._pod, self._model, self._tensor = pod, model, tensor
         self._weights = weight_bytes(model, engine, tensor)
         # a lookup in the embedding table is no product; a tied table is also the head's matrix
         table = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-        self._every = _uses_all_weights(pod, model, engine)
+        self._every = _uses_all_weights(pod, model, engine, slots)
         passed = num_params(model) if self._every else num_active_params(model)
         self._products = 2 * (passed - table)
         self._prefilled = 2 * (num_active_params(model) - table)

@@ -63,6 +63,9 @@ class Place:
 
 # {what holds, see `check_place`: the message}
 _MOVED = {
+    "unordered": "the checkpoint of step {step} may have trained prompts before others with lower "
+    "counters, as stream.round_tokens did, which was removed: some would be trained twice; start "
+    "in a new --workdir",
     "split": "data.prompts_per_step={batch}: the checkpoint of step {step} has trained on "
     "{position} prompts, which are no whole number of such batches, so some would be trained on "
     "twice; give the number of before, or start in a new --workdir",
@@ -85,6 +88,7 @@ def check_place(info: Mapping[str, Any], step: int, config: Config) -> None:
     whole_batches = counter is None or not config.stream.ahead
     holds = {
         "ahead": config.stream.ahead,
+        "unordered": info.get("begun") is not None,
         "counted": counter is not None,
         "split": whole_batches and position % batch,
         "amid": counter is not None and counter > first,

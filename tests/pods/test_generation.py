@@ -101,10 +101,15 @@ def test_of_a_mixture_only_the_experts_of_a_token_multiply():
 
 def test_of_a_mixture_on_tpus_every_expert_multiplies_few_tokens():
     mixture = dataclasses.replace(TINY, num_experts=8, experts_per_token=2, family="qwen3_moe")
-    pod, few = traced_pod("v5e-8"), dataclasses.replace(ENGINE, slots=FEW_TOKENS)
-    many = dataclasses.replace(few, slots=FEW_TOKENS + 1)
-    load = dataclasses.replace(LOAD, responses=2, slots=2)
-    every, chosen = (estimate_generation(pod, mixture, engine, 1, load) for engine in (few, many))
+    pod = traced_pod("v5e-8")
+    # of a data rank, whatever the sampler has in all
+    few, many = (
+        dataclasses.replace(LOAD, responses=2, slots=slots)
+        for slots in (FEW_TOKENS, FEW_TOKENS + 1)
+    )
+    every, chosen = (estimate_generation(pod, mixture, ENGINE, 1, load) for load in (few, many))
+    guessing = dataclasses.replace(ENGINE, speculative_tokens=1)  # two tokens of each slot
+    assert estimate_generation(pod, mixture, guessing, 1, few).full == chosen.full
     assert every.full.compute > 2 * chosen.full.compute
     assert every.full.memory > 1.3 * chosen.full.memory  # two tokens have half of the experts
     assert every.prefill == chosen.prefill

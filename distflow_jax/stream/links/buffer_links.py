@@ -142,10 +142,16 @@ class Joining:
 
         None after `stopped()`, or if the run has ended. NobodyAnswers if none answers in time.
         """
-        links, why = self._joined(seconds, stopped)
-        if why and not stopped():
-            raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
-        return links
+        end = time.monotonic() + seconds
+        while True:  # in short passes: the file of addresses is read anew before each
+            left = end - time.monotonic()
+            links, why = self._joined(min(ANSWER_SECONDS, max(left, TRY_SECONDS)), stopped)
+            if not why:
+                return links
+            if stopped():
+                return None
+            if left <= 0:
+                raise NobodyAnswers(f"{why}; waited {seconds:g} s (--orphan_seconds)")
 
     def _joined(self, seconds: float, stopped: Callable[[], bool]) -> tuple[Links | None, str]:
         """(links or None after the end of the run, "" or why there are none)."""

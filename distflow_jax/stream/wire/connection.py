@@ -13,8 +13,10 @@ from distflow_jax.stream.wire.calls import Bytes
 from distflow_jax.stream.wire.session import Stranger
 
 READ_BYTES = 1 << 20  # at a time, so that others have their turn
+RAW_BYTES = 1 << 16  # of TLS, at a time
+MOST_RAW_BYTES = 1 << 16  # of TLS, from a caller that has not proved the token
+WRITE_BYTES = 1 << 18  # that are encrypted at a time
 _READS = 2  # a head and the bytes of its frame
-_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Answer = tuple[bytes, bytes]  # head, bytes
 # yields a number of bytes, and is sent these; or a call that runs, and is sent its result
 Conversation = Generator[int | Future[Any], Any, None]
@@ -26,6 +28,7 @@ class Connection:
     Attributes:
       host: of the other side.
       until: time at which it ends if its protocol has not advanced.
+      is_stranger: whether it has not proved the token.
       runs: the call that its protocol waits for.
       kept: bytes of that call's frame, until it begins.
       leaves: whether it ends once all pending bytes are sent.
@@ -36,17 +39,16 @@ class Connection:
     def __init__(self, connection: socket.socket, host: str, tls: ssl.SSLContext | None):
         prepare(connection)
         connection.setblocking(False)
-        if tls is not None:
-            handshake = {"server_side": True, "do_handshake_on_connect": False}
-            connection = tls.wrap_socket(connection, **handshake)  # with the first bytes
         self.socket, self.host, self.until = connection, host, 0.0
-        self.leaves, self.events = False, 0
+        self.is_stranger, self.leaves, self.events = True, False, 0
         self.runs: Future[Any] | None = None
         self.kept: Bytes = b""
         self.stuck: float | None = None
+        self._tls = None if tls is None else _Tls(tls)
         self._conversation: Conversation | None = None
         self._wanted, self._come = 0, bytearray()
         self._says: list[memoryview] = []
+        self._raw = memoryview(b"")  # of what is said, encrypted
 
     def begin(self, conversation: Conversation) -> None:
         """Begins a conversation."""
@@ -65,13 +67,14 @@ class Connection:
         for _ in range(_READS):
             if not self._flush() or self.runs is not None:
                 return False
+            before = len(self._come)
             data = self._read()
             if data is None:
                 self._flush()
-                return self._has_pending()
+                return self._tls is not None and len(self._come) > before
             self._take(self._conversation.send(data))
         self._flush()
-        return self._has_pending() or not self._wanted
+        return self._tls is not None or not self._wanted
 
     def answer(self) -> None:
         """Goes on with the result of the call that has run."""
@@ -81,7 +84,7 @@ class Connection:
     def is_gone(self) -> bool:
         """Whether the other side has left, while a call runs for it."""
         try:
-            return not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
+            return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -107,48 +110,116 @@ class Connection:
 
     def _flush(self) -> bool:
         """Sends what can be sent now; whether nothing is left. OSError once all is said."""
-        while self._says:
+        while piece := self._next_piece():
             try:
-                sent = self.socket.send(self._says[0])
-            except _NOT_NOW:
+                sent = self.socket.send(piece)
+            except BlockingIOError:
                 self.stuck = self.stuck or time.monotonic()
                 return False
-            self._says[0] = self._says[0][sent:]
-            if not self._says[0]:
+            if self._tls is not None:
+                self._raw = piece[sent:]
+            elif sent < len(piece):
+                self._says[0] = piece[sent:]
+            else:
                 del self._says[0]
         self.stuck = None
         if self.leaves:
             raise ConnectionAbortedError("all is said")
         return True
 
+    def _next_piece(self) -> memoryview:
+        """Bytes that go next, encrypted where the connection is."""
+        if self._tls is None:
+            return self._says[0] if self._says else self._raw
+        if not self._raw:
+            if self._says and self._tls.has_shaken:
+                self._tls.encrypt(self._says[0][:WRITE_BYTES])
+                self._says[0] = self._says[0][WRITE_BYTES:]
+                if not self._says[0]:
+                    del self._says[0]
+            self._raw = memoryview(self._tls.goes())
+        return self._raw
+
     def _read(self) -> Bytes | None:
         """The bytes that are wanted, once they have come."""
-        left = READ_BYTES
-        while len(self._come) < self._wanted:
-            data = self._receive(min(left, self._wanted - len(self._come))) if left else None
+        left = self._wanted - len(self._come)
+        data = b""
+        if left:
+            data = self._receive(min(left, READ_BYTES))
             if data is None:
                 return None
-            if len(data) == self._wanted:
-                return data
-            self._come += data
-            left -= len(data)
+        if len(data) == self._wanted:
+            return data
+        self._come += data
+        if len(self._come) < self._wanted:
+            return None
         come, self._come = self._come, bytearray()
         return come
 
     def _receive(self, most: int) -> bytes | None:
-        """Bytes that have come; None if there are none now. Stranger if they are not of TLS."""
+        """Bytes that have come; None if there are none now."""
+        if self._tls is None:
+            return self._raw_bytes(most)
+        if data := self._tls.decrypted(most):
+            return data
+        if (raw := self._raw_bytes(RAW_BYTES)) is None:
+            return None
+        self._tls.comes(raw)
+        if self.is_stranger and self._tls.num_come > MOST_RAW_BYTES:
+            raise Stranger("it sends more than it takes to prove the token")
+        return self._tls.decrypted(most)
+
+    def _raw_bytes(self, most: int) -> bytes | None:
         try:
             data = self.socket.recv(most)
-        except _NOT_NOW:
+        except BlockingIOError:
             return None
+        if not data:
+            raise ConnectionResetError("the other side has ended the connection")
+        return data
+
+
+class _Tls:
+    """TLS of one connection, between bytes in memory.
+
+    Attributes:
+      has_shaken: whether the handshake is done.
+      num_come: encrypted bytes that have come.
+    """
+
+    def __init__(self, context: ssl.SSLContext):
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.has_shaken, self.num_come = False, 0
+
+    def comes(self, raw: bytes) -> None:
+        """Takes encrypted bytes."""
+        self.num_come += len(raw)
+        self._incoming.write(raw)
+
+    def goes(self) -> bytes:
+        """Encrypted bytes that have to go."""
+        return self._outgoing.read()
+
+    def encrypt(self, data: memoryview) -> None:
+        """Has bytes go."""
+        self._object.write(data)
+
+    def decrypted(self, most: int) -> bytes | None:
+        """Bytes that have come; None if there are none yet. Stranger if they are not of TLS."""
+        try:
+            if not self.has_shaken:
+                self._object.do_handshake()
+                self.has_shaken = True
+            data = self._object.read(most)
+        except ssl.SSLWantReadError:
+            return None
+        except ssl.SSLZeroReturnError:
+            data = b""
         except ssl.SSLError as error:
-            if self.socket.version() is not None:
+            if self.has_shaken:
                 raise
             raise Stranger(f"its connection is not encrypted by TLS ({error.reason})") from None
         if not data:
             raise ConnectionResetError("the other side has ended the connection")
         return data
-
-    def _has_pending(self) -> bool:
-        """Whether bytes have been decrypted that nothing has read."""
-        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0

@@ -300,6 +300,7 @@ class WireServer:
     def _admit(self, connection: Connection) -> None:
         """Takes a caller in that has proved the token."""
         del self._strangers[connection]
+        connection.is_stranger = False
         if len(self._sessions) >= self._most_sessions:
             self._end(min(self._sessions, key=self._sessions.__getitem__))
         self._sessions[connection] = time.monotonic()
