@@ -149,6 +149,6 @@ def no_workers(config: StreamConfig, nodes: Sequence[str]) -> Ended:
     served = f" for {' and '.join(map(repr, nodes))} (worker --nodes)"  # beside those that sample
     return Ended(
         NO_WORKERS,
-        more=served if config.worker_nodes else "",
+        more=f" for {config.no_workers_seconds:g} s{served if config.worker_nodes else ''}",
         fix="start again, with workers, to go on",
     )
