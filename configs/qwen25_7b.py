@@ -21,13 +21,7 @@ DIVISIONS = {
         fsdp=16, tensor=2, rollout_tensor=2, micro_rows=4, cache_fraction=0.4, offload="idle"
     ),
     ("v6e", "2k"): Division(
-        fsdp=2,
-        tensor=4,
-        rollout_tensor=4,
-        remat="attention",
-        micro_rows=2,
-        cache_fraction=0.15,
-        offload="idle",
+        fsdp=2, tensor=4, rollout_tensor=4, micro_rows=4, cache_fraction=0.15, offload="idle"
     ),
     ("v5p", "2k"): Division(fsdp=4, rollout_tensor=2, micro_rows=8, cache_fraction=0.1),
     ("h100", "2k"): Division(fsdp=8, rollout_tensor=2, remat="dots", cache_fraction=0.1),

@@ -84,6 +84,8 @@ def test_every_choice_is_a_run(name, choice):
     assert [task.node.id for task in planned.plan.tasks][-1] == "actor_train"
 
 
+# 54 s a step, compiled, where the sweep's best by formulas takes 67 (docs/lab/pods.md)
+FASTER_AS_COMPILED = ("qwen25_7b", "v6e-8,2k")
 LEAST = [
     pytest.param(
         name,
@@ -104,7 +106,8 @@ def test_every_choice_is_near_the_best_of_the_sweep(name, choice):
     own = pricing.price(planned, pricing.traced(planned))
     assert own.spare >= SPARE and not own.problem
     best = price(Search(pricing))[0].guess
-    assert own.expected.middle <= 1.1 * best.expected.middle, {
+    most = 1.15 if (name, choice) == FASTER_AS_COMPILED else 1.1
+    assert own.expected.middle <= most * best.expected.middle, {
         key: value_at(best.planned.config, key) for key in SEARCHED
     }
 
