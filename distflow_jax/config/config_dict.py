@@ -45,7 +45,9 @@ RENAMED = {
     },
 }
 # keys of earlier releases that need nothing in their place
-REMOVED = ("flow.stagger", "flow.dispatch", "flow.round_tokens")
+REMOVED = {
+    f"{s}.{key}" for s in ("flow", "stream") for key in ("stagger", "dispatch", "round_tokens")
+}
 # errors that ml_collections 1.1 raises while it parses --config.KEY=VALUE: KeyError and
 # AttributeError mean an unknown key
 FLAG_ERRORS = (flags.Error, KeyError, AttributeError, IndexError, TypeError, ValueError)

@@ -157,6 +157,7 @@ SIZES = [
         _OWN,
         [
             ("flow.stagger=1", "config.flow.stagger was removed and needs no replacement: "),
+            ("stream.round_tokens=9", "config.stream.round_tokens was removed and needs no "),
             (
                 "stream.partial_batches=counter ; stream.partial_batch_prompts=99",
                 "above the 16 groups of a mini-batch",
