@@ -15,7 +15,7 @@ import types
 import pytest
 from support.paths import ROOT
 from support.programs import alive, finished
-from support.waiting import HANG, until
+from support.waiting import HANG, rest_of, until
 
 from distflow_jax.commands.launch import local
 
@@ -35,7 +35,7 @@ def start(tmp_path, code, *flags, **environment):
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=HANG)
+    output = rest_of(process)
     return process.returncode, output
 
 

@@ -7,6 +7,7 @@ that would hang.
 import contextlib
 import faulthandler
 import sys
+import threading
 import time
 
 HANG = 600.0  # seconds; nothing that ends at all takes so long, however busy the machine is
@@ -19,6 +20,19 @@ def until(condition, told=lambda: "waited in vain", *, pause=0.01):
         assert time.monotonic() < end, told()
         time.sleep(pause)
     return value
+
+
+def rest_of(process):
+    """What the process still writes until it ends, to its one pipe.
+
+    Popen.communicate with a timeout would lose lines that came with one already read.
+    """
+    hangs = threading.Timer(HANG, process.kill)
+    hangs.start()
+    try:
+        return process.communicate()[0]
+    finally:
+        hangs.cancel()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.waiting import HANG
+from support.waiting import HANG, rest_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
@@ -55,8 +55,8 @@ def terminated(body, *numbers, signals=BOTH):
             assert line, "it has ended"
             before += line
         process.send_signal(number)
-    output, _ = process.communicate(timeout=HANG)
-    return process.returncode, before + output
+    output = before + rest_of(process)
+    return process.returncode, output
 
 
 @pytest.mark.parametrize(
