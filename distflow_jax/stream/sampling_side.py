@@ -1,10 +1,11 @@
 """The interface between training and the sampler of a process, whatever its kind."""
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.stream.evaluations import Evaluations
@@ -33,8 +34,8 @@ class Hooks:
     known: Callable[[int], bool]
 
 
-class SamplingSide:
-    """Calls from the training into a sampler. A call that is not overridden has no effect.
+class SamplingSide(Protocol):
+    """Calls from the training into a sampler. A call that need not be overridden has no effect.
 
     Attributes:
       missing_workers: nodes that have waited too long for a worker.
@@ -42,18 +43,18 @@ class SamplingSide:
 
     missing_workers: list[str] = []
 
+    @abc.abstractmethod
     def start(self, hooks: Hooks) -> None:
         """Starts what samples, once; threads begin here."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def bring(self, params: Any, version: int) -> int:
         """Sends the trainer's weights to where samplers take them; returns their bytes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def hold(self, version: int) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing begins or is handed on, and samplers of this process hold this
         version or a later one."""
-        raise NotImplementedError
 
     def suspended(self, version: int) -> contextlib.AbstractContextManager[list[SamplerState]]:
         """A block as of `hold` that has the sampler's state, see Worker.suspended."""
@@ -70,9 +71,9 @@ class SamplingSide:
         """Raises what has ended the thread that samples, if anything has."""
 
     def evaluated_by(self, step: int) -> int:
-        """The version up to which evaluations are recorded after a step; on all processes alike.
-        Collective."""
-        raise NotImplementedError
+        """The version up to which evaluations are recorded after a step, -1 if samplers make none;
+        on all processes alike. Collective."""
+        return -1
 
     def status(self) -> str:
         """The workers that sample, for a line of a log on a long wait; "": there are none."""

@@ -10,6 +10,7 @@ undivided step is a step whose first partial batch has all of its groups.
 Nothing here communicates, and nothing depends on the order in which facts arrive.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -110,7 +111,7 @@ class _Open:
     under_way: bool
 
 
-class PartialBatchPlanner:
+class PartialBatchPlanner(abc.ABC):
     """The partial batches of a run; subclasses choose their groups.
 
     All processes with the same facts make the same plan.
@@ -226,9 +227,9 @@ class PartialBatchPlanner:
                 least, most = least + 1, most + 1
         return _Open(complete, in_order, under_way)
 
+    @abc.abstractmethod
     def _chosen(self, found: _Open) -> Sequence[GroupFacts] | None:
         """The groups of the next partial batch; None: it is not decided yet."""
-        raise NotImplementedError
 
 
 class CounterPlanner(PartialBatchPlanner):
