@@ -348,7 +348,7 @@ WORKER = Subcommand(
             "engine_settings",
             "file",
             "",
-            "JSON file with settings of another program's engine.",
+            "JSON file with settings of an external engine.",
         ),
     ),
     (
@@ -361,7 +361,7 @@ WORKER = Subcommand(
     """\
 Config and code must be those of the trainers; sizes of the sampler, such as
 rollout.num_slots and mesh.rollout_tensor, may differ. With HOST:PORT the run's
-token comes from DISTFLOW_TOKEN. See docs/workers.md; engines of other programs
+token comes from DISTFLOW_TOKEN. See docs/workers.md; external engines
 are in docs/foreign_engines.md.
 
 Exit code 0: the run has ended. 75: the worker stopped after SIGTERM and

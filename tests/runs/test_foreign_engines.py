@@ -1,6 +1,6 @@
-"""Runs whose workers sample with engines of other programs: they learn, whatever goes wrong.
+"""Runs whose workers sample with external engines: they learn, whatever goes wrong.
 
-Nightly: workers that sample with engines of other programs learn, whatever goes wrong; their log-
+Nightly: workers that sample with external engines learn, whatever goes wrong; their log-
 probs are ours.
 """
 
@@ -146,7 +146,7 @@ def test_worker_without_its_engine_ends_in_one_line(tmp_path):
         ("--engine=vllm:http://a", "give own, openai:http://HOST:PORT or distflow:HOST:PORT"),
         ("--engine=distflow:somewhere", "must be HOST:PORT, got 'somewhere'"),
         ("--engine=openai:ftp://a", "is no address of a server"),
-        (f"--engine_settings={settings}", "is of engines of other programs"),
+        (f"--engine_settings={settings}", "is for external engines"),
     ):
         ahead = (
             "--config.stream.workers=True",

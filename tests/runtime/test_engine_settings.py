@@ -44,7 +44,7 @@ def test_settings(tmp_path):
         ("distflow:http://a:1", {}, "must be HOST:PORT, got 'http://a:1'"),
         *((f"openai:http://{host}:1", {}, "is no address") for host in ("", "a b", "a..b", "[::")),
         *((f"openai:http://a:{port}", {}, "is no address") for port in ("", "x", 0, 65536)),
-        ("own", {"slots": 3}, "is of engines of other programs"),
+        ("own", {"slots": 3}, "is for external engines"),
         ("openai:http://a:1", {"slot": 3}, "unknown key 'slot' .*slots"),
         ("openai:http://a:1", {"slots": 0}, "slots must be an integer"),
         ("openai:http://a:1", {"try_seconds": -1}, "try_seconds must be a positive"),

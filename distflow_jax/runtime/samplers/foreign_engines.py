@@ -1,4 +1,4 @@
-"""Engines of other programs as a worker's sampler: the flag --engine, and its settings' file."""
+"""External engines as a worker's sampler: the flag --engine, and its settings' file."""
 
 import dataclasses
 import pathlib
@@ -155,7 +155,7 @@ def read_engine(flag: str, settings_file: str = "") -> EngineChoice | None:
     if flag == OWN:
         if settings_file:
             raise ValueError(
-                f"--engine_settings={settings_file} is of engines of other programs; name one with "
+                f"--engine_settings={settings_file} is for external engines; name one with "
                 "--engine=openai:URL or --engine=distflow:HOST:PORT"
             )
         return None

@@ -299,8 +299,8 @@ def _reading(path: pathlib.Path) -> Iterator[Any]:
             yield arrays
     except _DAMAGE as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged; copy it "
-            "again, or record the run again"
+            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or another "
+            "version of distflow_jax wrote it; copy it again, or record the run again"
         ) from error
 
 
