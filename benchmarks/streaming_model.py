@@ -29,9 +29,11 @@ SLOTS = 256
 PROMPTS, SAMPLES = 32, 8  # of a step
 CALL = 16  # decode steps of a call
 MEDIAN, CAP = 128, 1024  # of a response's length, tokens
-STEP = 0.008  # seconds of a decode step on one device without an active slot: weights are read
+# Seconds of a decode step on one device without an active slot: it reads the weights of
+# Qwen2.5-32B, 65.5 GB in bfloat16, at the 2,765 GB/s of a v5p chip
+STEP = 0.024
 # Seconds by the width of a group of devices. A slot's keys and values take 1 / 64 of STEP on one
-# device. Links, and prefill of 1,024 tokens: pods/generation.py for Qwen2.5-32B on v5p chips
+# device. Links, and prefill of 1,024 tokens: pods/generation.py for the same model and chip
 DECODE = {
     1: Decode(STEP, STEP / 64, STEP * 6.1),
     2: Decode(STEP * (1 / 2 + 0.011), STEP * (1 / 128 + 0.0006), STEP * 3.6),
