@@ -7,13 +7,16 @@ the others. `train` opens the resources of a run, and `loop` makes its steps. A 
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
     measure(run, metrics)
 
-`steps.run` executes the nodes of the graph in plan order. Each node is a function of stages/; the
-coordinator holds the batch between nodes. With the built-in graph grpo (configs/dags/grpo.yaml):
+`steps.run` executes the nodes of the graph in plan order. Each node is a function of stages/,
+found by registry.STAGES; the coordinator holds the batch between nodes. With the built-in graph
+grpo (configs/dags/grpo.yaml), by the ids of its nodes:
 
     batch |= rollout(sampler, batch)                      # response, rollout_logp
     batch |= reward(batch)                                # score
+    batch |= old_logp(policy, batch)                      # old_logp, if the config needs it
+    batch |= reference(reference_model, batch)            # ref_logp, if the config needs it
     batch |= advantage(batch)                             # advantage
-    policy, metrics = update(policy, batch)
+    policy, metrics = actor_train(policy, batch)
 
 A node on a mesh is a compiled Program. Runs differ only in their source (runtime/sample_source.py).
 Synchronous: `begin` copies the weights of the step before to the sampler and all nodes run, rewards
@@ -41,11 +44,10 @@ from distflow_jax.planning.plan_run import PreparedRun, prepare
 from distflow_jax.planning.step_schedule import StepSchedule
 from distflow_jax.report import log_lines, run_end
 from distflow_jax.report.terminal import Terminal
-from distflow_jax.runtime import open_run as actions
+from distflow_jax.runtime import step_actions
 from distflow_jax.runtime.build import Runtime, build
 from distflow_jax.runtime.instruments import open_instruments
 from distflow_jax.runtime.mfu import Utilization
-from distflow_jax.runtime.open_run import OpenRun, measure, metrics_on_host, next_step, rehearsal
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce
 from distflow_jax.runtime.run_files import changes_named, open_folder, recorded_date
@@ -54,6 +56,7 @@ from distflow_jax.runtime.run_state import first_or_restored_state
 from distflow_jax.runtime.samplers.make_source import make_source
 from distflow_jax.runtime.samplers.replays import open_recording
 from distflow_jax.runtime.settled_implementations import settle_implementations
+from distflow_jax.runtime.step_actions import OpenRun
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import make_steps
 from distflow_jax.stream.links.buffer_addresses import forget_end
@@ -191,27 +194,27 @@ def one_step(run: OpenRun) -> Metrics:
     """
     state, source, step = run.state, run.source, run.state.step
     source.begin(step)
-    state.models, on_devices = run.steps.run(step, state.models, rehearsal(run))
-    metrics = metrics_on_host(run, on_devices)
+    state.models, on_devices = run.steps.run(step, state.models, step_actions.rehearsal(run))
+    metrics = step_actions.metrics_on_host(run, on_devices)
     metrics |= source.offer(step, metrics, needed=run.schedule.evaluates(step))
-    measure(run, metrics)
+    step_actions.measure(run, metrics)
     return metrics
 
 
-def after_step(stop: StopSignal) -> Sequence[tuple[actions.Due, actions.Action]]:
+def after_step(stop: StopSignal) -> Sequence[tuple[step_actions.Due, step_actions.Action]]:
     """Actions after a step, in order, as (condition, action)."""
     return (
-        (lambda run: run.recorder.takes_samples, actions.write_samples),
-        (lambda run: run.instruments.profile.ends_with(run.state.step), actions.write_profile),
-        (lambda run: not run.times.warm, actions.describe_first),
-        (actions.always, actions.show),
-        (actions.always, actions.evaluate),
-        (actions.always, actions.record),
-        (actions.always, lambda run, metrics: stop.step_finished()),
-        (actions.always, lambda run, metrics: run.checkpointer.check()),
-        (lambda run: run.schedule.saves(run.state.step), actions.checkpoint),
-        (actions.always, actions.check_lost_steps),
-        (lambda run: processes.any_process(stop.is_set()), actions.preempt),
+        (lambda run: run.recorder.takes_samples, step_actions.write_samples),
+        (lambda run: run.instruments.profile.ends_with(run.state.step), step_actions.write_profile),
+        (lambda run: not run.times.warm, step_actions.describe_first),
+        (step_actions.always, step_actions.show),
+        (step_actions.always, step_actions.evaluate),
+        (step_actions.always, step_actions.record),
+        (step_actions.always, lambda run, metrics: stop.step_finished()),
+        (step_actions.always, lambda run, metrics: run.checkpointer.check()),
+        (lambda run: run.schedule.saves(run.state.step), step_actions.checkpoint),
+        (step_actions.always, step_actions.check_lost_steps),
+        (lambda run: processes.any_process(stop.is_set()), step_actions.preempt),
     )
 
 
@@ -223,11 +226,11 @@ def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = on
     stop.when_stopped(run.source.stop_waiting)
     try:
         while run.state.step < run.prepared.config.training.steps:
-            with next_step(run):
+            with step_actions.next_step(run):
                 metrics = step(run)
             for due, action in after_step(stop):
                 if due(run):
                     action(run, metrics)
     except Ended as ended:
-        return actions.end_early(run, ended, stop)
+        return step_actions.end_early(run, ended, stop)
     return EXIT_DONE

@@ -29,7 +29,7 @@ from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.schedules import Decode
 from distflow_jax.run import one_step
 from distflow_jax.runtime.build import Runtime, Span, build
-from distflow_jax.runtime.open_run import OpenRun
+from distflow_jax.runtime.step_actions import OpenRun
 from distflow_jax.sandbox.descendants import descendants, usage
 from distflow_jax.training.state import TrainState
 from distflow_jax.training.update import HAS_SEQUENCES

@@ -24,7 +24,7 @@ from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.run import loop, one_step, open_run
 from distflow_jax.runtime.build import Runtime, Span, build
-from distflow_jax.runtime.open_run import OpenRun
+from distflow_jax.runtime.step_actions import OpenRun
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.supervision import StopSignal
 

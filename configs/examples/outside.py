@@ -12,7 +12,7 @@ from distflow_jax.batch import Prompt
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
-from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.make_engine import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 from distflow_jax.service.trainer import Trainer
 

@@ -275,7 +275,8 @@ def cpgd(outcome: Outcome, *, cpgd_weight: str) -> AdvantageAndReturn:
     return _spread(outcome, centred)
 
 
-ESTIMATORS: dict[str, Callable[..., AdvantageAndReturn]] = {  # f(outcome, **options)
+# f(outcome, **options); ADVANTAGES (config/algorithm_tables.py) has their reads and options
+ESTIMATORS: dict[str, Callable[..., AdvantageAndReturn]] = {
     "gae": gae,
     "grpo": grpo,
     "dr_grpo": dr_grpo,

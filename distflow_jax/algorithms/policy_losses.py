@@ -1,5 +1,6 @@
-"""Per-token policy losses: their common arguments and results, and the table POLICY_LOSSES.
+"""Per-token policy losses: their common arguments and results, and the table LOSSES of functions.
 
+POLICY_LOSSES (config/algorithm_tables.py) has their options.
 R rows, L tokens per row, S sequences per row. Aggregation (aggregate.py) and correction weights
 (correction.py) are the same for every loss and are applied elsewhere.
 """

@@ -15,7 +15,7 @@ from distflow_jax.planning.run_data import prompt_encoder
 from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.programs.units import format_bytes
 from distflow_jax.rollout.decode_state import EngineConfig
-from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.make_engine import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes, read_weights
 from distflow_jax.serving.access import Access, read_access
 from distflow_jax.serving.messages import SERVICE

@@ -1,6 +1,7 @@
 """The advantages, policy losses and corrections: which settings each takes, with its defaults.
 
-Their functions have the same names in tables of distflow_jax/algorithms/.
+Their functions have the same names in tables of distflow_jax/algorithms/: those of ADVANTAGES in
+ESTIMATORS (advantages.py), of POLICY_LOSSES in LOSSES (policy_losses.py).
 """
 
 import dataclasses

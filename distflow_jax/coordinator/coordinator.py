@@ -107,6 +107,7 @@ class Coordinator:
             return value
         key = (edge.source, edge.field, edge.target_layout)
         if key not in store.moved:
+            # the span has the name of one move and times all: pack, share and unpack too
             with self._span("reshard"), processes.coordinating():
                 store.moved[key] = self._move(edge, value)
         return store.moved[key]

@@ -105,6 +105,7 @@ def run_units(
 ) -> Metrics:
     """Runs units in order, and returns their metrics; see `run_step`.
 
+    `runners` are made by runtime/build.py, from the stages that stages/registry.py has for nodes.
     Updates `states` and `ran`, the sources whose values exist.
     """
     metrics: Metrics = {}

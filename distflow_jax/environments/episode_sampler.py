@@ -18,7 +18,7 @@ from distflow_jax.rollout.requests import GroupRequest, Partial, Response
 from distflow_jax.rollout.sampler import SamplerState
 from distflow_jax.rollout.scheduling.scheduler import Scheduler
 
-Key = Hashable  # of a request, chosen by the caller
+RequestKey = Hashable  # chosen by the caller; stream/tasks.py's Key where samplers run ahead
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class Counts(NamedTuple):
 class _Request:
     """A request that is not complete."""
 
-    key: Key
+    key: RequestKey
     request: GroupRequest
     episodes: dict[int, Episode] = dataclasses.field(default_factory=dict)  # by sample
 
@@ -86,7 +86,7 @@ class EpisodeSampler:
         self._engine, self._environments, self._on_response = engine, environments, on_response
         self.in_turns = environments is not None
         self._state = state
-        self._open: dict[Key, _Request] = {}
+        self._open: dict[RequestKey, _Request] = {}
         self._pending: collections.deque[_Request] = collections.deque()  # for slots of their own
         self._ended: list[_Request] = []
         self._scheduler: Any = None  # of `start`
@@ -124,7 +124,7 @@ class EpisodeSampler:
         """Whether a response is under way, or a request is yet to be returned by `round`."""
         return bool(self._open or self._ended)
 
-    def submit(self, key: Key, request: GroupRequest, progress: Progress = UNBEGUN) -> None:
+    def submit(self, key: RequestKey, request: GroupRequest, progress: Progress = UNBEGUN) -> None:
         """Adds a request, to go on with the `progress` of an earlier sampler.
 
         What has begun comes before all other requests, the last one first; responses in turns that
@@ -145,7 +145,7 @@ class EpisodeSampler:
             keep = functools.partial(self._keep, entry)
             self._started().submit(request, keep)
 
-    def round(self) -> list[tuple[Key, list[Episode]]]:
+    def round(self) -> list[tuple[RequestKey, list[Episode]]]:
         """One round of the scheduler; returns requests that are complete now, their responses in
         the order of their numbers."""
         if self._open:
@@ -190,7 +190,7 @@ class EpisodeSampler:
         self._state = state
         self._restore(partials)
 
-    def drop(self, keys: Collection[Key]) -> None:
+    def drop(self, keys: Collection[RequestKey]) -> None:
         """Answers some requests no longer: `round` returns none of them. Tokens of others are read
         again, but for responses in turns."""
         partials: list[Partial] = []
@@ -207,7 +207,7 @@ class EpisodeSampler:
         if not self.busy:
             self._stop()
 
-    def progress(self) -> dict[Key, Progress]:
+    def progress(self) -> dict[RequestKey, Progress]:
         """Samples of each request that `round` has not returned, which do not grow any more.
 
         Of responses in turns only those that have ended.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from distflow_jax.batch import Prompt
-from distflow_jax.environments.episode_sampler import EpisodeSampler, Key
+from distflow_jax.environments.episode_sampler import EpisodeSampler, RequestKey
 from distflow_jax.environments.episodes import Episode, single_turn, without_lone
 from distflow_jax.environments.registry import Environments
 from distflow_jax.rollout.engine.engine import RolloutEngine
@@ -36,7 +36,7 @@ def _in_turns(
     sampler: EpisodeSampler, requests: Sequence[GroupRequest]
 ) -> tuple[SamplerState, list[Episode], RolloutStats]:
     """Answers requests in turns, the longest expected first; closes the sampler."""
-    found: dict[Key, list[Episode]] = {}
+    found: dict[RequestKey, list[Episode]] = {}
     for i in sorted(range(len(requests)), key=lambda i: (-requests[i].prompt.expected_length, i)):
         sampler.submit(i, requests[i])
     try:

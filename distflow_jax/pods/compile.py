@@ -16,7 +16,7 @@ from distflow_jax.pods.topology import Pod
 from distflow_jax.programs.costs import Costs, costs_of, in_turn
 from distflow_jax.rollout.cache_sizing import weight_bytes
 from distflow_jax.rollout.engine.engine import weight_layout
-from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.make_engine import make_engine, make_sync
 from distflow_jax.training.state import TrainState
 
 # "Used 17.5G of 15.75G hbm", or "(16.29G) exceeds available HBM (15.75G)"

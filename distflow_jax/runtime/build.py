@@ -31,7 +31,7 @@ from distflow_jax.resharding.weight_sync import WeightSync
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.runtime.contexts import ContextFactory
 from distflow_jax.runtime.host_offload import Offload
-from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.make_engine import make_engine, make_sync
 
 Span = Callable[[str], contextlib.AbstractContextManager]
 

@@ -11,12 +11,16 @@ The way of a group:
   worker's connection, BufferService):
     Producer.admit begins it, TaskBuffer.lease leases it to a Worker, which samples it by its
     EpisodeSampler; SampleRequests.submit (submit_here without a connection) takes its samples
-  the same thread, or BufferThread for workers:
+  the same thread, or WorkersSide for workers:
     Driver.hand_on takes it out of the buffer (Producer.collect), for the nodes that run on it
   HostThread, and workers for nodes that they run:
     rewards and other nodes on the host; then `group.done`
   the training thread:
     Agreement.next waits for the groups of a partial batch, StepGroups.join makes fields of them
+
+The way of weights: `offer` or `begin`, Publications.publish, then SamplingSide.bring, which loads
+them (InlineLink), delivers them to the sampler's thread (ThreadLink), or stores them for workers
+(WorkersSide). Link.advance takes delivered or stored ones between two decode calls: Worker.load.
 """
 
 import contextlib
@@ -67,8 +71,8 @@ class KeptGroups:
 class Ahead:
     """Samples made while earlier steps trained; see runtime/sample_source.py.
 
-    Samplers with devices of their own sample in a thread. On the trainer's devices, the training
-    thread samples while it waits for groups. Construct it on all processes at once.
+    A step is at least one partial batch, with partial_batches=off exactly one. Construct it on all
+    processes at once.
 
     Attributes:
       place: position in the data.
@@ -180,8 +184,7 @@ class Ahead:
         not run again.
 
         For the rule the step is finished then (Admission.finish), though nodes have still to train.
-        With partial_batches=off a step is one partial batch. Collective; raises what
-        `partial_batches` does.
+        Collective; raises what `partial_batches` does.
         """
         with self._trainer.phase("wait_for_samples"):
             store, metrics = self.take(step)
@@ -192,11 +195,7 @@ class Ahead:
 
     def take(self, step: int) -> tuple[FieldStore, Metrics]:
         """The fields of all of this process's groups of a step, once all its partial batches are
-        decided, and metrics of the nodes that ran on them.
-
-        With partial_batches=off the step is one partial batch: then this waits until all processes
-        have all their groups of the step.
-        """
+        decided, and metrics of the nodes that ran on them."""
         admission = self.producer.admission
 
         def decided() -> bool:  # then all groups of the step are done

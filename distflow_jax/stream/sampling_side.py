@@ -1,4 +1,11 @@
-"""The interface between training and the sampler of a process, whatever its kind."""
+"""The interface between training and the sampler of a process, whatever its kind.
+
+SamplingSide  samples in           Link of the worker  weights after `bring`
+InlineLink    the training thread  InlineLink          are loaded
+ThreadLink    a thread beside it   ThreadLink          wait in host memory; the newest are loaded
+OrderedLink   a thread beside it   OrderedLink         wait in host memory; a step has one version
+WorkersSide   other jobs           RemoteLink          are in WeightStore, which workers pull from
+"""
 
 import abc
 import contextlib

@@ -10,7 +10,7 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import Episode
 from distflow_jax.rollout.requests import Partial
 
-Key = tuple[int, str]  # counter of the prompt, id of the node
+Key = tuple[int, str]  # of a task: counter of the prompt, id of the node
 
 SAMPLING = ""  # what workers that sample serve, beside ids of nodes
 EVALUATION = "(evaluation)"  # node of the groups of an evaluation, which they serve too

@@ -1,7 +1,9 @@
 """The worker: samples groups of a task buffer with the weights it receives.
 
-A worker runs in the training thread, in a thread beside it, or in a separate job. Between two
-decode calls, its link (stream/links/) supplies due work and takes finished responses.
+Every run ahead has workers: in the training thread, in a thread beside it, or, with stream.workers,
+in separate jobs. Between two decode calls, the worker's link (stream/links/) supplies due work and
+takes finished responses. The calls of a round: Driver.wait_until > SamplingSide.round (or a loop of
+a thread or job) > Worker.round > EpisodeSampler.round > Scheduler.step > StepLoop.decode_round.
 """
 
 import contextlib

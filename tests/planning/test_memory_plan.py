@@ -41,7 +41,7 @@ from distflow_jax.programs.units import format_bytes, in_unit_of
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.rollout.engine.engine_programs import sampler_programs
 from distflow_jax.runtime.build import build, make_meshes, trace
-from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.make_engine import make_engine
 from distflow_jax.training.state import sharded_params
 from distflow_jax.training.update import with_sums
 

@@ -18,7 +18,7 @@ from distflow_jax.models.weights.source import open_shapes
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.machine_names import named_machine
 from distflow_jax.planning.plan_run import plan_run, prepare
-from distflow_jax.runtime.samplers.run_nodes import read_nodes
+from distflow_jax.runtime.samplers.worker_nodes import read_nodes
 
 WORKERS = "--config.stream.workers=True"
 HERE = Machine(1, 1, 1, "cpu")

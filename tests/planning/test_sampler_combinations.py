@@ -13,7 +13,7 @@ from support.tiny_config import tiny_config
 from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.plan_run import plan_run
-from distflow_jax.runtime.samplers.run_nodes import read_nodes
+from distflow_jax.runtime.samplers.worker_nodes import read_nodes
 
 MACHINE = Machine(2, 16, 8, "cpu", memory=1 << 32, host_memory=1 << 32)
 COMMON = (

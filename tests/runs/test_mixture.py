@@ -15,7 +15,7 @@ from distflow_jax.models.weights.source import open_model
 from distflow_jax.planning.machine import Machine
 from distflow_jax.planning.sizes import derive_sizes
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.make_sampler import make_engine
+from distflow_jax.runtime.make_engine import make_engine
 from distflow_jax.runtime.samplers.standalone_sampler import answer_sizes
 
 SMALL = (

@@ -16,7 +16,8 @@ from support.tiny_config import SMALL_AHEAD, tiny_config
 
 from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.runtime.open_run import measure
+from distflow_jax.runtime import step_actions
+from distflow_jax.runtime.step_actions import measure
 from distflow_jax.training.state import TrainState
 
 SMALL = (
@@ -92,7 +93,7 @@ def gradients_of(monkeypatch, folder, *assignments):
         measure(run, metrics)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", kept)
+        patch.setattr(step_actions, "measure", kept)
         return trained(folder, *assignments, *PLAIN), found
 
 

@@ -9,7 +9,7 @@ from distflow_jax.checkpoint import additions
 from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.cluster import processes
 from distflow_jax.config.upkeep_config import CheckpointConfig
-from distflow_jax.runtime.samplers.run_ahead import warn_if_incomplete
+from distflow_jax.runtime.samplers.trainer_side import warn_if_incomplete
 
 OF = additions.FOLDER
 

@@ -98,7 +98,7 @@ class Scheduler:
         these, begins the next call; returns what had ended in the one before."""
         if self._paused or not self.busy:
             return []
-        self._loop.round()
+        self._loop.decode_round()
         ended, self._loop.ended = self._loop.ended, []
         return [response for _, response in ended]
 

@@ -57,7 +57,7 @@ class StepLoop:
         """Sequences that can be admitted: slots without one, where there are lanes too."""
         return sum(map(self.slots.places, range(len(self.slots.free))))
 
-    def round(self) -> None:
+    def decode_round(self) -> None:
         """Waits for the call in flight, fills slots, begins the next call, delivers the last."""
         if self.slots.calls.in_flight is None:
             self._begin_call()

@@ -25,8 +25,12 @@ from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import Synchronous, reads_step
 from distflow_jax.runtime.samplers.replays import Recorded, make_record_writer, make_replay
-from distflow_jax.runtime.samplers.run_ahead import PLANNERS, make_trainer, warn_if_incomplete
-from distflow_jax.runtime.samplers.run_buffers import serve_workers
+from distflow_jax.runtime.samplers.serve_workers import serve_workers
+from distflow_jax.runtime.samplers.trainer_side import (
+    PLANNERS,
+    make_trainer_calls,
+    warn_if_incomplete,
+)
 from distflow_jax.stages.rollout import node_sampling
 from distflow_jax.stream.ahead import Ahead, KeptGroups
 from distflow_jax.stream.batches.partial_batches import PartialBatchPlanner
@@ -72,31 +76,27 @@ def make_source(
     the checkpoint that the run goes on from. The samplers must have been started.
     """
     config, phases = prepared.config.stream, instruments.phases
-
-    def now(
-        source: Synchronous | Recorded | Ahead,
-    ) -> tuple[Synchronous | Recorded | Ahead, EvaluateNow]:
-        return source, EvaluateNow(prepared, runtime, state, source, recorder, schedule, phases)
-
+    source: Synchronous | Ahead | Recorded
     if prepared.recording is not None:
-        folder = checkpointer.folder.parent
-        return now(make_replay(prepared, prepared.recording, folder, state, place))
+        source = make_replay(prepared, prepared.recording, checkpointer.folder.parent, state, place)
+        return source, EvaluateNow(prepared, runtime, state, source, recorder, schedule, phases)
     added = additions(checkpointer.folder / str(state.step)) if state.step else []
     _tell_of_staleness(added, config, state.step)
     if not config.ahead:
         if added or place.account is not None:  # for a run that goes on with samplers ahead
             account = _account(checkpointer, state, place, added)[1]
             place.account = account.saved(under_way=0).to_dict()
-        return now(Synchronous(prepared, runtime, state, place, instruments))
-
-    def ahead(evaluates: Callable[[int], bool]) -> Ahead:
-        trainer = make_trainer(prepared, runtime, state, instruments, schedule, evaluates)
-        return _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
-
-    if not config.workers and config.weight_update != "boundary":
-        return now(ahead(lambda version: False))
-    source = ahead(_evaluates(schedule, recorder, state.step))
-    return source, EvaluateAhead(prepared, source, recorder, schedule, phases)
+        source = Synchronous(prepared, runtime, state, place, instruments)
+        return source, EvaluateNow(prepared, runtime, state, source, recorder, schedule, phases)
+    samplers_evaluate = config.workers or config.weight_update == "boundary"
+    evaluates = (
+        _evaluates(schedule, recorder, state.step) if samplers_evaluate else lambda version: False
+    )
+    trainer = make_trainer_calls(prepared, runtime, state, instruments, schedule, evaluates)
+    source = _make_ahead(prepared, runtime, state, place, trainer, checkpointer, added, evaluates)
+    if samplers_evaluate:
+        return source, EvaluateAhead(prepared, source, recorder, schedule, phases)
+    return source, EvaluateNow(prepared, runtime, state, source, recorder, schedule, phases)
 
 
 def _evaluates(schedule: StepSchedule, recorder: Recorder, step: int) -> Callable[[int], bool]:

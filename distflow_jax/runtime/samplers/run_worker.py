@@ -36,10 +36,10 @@ from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.requests import SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.make_engine import make_engine, make_sync
 from distflow_jax.runtime.samplers.file_limit import raise_file_limit
 from distflow_jax.runtime.samplers.foreign_engines import EngineChoice
-from distflow_jax.runtime.samplers.run_nodes import Hosting, own_sizes, read_nodes
+from distflow_jax.runtime.samplers.worker_nodes import Hosting, own_sizes, read_nodes
 from distflow_jax.stream.links.buffer_addresses import addresses
 from distflow_jax.stream.links.buffer_client import BufferClient
 from distflow_jax.stream.links.buffer_links import Joining, Links, NobodyAnswers, Patience

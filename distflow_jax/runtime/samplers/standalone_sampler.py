@@ -19,7 +19,7 @@ from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.rollout.decode_state import EngineConfig
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.sampler import SamplerState
-from distflow_jax.runtime.make_sampler import make_engine, make_sync
+from distflow_jax.runtime.make_engine import make_engine, make_sync
 
 
 @dataclasses.dataclass

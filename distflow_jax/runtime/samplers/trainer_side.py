@@ -1,4 +1,4 @@
-"""A run's side of samplers that run ahead: its training beside them, and how it takes groups."""
+"""The trainer's side of samplers that run ahead: its calls (TrainerCalls), how it takes groups."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from distflow_jax.stream.schedule import Admission
 log = logging.getLogger("distflow_jax")
 
 
-def make_trainer(
+def make_trainer_calls(
     prepared: PreparedRun,
     runtime: Runtime,
     state: RunState,

@@ -1,6 +1,6 @@
-"""The lease monitor of a trainer process that remote workers sample for.
+"""The sampling side of a run whose workers are in other jobs: a thread that monitors leases.
 
-Its thread begins groups by the rule, passes complete groups and evaluations on, ends expired
+The thread begins groups by the rule, passes complete groups and evaluations on, ends expired
 leases, and logs missing workers.
 """
 
@@ -36,8 +36,8 @@ class WorkerServer:
     leave: Callable[[], None]  # closes it, at the end
 
 
-class BufferThread(SamplingSide):
-    """Monitors leases until it is closed."""
+class WorkersSide(SamplingSide):
+    """Serves workers of other jobs, and monitors their leases, until it is closed."""
 
     def __init__(
         self,

@@ -14,8 +14,7 @@ from distflow_jax.dag.graph import Node
 from distflow_jax.layout import Layout
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.runtime.samplers.worker_log import Move, WorkerLog
-from distflow_jax.stream import buffer_thread
-from distflow_jax.stream.buffer_thread import LEAVING_SECONDS, BufferThread, WorkerServer
+from distflow_jax.stream import workers_side
 from distflow_jax.stream.evaluations import NOTHING_EVALUATED, Evaluations
 from distflow_jax.stream.host_nodes import NodesAhead
 from distflow_jax.stream.host_thread import HostThread
@@ -27,6 +26,7 @@ from distflow_jax.stream.schedule import Admission, Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import SAMPLING, Piece
 from distflow_jax.stream.weight_store import WeightStore
+from distflow_jax.stream.workers_side import LEAVING_SECONDS, WorkerServer, WorkersSide
 
 LEASE, NO_WORKERS = 10.0, 100.0
 NODE = Node("gen", "ROLLOUT", "MODEL_INFERENCE", [], ["uid", "prompt"], ["response"])
@@ -69,7 +69,7 @@ def waiting(monkeypatch, caplog):
     """(task buffer, thread, after): two steps of two groups wait; `after(seconds)` is the log
     then."""
     clock, lock = Clock(), threading.Condition()
-    monkeypatch.setattr(buffer_thread, "time", clock)
+    monkeypatch.setattr(workers_side, "time", clock)
     buffer = TaskBuffer(Rule(2, 1), exact=False, version=0, lease_seconds=LEASE, max_tries=2)
     prompts = [dataclasses.replace(prompt_of(c + 1, [1, 2]), counter=c) for c in range(4)]
     batches = [prompts[:2], prompts[2:]]
@@ -93,7 +93,7 @@ def waiting(monkeypatch, caplog):
     after.clock, after.starving = clock, []
     caplog.set_level("INFO", "distflow_jax")
     workers = WorkerLog("distflow worker --join=x")
-    thread = BufferThread(
+    thread = WorkersSide(
         producer,
         lambda params, version, evaluated: 0,
         open_evaluations=2,
@@ -269,7 +269,7 @@ def evaluating():
         return 8
 
     workers = WorkerLog("")
-    thread = BufferThread(
+    thread = WorkersSide(
         producer,
         store,
         open_evaluations=2,

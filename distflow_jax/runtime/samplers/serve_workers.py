@@ -20,7 +20,6 @@ from distflow_jax.runtime.host_offload import Offload
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.samplers.file_limit import most_workers, raise_file_limit
 from distflow_jax.runtime.samplers.worker_log import WorkerLog
-from distflow_jax.stream.buffer_thread import BufferThread, WorkerServer
 from distflow_jax.stream.frames.frames import FRAME_BYTES
 from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
@@ -36,6 +35,7 @@ from distflow_jax.stream.schedule import weight_buffers
 from distflow_jax.stream.weight_store import WeightStore
 from distflow_jax.stream.weight_wire import weight_methods
 from distflow_jax.stream.wire.wire_server import WireServer
+from distflow_jax.stream.workers_side import WorkerServer, WorkersSide
 
 END_SECONDS = 3.0  # in which workers hear that the run is over
 
@@ -46,7 +46,7 @@ def serve_workers(
     producer: Producer,
     offload: Offload,
     checkpoints: pathlib.Path,
-) -> BufferThread:
+) -> WorkersSide:
     """The task buffer of a run with workers, who may join from now on. Collective.
     WORKDIR/task_buffers.json names the task buffers.
     """
@@ -106,7 +106,7 @@ def serve_workers(
             answers.end(END_SECONDS)
         server.close()
 
-    return BufferThread(
+    return WorkersSide(
         producer,
         store,
         open_evaluations=kept,
