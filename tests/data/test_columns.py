@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -309,6 +310,16 @@ def test_no_answer_of_a_row_is_left_unread(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "\ud83d"}, "column 'rejected': half of a ch"),
         ({"chosen": said("a", "b"), "rejected": said("a", "\ud83d")}, "'rejected': half of a char"),
         ({"prompt": "a", "data_source": "\ud83d"}, "column 'data_source': half of a character"),
+        ({"question": "a", "answer": math.nan}, "column 'answer': expected text, got nan"),
+        ({"question": "a", "answer": math.inf}, "column 'answer': expected text, got inf"),
+        ({"prompt": [turn("", "a")]}, "column 'prompt': message 0 needs text in 'role'"),
+        ({"prompt": "a", "messages": said("b")}, "'messages': is a prompt, and so is 'prompt'; "),
+        (
+            {"prompt": "a", "conversations": said("b")},
+            "data.columns={'prompt': 'prompt'} or data.columns={'conversations': 'conversations'}",
+        ),
+        ({"messages": said("a"), "conversations": said("b")}, "'conversations': is a prompt"),
+        ({"system": "Be brief.", "conversations": said("a")}, "'system': would not be read"),
     ],
 )
 def test_a_row_that_could_not_be_read_whole_is_an_error(tmp_path, row, message):
