@@ -211,11 +211,9 @@ class Tokenizer:
         whole = self.render(turns, add_generation_prompt=False, variables=given)
         self.check_end(message["role"] for message in turns)
         text = message_parts.answer_text(self.render(prompt), whole, turn)
-        message_parts.check_cut(turn, text, self._ends)
-        ids = self.encode(text)
-        found = np.flatnonzero(np.isin(ids, self.stop_ids))
-        if len(found):
-            return ids[: found[-1] + 1]  # the model does not sample text after the end of its turn
+        ids = self.encode(message_parts.up_to_end(turn, text, self._ends))
+        if len(ids) and ids[-1] in self.stop_ids:
+            return ids
         spelled = [id for end, id in self._ends.items() if end in self.chat_template]
         return np.append(ids, np.int32((spelled or self.stop_ids)[-1]))
 

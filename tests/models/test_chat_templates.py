@@ -210,11 +210,29 @@ def test_an_empty_thought_of_the_template_is_not_added(templates, template, kind
     assert tokenizer.decode(ids, skip_special=False) == text + "<|im_end|>"
 
 
+@pytest.mark.parametrize("thought", [5, ["a"], {"effort": "high"}])
+def test_a_thought_that_is_no_text_is_refused(templates, thought):
+    answer = [{"role": "assistant", "content": FINAL, "reasoning": thought}]
+    with pytest.raises(ValueError, match="'reasoning(_content)?' must be text, got"):
+        templates("plain").encode_answer(ASKED, answer)
+
+
 @pytest.mark.parametrize("name", ["plain", "parses_think", "opens_think"])
 def test_an_answer_with_two_thoughts_is_refused(templates, name):
     twice = [{"role": "assistant", "content": ANSWERS["lines"], "reasoning_content": THOUGHT}]
     with pytest.raises(ValueError, match="one under 'reasoning_content': leave one out"):
         templates(name).encode_answer(ASKED, twice)
+
+
+@pytest.mark.parametrize("answer", ["Five.", "", "The end token <|im_end|> is written so."])
+def test_an_answer_ends_with_the_first_end_token_behind_it(templates, answer):
+    """As Phi-3's template, which writes the end of the text behind a conversation."""
+    tokenizer = templates("plain")
+    stop_ids = tokenizer.stop_ids + (tokenizer.backend.token_to_id("</s>"),)
+    template = TRAITS["plain"] + "{% if not add_generation_prompt %}</s>{% endif %}"
+    tokenizer = dataclasses.replace(tokenizer, chat_template=template, stop_ids=stop_ids)
+    text = tokenizer.decode(tokenizer.encode_answer(ASKED, answer), skip_special=False)
+    assert text == answer + "<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -354,6 +372,12 @@ def test_what_spells_no_token_is_encoded_as_ever(templates):
         ("no_system", PROMPTS["system"], "rejects the messages: no system turn"),
         ("plain", [{"role": "user"}], "message 0 must be a dict with role and content"),
         ("plain", ["Sum?"], "message 0 must be a dict with role and content"),
+        ("plain", [], "a conversation without messages"),
+        ("plain", [{"role": 1, "content": "a"}], "message 0 must be a dict with role and content"),
+        *(
+            ("plain", [*ASKED, {"role": "user", "content": x}], "message 1 must be a dict with rol")
+            for x in (5, True, float("nan"), {"text": "a"}, [None], ["a"])
+        ),
         ("plain", [{"content": "Sum?"}], "message 0 must be a dict with role and content"),
         (
             "tool_calls",
@@ -477,6 +501,16 @@ def test_variables_have_their_effect_or_are_refused(templates):
     assert always.decode(turn, skip_special=False).endswith("</think>\n\n")
     turn = always.encode_turn("on", variables={"enable_thinking": True})
     assert "think" not in always.decode(turn, skip_special=False)
+
+
+def test_special_tokens_of_any_name_are_variables(tmp_path):
+    folder = write_tokenizer(tmp_path, "{{ image_token ~ video_token ~ messages[0].content }}")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"video_token": "<v>"}
+    file.write_text(json.dumps(settings | {"extra_special_tokens": {"image_token": "<i>"}}))
+    assert Tokenizer.from_folder(folder).render(ASKED) == "<i><v>What is 2 + 3?"
+    file.write_text(json.dumps(settings | {"extra_special_tokens": ["<i>"]}))
+    assert Tokenizer.from_folder(folder).render(ASKED) == "<v>What is 2 + 3?"
 
 
 def test_one_date_in_all_time_zones(templates, monkeypatch):

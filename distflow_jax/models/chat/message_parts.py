@@ -21,13 +21,15 @@ _READS_TYPES = ("'type'", '"type"', ".type")
 
 def checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages without keys that are null, and with a thought under the names of all templates,
-    as transformers gives them. Raises ValueError for others."""
+    as transformers gives them. Raises ValueError for others, and without any."""
+    if not messages:
+        raise ValueError("a conversation without messages")
     found = []
     for index, given in enumerate(messages):
         message = (
             {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else {}
         )
-        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        if not isinstance(message.get("role"), str) or not _is_content(message):
             raise ValueError(
                 f"message {index} must be a dict with role and content, got {shown(given)}"
             )
@@ -40,6 +42,13 @@ def checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
             message = {"thinking": thought, **message, "reasoning_content": thought}
         found.append(message)
     return found
+
+
+def _is_content(message: Mapping[str, Any]) -> bool:
+    """Whether a content is text or a list of parts; a call needs none."""
+    content = message.get("content", "" if "tool_calls" in message else None)
+    is_list = isinstance(content, list | tuple)
+    return isinstance(content, str) or (is_list and all(isinstance(p, Mapping) for p in content))
 
 
 def _is_list_of_calls(value: Any) -> bool:
@@ -136,15 +145,24 @@ def left_out(index: int, message: Mapping[str, Any]) -> ValueError:
     )
 
 
-def check_cut(turn: Mapping[str, Any], text: str, ends: Iterable[str]) -> None:
-    """Raises ValueError if an answer's text has a part of `turn` behind the last of its ends."""
-    cut = max((text.rfind(end) + len(end) for end in ends if end in text), default=len(text))
-    if not has_contents(turn, text[:cut]):
-        raise ValueError(
-            f"the chat template writes a part of an answer behind an end token, "
-            f"{shown(text[cut:])}: add the token that ends it to eos_token_id of "
-            "generation_config.json"
-        )
+def up_to_end(turn: Mapping[str, Any], text: str, ends: Iterable[str]) -> str:
+    """An answer's text up to the first end token behind what `turn` says; all without any.
+
+    The model does not sample text after the end of its turn. Raises ValueError if the template
+    writes a part of the answer there.
+    """
+    thought = squeezed(split_thought(in_text(turn))[0])
+    cuts = sorted(found.end() for end in ends for found in re.finditer(re.escape(end), text))
+    for cut in cuts:
+        if has_contents(turn, text[:cut]) and thought in squeezed(text[:cut]):
+            return text[:cut]
+    if not cuts:
+        return text
+    raise ValueError(
+        f"the chat template writes a part of an answer behind an end token, "
+        f"{shown(text[cuts[-1] :])}: add the token that ends it to eos_token_id of "
+        "generation_config.json"
+    )
 
 
 def is_written(piece: str, text: str, role: str) -> bool:
@@ -235,9 +253,11 @@ def _joined(opening: str, answer: str) -> str:
 def in_text(turn: Mapping[str, Any]) -> str:
     """An assistant's message as one text: its thought in tags, where it has a key of its own.
 
-    Raises ValueError for one with a thought in its content, too.
+    Raises ValueError for a thought that is no text, and for one in its content, too.
     """
     key, thought = next(((key, turn[key]) for key in THOUGHT_KEYS if turn.get(key)), ("", ""))
+    if not isinstance(thought, str):
+        raise ValueError(f"an answer's {key!r} must be text, got {shown(thought)}")
     if thought and CLOSE in "".join(texts(turn)):
         raise ValueError(
             f"an answer has a thought in its content and one under {key!r}: leave one out"
