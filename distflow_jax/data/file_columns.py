@@ -61,6 +61,7 @@ from distflow_jax.data.row_checks import (
 )
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "chosen", "rejected")
+PROMPT_PARTS = ("system", "system_prompt", "input")  # of ShareGPT, OpenOrca and Alpaca
 GROUND_TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 # They have a field of their own in Example and are not repeated in extra_info.
 CLAIMED_COLUMNS = {
@@ -111,7 +112,7 @@ def example_from_row(
     row = chosen_columns(row, columns, place, columns_key)
     nulls = dict.fromkeys(column for column, value in row.items() if value is None)
     row = {column: value for column, value in row.items() if value is not None}
-    _check_prompts(row, place, columns_key.changes)
+    _check_prompts(row, place, columns, columns_key.changes)
     row, image_column = take_images(row, place)
     check_answers(row, place)
     if "rejected" in row and "chosen" not in row:
@@ -154,16 +155,18 @@ def example_from_row(
     )
 
 
-def _check_prompts(row: dict[str, Any], place: str, key: str) -> None:
-    """Raises ValueError for a second prompt, and for a system message that would not be read."""
+def _check_prompts(row: dict[str, Any], place: str, columns: Mapping[str, str], key: str) -> None:
+    """Raises ValueError for a second prompt, and for a part of it that would not be read."""
     prompts = [name for name in ("prompt", "messages", CONVERSATIONS) if row.get(name)]
     if len(prompts) > 1 and not {"chosen", "completion"} & set(row):
         choice = " or ".join(f"{key}={{{name!r}: {name!r}}}" for name in prompts)
         problem = f"is a prompt, and so is {prompts[0]!r}; {choice} reads one of them"
         raise bad_value(place, prompts[1], problem)
-    if prompts == [CONVERSATIONS] and row.get("system"):  # ShareGPT's
-        problem = f"would not be read: make it the first message of {CONVERSATIONS!r}, or rename it"
-        raise bad_value(place, "system", problem)
+    if prompts in ([], [CONVERSATIONS]):
+        parts = PROMPT_PARTS[: None if "instruction" in columns.values() else -1]
+        for part in [part for part in parts if isinstance(row.get(part), str) and row[part]]:
+            problem = "a part of the prompt that would not be read: write it into messages of a"
+            raise bad_value(place, part, f"{problem} column 'prompt', or rename the column")
 
 
 def _prompt_and_answers(row: dict[str, Any], place: str, key: str) -> tuple[Any, Any, Any, Any]:
