@@ -61,7 +61,6 @@ from distflow_jax.data.row_checks import (
 )
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "chosen", "rejected")
-PROMPT_PARTS = ("system", "system_prompt", "input")  # of ShareGPT, OpenOrca and Alpaca
 GROUND_TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 # They have a field of their own in Example and are not repeated in extra_info.
 CLAIMED_COLUMNS = {
@@ -163,7 +162,8 @@ def _check_prompts(row: dict[str, Any], place: str, columns: Mapping[str, str], 
         problem = f"is a prompt, and so is {prompts[0]!r}; {choice} reads one of them"
         raise bad_value(place, prompts[1], problem)
     if prompts in ([], [CONVERSATIONS]):
-        parts = PROMPT_PARTS[: None if "instruction" in columns.values() else -1]
+        # of ShareGPT and OpenOrca, and of Alpaca
+        parts = ["system", "system_prompt"] + ["input"] * ("instruction" in columns.values())
         for part in [part for part in parts if isinstance(row.get(part), str) and row[part]]:
             problem = "a part of the prompt that would not be read: write it into messages of a"
             raise bad_value(place, part, f"{problem} column 'prompt', or rename the column")
