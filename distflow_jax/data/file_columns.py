@@ -27,6 +27,7 @@ common beginning, which then is the prompt, with its roles.
 `extra_info`, where reward functions find them, as None where a row has null.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,7 @@ from distflow_jax.data.message_forms import (
     template_variables,
 )
 from distflow_jax.data.pictures.image_columns import (
+    CONVERSATIONS,
     IMAGE_COLUMNS,
     check_answers,
     place_images,
@@ -109,6 +111,7 @@ def example_from_row(
     row = chosen_columns(row, columns, place, columns_key)
     nulls = dict.fromkeys(column for column, value in row.items() if value is None)
     row = {column: value for column, value in row.items() if value is not None}
+    _check_prompts(row, place, columns, columns_key.changes)
     row, image_column = take_images(row, place)
     check_answers(row, place)
     if "rejected" in row and "chosen" not in row:
@@ -149,6 +152,21 @@ def example_from_row(
         rejected=rejected,
         images=images,
     )
+
+
+def _check_prompts(row: dict[str, Any], place: str, columns: Mapping[str, str], key: str) -> None:
+    """Raises ValueError for a second prompt, and for a part of it that would not be read."""
+    prompts = [name for name in ("prompt", "messages", CONVERSATIONS) if row.get(name)]
+    if len(prompts) > 1 and not {"chosen", "completion"} & set(row):
+        choice = " or ".join(f"{key}={{{name!r}: {name!r}}}" for name in prompts)
+        problem = f"is a prompt, and so is {prompts[0]!r}; {choice} reads one of them"
+        raise bad_value(place, prompts[1], problem)
+    if prompts in ([], [CONVERSATIONS]):
+        # of ShareGPT and OpenOrca, and of Alpaca
+        parts = ["system", "system_prompt"] + ["input"] * ("instruction" in columns.values())
+        for part in [part for part in parts if isinstance(row.get(part), str) and row[part]]:
+            problem = "a part of the prompt that would not be read: write it into messages of a"
+            raise bad_value(place, part, f"{problem} column 'prompt', or rename the column")
 
 
 def _prompt_and_answers(row: dict[str, Any], place: str, key: str) -> tuple[Any, Any, Any, Any]:
@@ -213,8 +231,12 @@ def _split_pair_of_prompt(
 
 def final_answer(answer: Any, place: str) -> str:
     """The final answer after GSM8K's `####`, `#### 1,234` -> "1234"; other answers unchanged."""
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return str(answer)
+    if (
+        isinstance(answer, int | float)
+        and not isinstance(answer, bool)
+        and -math.inf < answer < math.inf
+    ):
+        return str(answer)  # NaN is a null of pandas
     answer = checked_text(answer, place, "answer")
     final = answer.rsplit("####", 1)[-1].strip()
     if not final:

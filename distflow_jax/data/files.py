@@ -64,6 +64,10 @@ class TableReader:
                 f"{path}: not a readable {path.suffix} file, truncated or damaged: write it again "
                 f"({one_line(str(error))})"
             ) from error
+        names = self._table.schema.names
+        for name in names:
+            if names.count(name) > 1:  # a row would have the last of them
+                raise ValueError(f"{path}: several columns are named {name!r}: rename or drop one")
 
     def __len__(self) -> int:
         return self._table.num_rows

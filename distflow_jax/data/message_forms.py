@@ -22,32 +22,57 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
     **{role: role for role in ("system", "user", "assistant", "tool")},
 }
 _OWN_KEYS = ("reasoning_content", "thinking", "reasoning", "tool_calls")
-_MESSAGES = re.compile(
-    r"""\s*(array\()?[\[(]?\s*\{\s*(?=.*['"](role|from)['"]\s*:)(?=.*['"](content|value)['"]\s*:)""",
-    re.DOTALL,
-)
+_KEYS = r"""(?=.*['"](role|from)\\*['"]\s*:)(?=.*['"](content|value)\\*['"]\s*:)"""
+_MESSAGES = re.compile(rf"\s*(array\()?[\[(]?\s*\{{\s*{_KEYS}", re.DOTALL)
+_QUOTED = re.compile(rf"""{_KEYS}\s*(\[\s*|b)?(['"])\s*[\[{{].*[\]}}]\s*\4\s*\]?\s*""", re.DOTALL)
 
 
 def read_messages(value: Any, place: str, column: str) -> Any:
     """`value` as {"role", "content"} each, if it holds messages, ShareGPT's, or JSON text of them.
 
-    Other values stay. Raises ValueError for a repr of messages, and for unknown roles.
+    Other values stay. Raises ValueError for other text of messages, and for unknown roles.
     """
+    if isinstance(value, str) and _QUOTED.fullmatch(value):
+        problem = "text of messages within quotes: write a list, or JSON of it"
+        raise bad_value(place, column, problem)
     if isinstance(value, str) and _MESSAGES.match(value):
-        try:
-            found = json.loads(value)
-            found = found if isinstance(found, list) else [found]
-            named = (isinstance(m, dict) and {"role", "from"} & m.keys() for m in found)
-            value = found if all(named) else value
-        except (ValueError, RecursionError) as error:
-            end = value.rfind("}" if value.lstrip()[0] == "{" else "]") + 1
-            prose = re.search(r"\w", value[end:].replace("dtype=object", "")) if end else None
-            if "Extra data" not in str(error) and not prose:
-                problem = f"text of messages that is no JSON ({error}): write a list, or JSON"
-                raise bad_value(place, column, problem) from None
+        value = _parsed_messages(value, place, column)
     if not isinstance(value, list):
         return value
     return [_message(message, f"message {i}", place, column) for i, message in enumerate(value)]
+
+
+def _parsed_messages(text: str, place: str, column: str) -> Any:
+    """The messages in JSON text; the text itself if it is another. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if _goes_on(text, error):
+            return text
+        problem = f"text of messages that is no JSON ({error}): write a list, or JSON"
+        raise bad_value(place, column, problem) from None
+    messages = found if isinstance(found, list) else [found]
+    if _are_messages(messages):
+        return messages
+    if isinstance(found, dict):
+        for key in [key for key, inner in found.items() if _are_messages(inner)]:
+            problem = f"JSON text of an object with messages in {key!r}: write these alone"
+            raise bad_value(place, column, problem)
+    return text
+
+
+def _are_messages(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(m, dict) and bool({"role", "from"} & m.keys()) for m in value)
+
+
+def _goes_on(text: str, error: Exception) -> bool:
+    """Whether a text of messages, which is no JSON, goes on with another text."""
+    if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+        return bool(text[error.pos :].strip(" \t\r\n,"))
+    end = text.rfind("}" if text.lstrip()[0] == "{" else "]") + 1
+    return bool(end and re.search(r"\w", text[end:].replace("dtype=object", "")))
 
 
 def _message(message: Any, which: str, place: str, column: str) -> Any:
@@ -89,7 +114,8 @@ def template_variables(row: dict[str, Any], place: str) -> dict[str, Any]:
         if row.get(column) in (None, "", [], {}):
             continue
         try:
-            value = _parsed(row[column])
+            if not (value := _parsed(row[column])):  # "null", "[]"
+                continue
             value = [_parsed(tool) for tool in value] if isinstance(value, list) else value
         except (ValueError, RecursionError) as error:
             raise bad_value(place, column, f"not valid JSON: {error}") from None

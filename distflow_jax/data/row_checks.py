@@ -40,7 +40,7 @@ def checked_prompt(
         if parts and isinstance(message.get("content"), list):
             texts["content"] = "".join(part.get("text", "") for part in message["content"])
         for key, text in texts.items():
-            if not isinstance(text, str):
+            if not isinstance(text, str) or (key == "role" and not text):
                 raise bad_value(
                     place, column, f"message {i} needs text in {key!r}, got {shown(message)}"
                 )

@@ -81,7 +81,10 @@ def episode_sums(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         sums[f"ended/{episode.reason}"] += 1
         for name, value in episode.logged.items():
-            sums[f"logged/{name}"] += value
+            if math.isfinite(value):
+                sums[f"logged/{name}"] += value
+            else:  # one NaN would be all that is left of the others
+                sums[f"odd/{name}"] += 1
     return dict(sums)
 
 
@@ -101,10 +104,11 @@ def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> di
         for reason in REASONS
         if reason != "failed"
     }
+    names = [name.removeprefix("logged/") for name in sums if name.startswith("logged/")]
     logged = {
-        f"environment/{name.removeprefix('logged/')}": value / count
-        for name, value in sums.items()
-        if name.startswith("logged/") and name.removeprefix("logged/") not in INFRA
+        f"environment/{name}": sums[f"logged/{name}"] / (count - sums[f"odd/{name}"])
+        for name in names
+        if name not in INFRA
     }
     failures = {f"environment/{name}": float(sums[f"logged/{name}"]) for name in INFRA}
     return (

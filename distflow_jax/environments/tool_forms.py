@@ -49,12 +49,23 @@ class ToolForm:
     wrapped: str = "<tool_response>\n{}\n</tool_response>"
 
 
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_START, _END = "<tool_call>", "</tool_call>"
+
+
+def _up_to(end: str, whole: str) -> str:
+    """A pattern of the text up to a tag, or of all that is left; a tag in a `whole` is none."""
+    return rf"((?:{whole}|[^<\"]++|(?!{end})[<\"])*+)(?:{end}|\Z)"
+
+
+_VALUE = r"<parameter=[^<>\n]+>(?:[^<]|<(?!/?parameter))*+</parameter>"
+_BLOCK = re.compile(_START + _up_to(_END, _VALUE))
+_FUNCTION = re.compile(r"<function=([^<>\n]+)>" + _up_to("</function>", _VALUE))
+_JSON = re.compile(_up_to(_END, r'"(?:[^"\\]|\\.)*+"'), re.DOTALL)
 _PARAMETER = re.compile(
     r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
 )
-_NAMED = re.compile(r'[\s;,]*(\{[^{}]*"name")')
+_OBJECT = re.compile(r"[\s;,]*(\{)")
+_NAMED = re.compile(r'\{[^{}]*"name"')
 _NAME = r"""\s+name\s*=\s*(?:"([^"<>]*)"|'([^'<>]*)'|([^\s"'<>]+))"""
 _OPENING, _CLOSING = re.compile(rf"<tool(?:{_NAME})?\s*>"), "</tool>"
 
@@ -83,17 +94,35 @@ def _read_json(text: str, read: Callable[[Any], Any]) -> Any:
 
 
 def _hermes(text: str) -> list[ToolCall]:
-    return [_read_json(block[1], _json_call) for block in _BLOCK.finditer(text)]
+    calls, at, in_strings = [], 0, True
+    while (start := text.find(_START, at)) >= 0:
+        start += len(_START)
+        at = end if (end := text.find(_END, start)) >= 0 else len(text)
+        if in_strings and not _is_json(text[start:at]):
+            whole = _JSON.match(text, start)
+            # not tried again behind a text that is none: the time would be quadratic
+            if in_strings := _is_json(whole[1]):
+                at = whole.end(1)
+        calls.append(_read_json(text[start:at], _json_call))
+    return calls
+
+
+def _is_json(text: str) -> bool:
+    return not isinstance(_read_json(text, lambda value: value), ToolCall)
 
 
 def _llama(text: str) -> list[ToolCall]:
     """Objects one after the other; an answer that is another kind of JSON is no call."""
     text, calls, at = text.strip().removeprefix("<|python_tag|>").strip(), [], 0
-    while found := _NAMED.match(text, at):
+    while found := _OBJECT.match(text, at):
         try:
             value, at = json.JSONDecoder().raw_decode(text, found.start(1))
         except (ValueError, RecursionError) as error:
+            if not _NAMED.match(text, found.start(1)):
+                return calls
             return [*calls, ToolCall(problem=f"the call is not valid JSON: {error}")]
+        if "name" not in value:
+            return calls
         calls.append(_json_call(value))
     return calls
 

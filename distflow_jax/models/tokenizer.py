@@ -146,11 +146,24 @@ class Tokenizer:
         else:
             text = self._written(messages, variables, add_generation_prompt)
         message_parts.check_contents(messages, text)
-        if all(message.keys() == {"role", "content"} for message in messages):
-            for i in _tried(self, tuple(message["role"] for message in messages))[0]:
-                if messages[i]["content"]:
-                    raise message_parts.left_out(i, messages[i])
+        for i in self._left_out(messages, variables):
+            raise message_parts.left_out(i, messages[i])
         return text
+
+    def _left_out(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Messages that the template leaves out, though the text has what they say elsewhere."""
+        if all(message.keys() == {"role", "content"} for message in messages):
+            lost = _tried(self, tuple(message["role"] for message in messages))[0]
+            return [i for i in lost if messages[i]["content"]]
+        probes = [message_parts.with_probes(i, message) for i, message in enumerate(messages)]
+        try:
+            written = self._written([message for message, _ in probes], variables, False)
+        except ValueError:  # it writes other conversations
+            return []
+        text = message_parts.squeezed(written)
+        return [i for i, (_, words) in enumerate(probes) if any(word not in text for word in words)]
 
     def _written(
         self,
@@ -188,18 +201,27 @@ class Tokenizer:
         token. An answer in messages is the last one, with its thought; see chat/message_parts.py.
         """
         turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[-1]
+        (turn,) = checked([turn])
         if isinstance(prompt, str):
+            if message_parts.called(turn):
+                raise ValueError("an answer that calls tools needs a prompt of messages, not text")
             return np.append(self.encode(message_parts.in_text(turn)), np.int32(self.stop_ids[0]))
         turns = message_parts.with_answer(prompt, turn)
         given = getattr(prompt, "variables", {})
         whole = self.render(turns, add_generation_prompt=False, variables=given)
         self.check_end(message["role"] for message in turns)
-        ids = self.encode(message_parts.answer_text(self.render(prompt), whole, turn))
-        ends = np.flatnonzero(np.isin(ids, self.stop_ids))
-        if len(ends):
-            return ids[: ends[-1] + 1]  # the model does not sample text after the end of its turn
-        spelled = [e for e in self.stop_ids if self.backend.id_to_token(e) in self.chat_template]
+        text = message_parts.answer_text(self.render(prompt), whole, turn)
+        ids = self.encode(message_parts.up_to_end(turn, text, self._ends))
+        if len(ids) and ids[-1] in self.stop_ids:
+            return ids
+        spelled = [id for end, id in self._ends.items() if end in self.chat_template]
         return np.append(ids, np.int32((spelled or self.stop_ids)[-1]))
+
+    @property
+    def _ends(self) -> dict[str, int]:
+        """The stop ids by their spellings."""
+        spelled = {self.backend.id_to_token(end): end for end in self.stop_ids}
+        return {text: end for text, end in spelled.items() if text}
 
     def encode_generated(self, prompt: Messages) -> tuple[str, np.ndarray, np.ndarray]:
         """A conversation of which the text within {% generation %} is learned.
@@ -260,6 +282,12 @@ class Tokenizer:
         texts = [text] if isinstance(text, str) else text
         turns = [{"role": role, "content": self.plain(each)} for each in texts]
         whole = self.render([*ANSWERED, *turns], variables=variables)
+        behind = whole.partition(ANSWER)[2]
+        if not all(message_parts.has_contents(turn, behind) for turn in turns):
+            raise ValueError(
+                f"the chat template does not write a turn of {role!r} behind the answer before it: "
+                "use another role, or return token ids from the environment"
+            )
         return self.encode_behind_answer(whole, role)
 
     def encode_behind_answer(self, whole: str, role: str) -> np.ndarray:

@@ -76,8 +76,10 @@ def read_folder(path: Path, most: int | None) -> Parts:
     backend.no_padding()
     special = {}
     settings = _read_json(path / "tokenizer_config.json")
-    for source in (_read_json(path / "special_tokens_map.json"), settings):
-        for name, value in source.items():
+    extra = settings.get("extra_special_tokens")  # by name, or a list
+    sources = _read_json(path / "special_tokens_map.json"), settings, extra
+    for source in sources:
+        for name, value in source.items() if isinstance(source, Mapping) else ():
             value = value.get("content") if isinstance(value, Mapping) else value
             if name.endswith("_token") and isinstance(value, str):
                 special[name] = value

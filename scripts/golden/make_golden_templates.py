@@ -37,8 +37,8 @@ def digest(*values: Any) -> str:
 
 
 def is_lost(messages: list[dict], text: str, render: Any) -> bool:
-    """Whether a content, or the name of a called tool, is not in the text. `render` gives the text
-    of other messages: a short content may be there by accident."""
+    """Whether a content or a call of a tool is not in the text. `render` gives the text of other
+    messages: a short content may be there by accident, and a tool's name in its schema."""
 
     def bare(value: str) -> str:
         return "".join(value.lower().split())
@@ -56,9 +56,21 @@ def is_lost(messages: list[dict], text: str, render: Any) -> bool:
         if content and "qzword" not in render([*rest(messages, message, "qzword")]):
             return True
         for call in message.get("tool_calls") or []:
-            if not there(call["function"]["name"]):
+            given = [with_words(m, call) for m in messages]
+            wanted = ["qzname", "qzword"] if call["function"]["arguments"] else ["qzname"]
+            if any(word not in render(given) for word in wanted):
                 return True
     return False
+
+
+def with_words(message: dict, call: dict) -> dict:
+    """The message with a name and an argument in `call` that no other text has."""
+    arguments: Any = {"qzkey": "qzword"} if call["function"]["arguments"] else {}
+    if isinstance(call["function"]["arguments"], str):
+        arguments = json.dumps(arguments)
+    other = {**call, "function": {"name": "qzname", "arguments": arguments}}
+    calls = [other if each is call else each for each in message.get("tool_calls") or []]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def made(tokenizer: Any, messages: list[dict], variables: dict, parts: bool) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -309,12 +310,33 @@ def test_no_answer_of_a_row_is_left_unread(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "\ud83d"}, "column 'rejected': half of a ch"),
         ({"chosen": said("a", "b"), "rejected": said("a", "\ud83d")}, "'rejected': half of a char"),
         ({"prompt": "a", "data_source": "\ud83d"}, "column 'data_source': half of a character"),
+        ({"question": "a", "answer": math.nan}, "column 'answer': expected text, got nan"),
+        ({"question": "a", "answer": math.inf}, "column 'answer': expected text, got inf"),
+        ({"prompt": [turn("", "a")]}, "column 'prompt': message 0 needs text in 'role'"),
+        ({"prompt": "a", "messages": said("b")}, "'messages': is a prompt, and so is 'prompt'; "),
+        (
+            {"prompt": "a", "conversations": said("b")},
+            "data.columns={'prompt': 'prompt'} or data.columns={'conversations': 'conversations'}",
+        ),
+        ({"messages": said("a"), "conversations": said("b")}, "'conversations': is a prompt"),
+        ({"system": "Be brief.", "conversations": said("a")}, "'system': a part of the prompt"),
+        ({"system_prompt": "a", "question": "b", "answer": "c"}, "'system_prompt': a part of the"),
     ],
 )
 def test_a_row_that_could_not_be_read_whole_is_an_error(tmp_path, row, message):
     with pytest.raises(ValueError, match="a.json, row 2.*" + message) as caught:
         opened(tmp_path / "a.json", [{"prompt": "\ud83d\ude00"}, row])
     assert str(caught.value).isprintable()
+
+
+def test_parts_of_alpacas_prompts_are_not_left_out(tmp_path):
+    columns = {"question": "instruction", "answer": "output"}
+    row = {"instruction": "Add.", "input": "", "output": "5"}
+    assert opened(tmp_path / "a.json", [row], columns=columns)[0].prompt == said("Add.")
+    with pytest.raises(ValueError, match="row 2, column 'input': a part of the prompt that would"):
+        opened(tmp_path / "a.json", [row, row | {"input": "2, 3"}], columns=columns)
+    others = {"question": "Add.", "answer": "5", "input": "2, 3"}  # of a reward function
+    assert opened(tmp_path / "a.json", [others])[0].extra_info["input"] == "2, 3"
 
 
 def test_errors_name_the_key_that_changes_the_choice(tmp_path):

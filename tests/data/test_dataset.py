@@ -5,6 +5,7 @@ import json
 import re
 
 import pyarrow as pa
+import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 import pytest
 
@@ -352,6 +353,20 @@ def test_a_name_of_the_hub_without_its_scheme(tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError) as caught:
             open_dataset(spec)
         assert "hf:" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["csv", "arrow", "feather"])
+def test_columns_of_one_name_are_refused(tmp_path, ending):
+    """A row would have the last of them."""
+    path, names = tmp_path / f"a.{ending}", ["question", "answer", "answer"]
+    table = pa.Table.from_arrays([pa.array([text]) for text in ("1 + 1?", "2", "3")], names)
+    if ending == "csv":
+        pcsv.write_csv(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as file:
+            file.write_table(table)
+    with pytest.raises(ValueError, match=rf"a.{ending}: several columns are named 'answer'"):
+        open_dataset(str(path))
 
 
 def test_csv_is_text_as_it_stands(tmp_path):

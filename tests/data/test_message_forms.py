@@ -77,6 +77,7 @@ def test_json_text_of_messages_is_read(tmp_path, text):
         json.dumps([ASK, SAY])[:-20],
         '[{"role": "user", "content": "a"},]',
         "[{'role': 'user', 'content': \"a]\"}]",
+        json.dumps([ASK]) + ",\n",
     ],
 )
 def test_a_repr_of_messages_is_refused(tmp_path, text):
@@ -86,8 +87,32 @@ def test_a_repr_of_messages_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (json.dumps(json.dumps([ASK])), "within quotes"),
+        (json.dumps([json.dumps(ASK)]), "within quotes"),
+        (repr(json.dumps([ASK]).encode()), "within quotes"),
+        (repr(str([ASK])), "within quotes"),
+        (json.dumps({"messages": [ASK]}), "an object with messages in 'messages'"),
+        (
+            json.dumps({"id": 1, "prompt": [{"from": "human", "value": "a"}]}),
+            "messages in 'prompt'",
+        ),
+    ],
+)
+def test_messages_within_another_value_are_refused(tmp_path, text, problem):
+    for column in ("prompt", "messages", "conversations"):
+        message = refused(tmp_path, {column: text})
+        assert f"column '{column}'" in message and problem in message
+
+
+@pytest.mark.parametrize(
     "text",
     [
+        '\'{"role": "user", "content": "x"}\' is JSON. Why?',
+        '"role": "user", "content": "x"',
+        '{"role": "user", "content": "a"} [1]',
+        '{"x": {"role": 1, "content": 2}, "y": []}',
         "[INST] What is 2 + 3? [/INST]",
         "[1, 2, 3]",
         "[{'a': 1}, {'b': 2}]",
@@ -195,6 +220,12 @@ def test_answers_keep_their_thoughts_and_calls(tmp_path):
 
 
 # -- variables of the template ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nothing", [None, "", [], "[]", "null"])
+def test_rows_without_tools(tmp_path, nothing):
+    (found,) = opened(tmp_path, {"prompt": [ASK], "tools": nothing})
+    assert found.prompt == [ASK] and not hasattr(found.prompt, "variables")
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])

@@ -133,10 +133,56 @@ def test_results_are_written_as_another_implementation_writes_them(template, nam
     assert end + seen.partition(start)[0] == wanted.partition(start)[0]
 
 
+QUOTED = {"cmd": "echo </tool_call> <tool_call>", "n": [1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        *(
+            ("hermes", before + f"<tool_call>{json.dumps(call)}</tool_call>", [*others, call])
+            for call in (
+                {"name": "f", "arguments": QUOTED},
+                {"arguments": {"</tool_call>": '\\"</tool_call>'}, "name": "g"},
+            )
+            for before, others in (
+                ("", []),
+                ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n', [{"name": "f"}]),
+                ('He said "', []),
+            )
+        ),
+        *(
+            ("qwen3_coder", f"<tool_call><function=f><parameter=x>{text}</parameter>{rest}", found)
+            for text in ("a </tool_call> b", "a </function> b", "<function=g>", 'a < b > "c')
+            for found in [[{"name": "f", "arguments": {"x": text}}]]
+            for rest in ("</function></tool_call>", "</function>", "")
+        ),
+        *(
+            ("llama3_json", text, [{"name": "f", "arguments": {"x": 1}}])
+            for text in (
+                '{"name": "f", "parameters": {"x": 1}}',
+                '{"parameters": {"x": 1}, "name": "f"}',
+                '<|python_tag|>{"arguments": {"x": 1}, "name": "f"}',
+            )
+        ),
+        ("llama3_json", '{"parameters": {"x": 1}}', []),
+    ],
+)
+def test_tags_and_keys_within_a_call_are_not_its_end(name, text, wanted):
+    found = [(call.name, call.arguments, call.problem) for call in FORMS[name].read(text)]
+    assert found == [(call["name"], call.get("arguments", {}), "") for call in wanted]
+
+
+def test_a_call_behind_one_that_is_no_json_is_read():
+    bad, good = (f'<tool_call>{{"name": "{rest}</tool_call>' for rest in ("f", 'g"}'))
+    assert [call.name for call in FORMS["hermes"].read(bad + good + bad + good)] == ["", "g"] * 2
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(
     "piece",
     [
+        *('<tool_call>"</tool_call>"', "<tool_call><parameter=a>x</tool_call>", '<tool_call>"\\'),
         *("<tool_call>", '<tool_call>{"name": "', '{"name": "f", ', "<function=f>", "<function=f"),
         *("<tool_call><function=f><parameter=a>", "<parameter=a", "</tool_call>", "[" * 5, "{"),
     ],

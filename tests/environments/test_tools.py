@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import re
 from decimal import Decimal
 
@@ -184,6 +185,11 @@ def test_calls_are_counted_in_every_response(name, kwargs):
     found = episode_metrics([episode_sums([silent, calling, silent, silent])], 1)
     assert found["environment/tool_calls"] == 0.75 and found["environment/tool_errors"] == 0.25
     assert episode_metrics([episode_sums([silent])], 1)["environment/tool_calls"] == 0
+    for odd in (math.nan, math.inf):  # of one response: the mean of the others is kept
+        odd = dataclasses.replace(silent, logged={"tool_calls": odd, "tool_errors": 1})
+        found = episode_metrics([episode_sums([silent, calling]), episode_sums([odd])], 1)
+        assert found["environment/tool_calls"] == 1.5 and found["environment/tool_errors"] == 2 / 3
+        assert "environment/tool_calls" not in episode_metrics([episode_sums([odd])], 1)
 
 
 def test_calls_are_those_of_one_regular_expression():

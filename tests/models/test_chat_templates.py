@@ -85,6 +85,13 @@ ANSWERS = {
     "older key": [{"role": "assistant", "content": FINAL, "thinking": THOUGHT, "name": None}],
     "empty thought": f"<think>\n\n</think>\n\n{FINAL}",
 }
+CALLED = [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+]
 PROMPTS = {
     "one": ASKED,
     "system": [{"role": "system", "content": "Be brief."}, *ASKED],
@@ -174,6 +181,75 @@ def test_an_answer_goes_on_with_the_prompts_own_beginning(templates):
         assert tokenizer.decode(ids, skip_special=False) == text, (name, begun)
 
 
+# as Qwen3.8's and Qwen3.5's: an empty thought before a content whose own is not looked for
+WRAPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+CLOSES = WRAPS.replace("<think>\\n' }}{% endif %}", "<think>\\n\\n</think>\\n\\n' }}{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "text"),
+    [
+        (WRAPS, "none", f"\n</think>\n\n{FINAL}"),
+        (WRAPS, "lines", f"{THOUGHT}\n</think>\n\n{FINAL}"),
+        (WRAPS, "tight", f"{THOUGHT}</think>{FINAL}"),
+        (WRAPS, "opened elsewhere", f"{THOUGHT}\n</think>\n\n{FINAL}"),
+        (WRAPS, "key", f"{THOUGHT}\n</think>\n\n{FINAL}"),
+        (WRAPS, "empty thought", f"\n</think>\n\n{FINAL}"),
+        (CLOSES, "none", FINAL),
+        (CLOSES, "empty thought", FINAL),
+    ],
+)
+def test_an_empty_thought_of_the_template_is_not_added(templates, template, kind, text):
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    ids = tokenizer.encode_answer(ASKED, ANSWERS[kind])
+    assert tokenizer.decode(ids, skip_special=False) == text + "<|im_end|>"
+
+
+@pytest.mark.parametrize("thought", [5, ["a"], {"effort": "high"}])
+def test_a_thought_that_is_no_text_is_refused(templates, thought):
+    answer = [{"role": "assistant", "content": FINAL, "reasoning": thought}]
+    with pytest.raises(ValueError, match="'reasoning(_content)?' must be text, got"):
+        templates("plain").encode_answer(ASKED, answer)
+
+
+@pytest.mark.parametrize("name", ["plain", "parses_think", "opens_think"])
+def test_an_answer_with_two_thoughts_is_refused(templates, name):
+    twice = [{"role": "assistant", "content": ANSWERS["lines"], "reasoning_content": THOUGHT}]
+    with pytest.raises(ValueError, match="one under 'reasoning_content': leave one out"):
+        templates(name).encode_answer(ASKED, twice)
+
+
+@pytest.mark.parametrize("answer", ["Five.", "", "The end token <|im_end|> is written so."])
+def test_an_answer_ends_with_the_first_end_token_behind_it(templates, answer):
+    """As Phi-3's template, which writes the end of the text behind a conversation."""
+    tokenizer = templates("plain")
+    stop_ids = tokenizer.stop_ids + (tokenizer.backend.token_to_id("</s>"),)
+    template = TRAITS["plain"] + "{% if not add_generation_prompt %}</s>{% endif %}"
+    tokenizer = dataclasses.replace(tokenizer, chat_template=template, stop_ids=stop_ids)
+    text = tokenizer.decode(tokenizer.encode_answer(ASKED, answer), skip_special=False)
+    assert text == answer + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("{{ m.content }}<|im_end|>{{ (m.tool_calls or []) | tojson }}", CALLED),
+        ("{{ m.thinking }}<|im_end|>{{ m.content }}", ANSWERS["key"]),
+        ("{{ m.content }}", "The end token <|im_end|> is written so."),
+    ],
+)
+def test_no_part_of_an_answer_is_cut_with_what_follows_its_end(templates, written, answer):
+    template = "{% for m in messages %}" + written + "{% endfor %}"
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    with pytest.raises(ValueError, match="writes a part of an answer behind an end token"):
+        tokenizer.encode_answer(ASKED, answer)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -219,6 +295,22 @@ def test_turns_follow_the_answers_end(templates, name, role):
         ids = tokenizer.encode_turn(text, role=role)
         assert tokenizer.decode(ids, skip_special=False) == wanted
         np.testing.assert_array_equal(ids, tokenizer.encode(wanted))
+
+
+def test_calls_behind_a_text_are_refused(templates):
+    with pytest.raises(ValueError, match="calls tools needs a prompt of messages"):
+        templates("plain").encode_answer("What is 2 + 3?", CALLED)
+
+
+def test_a_turn_that_the_template_moves_is_refused(templates):
+    template = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    assert tokenizer.decode(tokenizer.encode_turn("on"), skip_special=False) == "on<|im_end|>"
+    with pytest.raises(ValueError, match="does not write a turn of 'system' behind the answer"):
+        tokenizer.encode_turn("on", role="system")
 
 
 SPELLED = [
@@ -280,6 +372,12 @@ def test_what_spells_no_token_is_encoded_as_ever(templates):
         ("no_system", PROMPTS["system"], "rejects the messages: no system turn"),
         ("plain", [{"role": "user"}], "message 0 must be a dict with role and content"),
         ("plain", ["Sum?"], "message 0 must be a dict with role and content"),
+        ("plain", [], "a conversation without messages"),
+        ("plain", [{"role": 1, "content": "a"}], "message 0 must be a dict with role and content"),
+        *(
+            ("plain", [*ASKED, {"role": "user", "content": x}], "message 1 must be a dict with rol")
+            for x in (5, True, float("nan"), {"text": "a"}, [None], ["a"])
+        ),
         ("plain", [{"content": "Sum?"}], "message 0 must be a dict with role and content"),
         (
             "tool_calls",
@@ -336,6 +434,53 @@ def test_contents_in_another_form_are_not_lost(templates, turn, content):
     assert tokenizer.render([{"role": "user", "content": content}]).endswith("<|im_end|>")
 
 
+(CALL,) = CALLED[0]["tool_calls"]
+CALLS = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, *ASKED]
+TOLD = "{% for m in messages %}<|im_start|>{{ m.content }}{% if m.tool_calls %}"
+DONE = "{% endif %}<|im_end|>{% endfor %}{{ tools | tojson }}"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "",
+        "{{ m.tool_calls[0].function }}",
+        "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}",
+        "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}",
+    ],
+)
+def test_calls_that_the_text_has_elsewhere_may_be_lost(templates, calls):
+    """Names of tools stand in their schemas, and arguments in questions."""
+    template = TOLD + calls + DONE
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    with pytest.raises(ValueError, match="leaves out a part of message 1"):
+        tokenizer.render(CALLS, variables={"tools": [CALL]})
+
+
+def test_contents_that_another_message_has_may_be_lost(templates):
+    template = "{% for m in messages if not m.name %}{{ m.content }}{% endfor %}"
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    with pytest.raises(ValueError, match="leaves out a part of message 1"):
+        tokenizer.render([*ASKED, {**ASKED[0], "name": "Ann"}])
+
+
+@pytest.mark.parametrize(
+    "calls", ["add(2)", ["add"], [{"function": None}], [{"function": "add"}], 1]
+)
+def test_calls_in_another_form_are_refused(templates, calls):
+    with pytest.raises(ValueError, match="tool_calls of message 1 must be a list of objects"):
+        templates("hermes").render([*ASKED, {"role": "tool", "content": "a", "tool_calls": calls}])
+
+
+def test_parts_are_given_to_a_template_that_selects_them(templates):
+    template = (
+        "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ p['text'] }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = dataclasses.replace(templates("plain"), chat_template=template)
+    assert tokenizer.render(ASKED) == "What is 2 + 3?<|im_end|>"
+
+
 def test_variables_have_their_effect_or_are_refused(templates):
     prompt = Conversation(ASKED)
     prompt.variables = {"enable_thinking": False}
@@ -356,6 +501,16 @@ def test_variables_have_their_effect_or_are_refused(templates):
     assert always.decode(turn, skip_special=False).endswith("</think>\n\n")
     turn = always.encode_turn("on", variables={"enable_thinking": True})
     assert "think" not in always.decode(turn, skip_special=False)
+
+
+def test_special_tokens_of_any_name_are_variables(tmp_path):
+    folder = write_tokenizer(tmp_path, "{{ image_token ~ video_token ~ messages[0].content }}")
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"video_token": "<v>"}
+    file.write_text(json.dumps(settings | {"extra_special_tokens": {"image_token": "<i>"}}))
+    assert Tokenizer.from_folder(folder).render(ASKED) == "<i><v>What is 2 + 3?"
+    file.write_text(json.dumps(settings | {"extra_special_tokens": ["<i>"]}))
+    assert Tokenizer.from_folder(folder).render(ASKED) == "<v>What is 2 + 3?"
 
 
 def test_one_date_in_all_time_zones(templates, monkeypatch):

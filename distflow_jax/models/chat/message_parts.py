@@ -8,7 +8,7 @@ import functools
 import html
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow_jax.models.chat.render import render
@@ -16,25 +16,46 @@ from distflow_jax.parsing.one_line import shown
 
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message
 _PROBE = "probe"
-_READS_TYPES = ("['type']", '["type"]', ".type")
+_READS_TYPES = ("'type'", '"type"', ".type")
 
 
 def checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages without keys that are null, and with a thought under the names of all templates,
-    as transformers gives them. Raises ValueError for others."""
+    as transformers gives them. Raises ValueError for others, and without any."""
+    if not messages:
+        raise ValueError("a conversation without messages")
     found = []
     for index, given in enumerate(messages):
         message = (
             {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else {}
         )
-        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        if not isinstance(message.get("role"), str) or not _is_content(message):
             raise ValueError(
                 f"message {index} must be a dict with role and content, got {shown(given)}"
+            )
+        if not _is_list_of_calls(message.get("tool_calls", [])):
+            raise ValueError(
+                f"tool_calls of message {index} must be a list of objects with name and "
+                f"arguments, got {shown(message['tool_calls'])}"
             )
         for thought in [message[key] for key in THOUGHT_KEYS if key in message][:1]:
             message = {"thinking": thought, **message, "reasoning_content": thought}
         found.append(message)
     return found
+
+
+def _is_content(message: Mapping[str, Any]) -> bool:
+    """Whether a content is text or a list of parts; a call needs none."""
+    content = message.get("content", "" if "tool_calls" in message else None)
+    is_list = isinstance(content, list | tuple)
+    return isinstance(content, str) or (is_list and all(isinstance(p, Mapping) for p in content))
+
+
+def _is_list_of_calls(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(call, Mapping) and isinstance(call.get("function", call), Mapping)
+        for call in value
+    )
 
 
 def in_parts(template: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -78,10 +99,42 @@ def check_contents(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     Space, the case of letters and escapes may differ, and an assistant's thought may be left out.
     """
     for index, message in enumerate(messages):
-        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
-        for piece in (*texts(message), *(str(call["name"]) for call in calls if "name" in call)):
-            if not is_written(piece, text, message["role"]):
-                raise left_out(index, message)
+        if not has_contents(message, text):
+            raise left_out(index, message)
+
+
+def has_contents(message: Mapping[str, Any], text: str) -> bool:
+    """Whether a text has a message's content and the names of the tools that it calls."""
+    names = [str(call["name"]) for call in called(message) if "name" in call]
+    return all(is_written(piece, text, message["role"]) for piece in (*texts(message), *names))
+
+
+def called(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The functions that a message calls, {"name", "arguments"} each."""
+    return [call.get("function", call) for call in message.get("tool_calls", ())]
+
+
+def with_probes(index: int, message: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The message with other contents, names and arguments of calls, and these words.
+
+    What a message says itself may be in another one's text, or in the schema of a tool.
+    """
+    content, words = message.get("content"), []
+    if content and isinstance(content, str):
+        content = f"zq{index}qz"
+        words = [content]
+    calls = []
+    for number, call in enumerate(message.get("tool_calls", ())):
+        function = call.get("function", call)
+        name, value = f"zq{index}name{number}qz", f"zq{index}value{number}qz"
+        arguments: Any = {"zqkeyqz": value} if function.get("arguments") else {}
+        words += [name, *arguments.values()]
+        if isinstance(function.get("arguments"), str):
+            arguments = json.dumps(arguments)
+        function = {**function, "name": name, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    probes = {"content": content, "tool_calls": calls}
+    return {key: probes.get(key, value) for key, value in message.items()}, words
 
 
 def left_out(index: int, message: Mapping[str, Any]) -> ValueError:
@@ -89,6 +142,26 @@ def left_out(index: int, message: Mapping[str, Any]) -> ValueError:
     return ValueError(
         f"the chat template leaves out a part of message {index}, {shown(message)}: use a role "
         "and keys that it writes, or leave the message out"
+    )
+
+
+def up_to_end(turn: Mapping[str, Any], text: str, ends: Iterable[str]) -> str:
+    """An answer's text up to the first end token behind what `turn` says; all without any.
+
+    The model does not sample text after the end of its turn. Raises ValueError if the template
+    writes a part of the answer there.
+    """
+    thought = squeezed(split_thought(in_text(turn))[0])
+    cuts = sorted(found.end() for end in ends for found in re.finditer(re.escape(end), text))
+    for cut in cuts:
+        if has_contents(turn, text[:cut]) and thought in squeezed(text[:cut]):
+            return text[:cut]
+    if not cuts:
+        return text
+    raise ValueError(
+        f"the chat template writes a part of an answer behind an end token, "
+        f"{shown(text[cuts[-1] :])}: add the token that ends it to eos_token_id of "
+        "generation_config.json"
     )
 
 
@@ -120,6 +193,7 @@ def texts(message: Mapping[str, Any]) -> list[str]:
 
 
 _EMPTY = re.compile(rf"\A\s*{OPEN}\s*{CLOSE}\s*")
+_CLOSED = re.compile(rf"\A\s*(?:{OPEN})?\s*{CLOSE}\s*")  # behind a thought that a prompt opens
 _BEGUN = re.compile(rf"{OPEN}\s*(?:{CLOSE}\s*)?\Z")
 _OPEN_END = "\ufdd3"  # behind the content of a message that is continued; no text has it
 
@@ -141,15 +215,19 @@ def answer_text(start: str, whole: str, turn: Mapping[str, Any]) -> str:
             f"its generation prompt ends with {shown(start[at:])}: make them alike"
         )
     rest = whole.removeprefix(start if whole.startswith(start) else base)
+    is_closed = CLOSE in opening and not thought  # the prompt has the answer's empty thought
     if CLOSE in answer:
-        rest = _EMPTY.sub("", rest) if thought else rest
+        if thought or is_closed or rest.count(CLOSE) > answer.count(CLOSE):
+            rest = (_CLOSED if opening else _EMPTY).sub("", rest)
         written = squeezed(rest)
-        if squeezed(thought or CLOSE) not in written[: written.rfind(squeezed(final))]:
+        kept = squeezed(thought or CLOSE) in written[: written.rfind(squeezed(final))]
+        if not kept and not is_closed:
             rest = answer.removesuffix(final.lstrip()) + rest.lstrip()
     text = _joined(opening, rest)
     opens, closes = ((opening + text).count(tag) for tag in (OPEN, CLOSE))
     own = answer.count(OPEN)
-    if opens > max(1, own) or opens - closes not in (0, own - answer.count(CLOSE)):
+    begins = max(own, bool(opening))  # a prompt's thought may be the one that the answer ends
+    if opens > max(1, own) or opens - closes not in (0, begins - answer.count(CLOSE)):
         raise ValueError(
             f"the chat template makes {opens} {OPEN} and {closes} {CLOSE} around an answer with "
             f"{own}: leave out its thought, or set data.template_kwargs, as enable_thinking"
@@ -173,8 +251,17 @@ def _joined(opening: str, answer: str) -> str:
 
 
 def in_text(turn: Mapping[str, Any]) -> str:
-    """An assistant's message as one text: its thought in tags, where it has a key of its own."""
-    thought = next((turn[key] for key in THOUGHT_KEYS if turn.get(key)), "")
+    """An assistant's message as one text: its thought in tags, where it has a key of its own.
+
+    Raises ValueError for a thought that is no text, and for one in its content, too.
+    """
+    key, thought = next(((key, turn[key]) for key in THOUGHT_KEYS if turn.get(key)), ("", ""))
+    if not isinstance(thought, str):
+        raise ValueError(f"an answer's {key!r} must be text, got {shown(thought)}")
+    if thought and CLOSE in "".join(texts(turn)):
+        raise ValueError(
+            f"an answer has a thought in its content and one under {key!r}: leave one out"
+        )
     before = f"{OPEN}\n{thought.strip()}\n{CLOSE}\n\n" if thought else ""
     return before + "".join(texts(turn))
 
